@@ -1,0 +1,40 @@
+"""dynagroup: batches that fit. Importing it is light; names are loaded when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynagroup.budget import AdditiveCap, Budget, MemoryBudget, TokenBudget
+    from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
+    from dynagroup.step import Share, Step
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AdditiveCap": "budget",
+    "AlignmentError": "errors",
+    "Budget": "budget",
+    "BudgetError": "errors",
+    "ConfigError": "errors",
+    "MemoryBudget": "budget",
+    "Share": "step",
+    "StateError": "errors",
+    "Step": "step",
+    "TokenBudget": "budget",
+}
+
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dynagroup' has no attribute {name!r}")
+    value = getattr(import_module(f"dynagroup.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,21 @@
+"""The four errors that dynagroup raises for its users."""
+
+from __future__ import annotations
+
+__all__ = ["AlignmentError", "BudgetError", "ConfigError", "StateError"]
+
+
+class ConfigError(ValueError):
+    """An argument is wrong. The message names the argument, its value and the way out."""
+
+
+class BudgetError(ValueError):
+    """A sample or batch does not fit the budget, or a budget breaks its law."""
+
+
+class StateError(ValueError):
+    """A saved state does not belong to this run, or is damaged."""
+
+
+class AlignmentError(RuntimeError):
+    """Ranks disagree: other data, another seed or settings, or a rank that has gone."""

@@ -1,0 +1,89 @@
+"""The shape of a batch: what budgets and memory models are asked about.
+
+A *stream* is one named count per sample. ``tokens`` is always there; others (``target``, ``patches``) may stand beside it.
+Lengths travel through dynagroup as ``Streams``: a dict from stream name to an int32 array of shape (num_samples,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["TOKENS", "BatchShape", "IntArray", "Streams", "round_up"]
+
+TOKENS = "tokens"
+
+Streams: TypeAlias = Mapping[str, NDArray[np.int32]]
+IntArray: TypeAlias = NDArray[np.int64]
+
+
+def round_up(values: IntArray, multiple: int) -> IntArray:
+    """``values`` rounded up to a multiple.
+
+    >>> round_up(np.array([0, 1, 8, 9]), 8).tolist()
+    [0, 8, 8, 16]
+    """
+    return values if multiple == 1 else -(-values // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The shapes of K candidate batches, one array entry a batch.
+
+    Args:
+        num_samples: int64 (K,), samples in each batch.
+        longest: stream -> int64 (K,), longest sample of each batch, before any rounding for padding.
+        total: stream -> int64 (K,), sum over the samples of each batch.
+
+    >>> shape = BatchShape.of(num_samples=[2, 4], longest=10)
+    >>> shape.total["tokens"].tolist()
+    [20, 40]
+    """
+
+    num_samples: IntArray
+    longest: Mapping[str, IntArray]
+    total: Mapping[str, IntArray]
+
+    @classmethod
+    def of(
+        cls,
+        num_samples: ArrayLike,
+        longest: ArrayLike | Mapping[str, ArrayLike],
+        total: ArrayLike | Mapping[str, ArrayLike] | None = None,
+    ) -> BatchShape:
+        """Shapes from numbers or arrays, broadcast together; a bare number or array is the ``tokens`` stream.
+
+        Without ``total`` every sample of a batch is taken to be as long as its longest.
+        """
+        count = np.asarray(num_samples, dtype=np.int64)
+        longest_by = {k: np.asarray(v, np.int64) for k, v in _as_mapping(longest).items()}
+        if total is None:
+            total_by = {k: count * v for k, v in longest_by.items()}
+        else:
+            total_by = {k: np.asarray(v, np.int64) for k, v in _as_mapping(total).items()}
+        size = np.broadcast_shapes(np.shape(np.atleast_1d(count)), *(np.shape(v) for v in longest_by.values()))
+        spread = lambda a: np.broadcast_to(a, size)  # noqa: E731
+        return cls(
+            spread(count), {k: spread(v) for k, v in longest_by.items()}, {k: spread(v) for k, v in total_by.items()}
+        )
+
+    @classmethod
+    def of_samples(cls, lengths: Streams) -> BatchShape:
+        """The shape (K = 1) of one batch that holds exactly these samples."""
+        count = len(next(iter(lengths.values())))
+        return cls.of(
+            count,
+            {k: int(v.max(initial=0)) for k, v in lengths.items()},
+            {k: int(v.sum(dtype=np.int64)) for k, v in lengths.items()},
+        )
+
+    def __len__(self) -> int:
+        return len(self.num_samples)
+
+
+def _as_mapping(value: ArrayLike | Mapping[str, ArrayLike]) -> Mapping[str, ArrayLike]:
+    return value if isinstance(value, Mapping) else {TOKENS: value}

@@ -1,0 +1,65 @@
+"""What a training loop receives: one batch, and exactly what it weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Share", "Step", "loss_scale"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This rank's part of a sum over all ranks and all steps of the update."""
+
+    local: float
+    total: float
+
+
+def loss_scale(weight: Share, world_size: int) -> float:
+    """Factor for this batch's mean loss, such that accumulated gradients averaged over ranks equal one process's.
+
+    Each rank accumulates ``sum_over_steps(loss_scale * mean_loss)`` over the steps of an update and DDP or FSDP divides
+    by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a sample) counts
+    once: the result is the gradient of ``sum(unit losses) / total``.
+
+    >>> loss_scale(Share(local=3, total=4), world_size=2)
+    1.5
+    """
+    return weight.local * world_size / weight.total if weight.total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[B]):
+    """One batch on this rank, while every other rank has one too.
+
+    Args:
+        batch: what the user's ``collate_fn`` returned; untouched.
+        indices: dataset indices (or arrival numbers for iterable datasets) of the samples in ``batch``.
+        samples: number of samples here, and over the whole update on all ranks.
+        weight: loss weight here (label tokens by default), and over the whole update on all ranks.
+        loss_scale: factor for the batch's *mean* loss, see :func:`loss_scale`; 0.0 on an idle step.
+        ends_update: the optimizer steps after this batch; before that, gradients stay local (``no_sync``).
+        idle: this rank had no samples left; the batch only keeps the collectives matched.
+    """
+
+    batch: B
+    indices: Sequence[int]
+    samples: Share
+    weight: Share
+    loss_scale: float
+    ends_update: bool
+    idle: bool = False
+
+    def pin_memory(self) -> Step[B]:
+        """The same step with its tensors in pinned memory."""
+        from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415
+
+        return replace(self, batch=pin_memory(self.batch))
+
+    def map(self, fn: Callable[[B], Any]) -> Step[Any]:
+        """The same step with ``fn`` applied to its batch, e.g. to move it to a device."""
+        return replace(self, batch=fn(self.batch))
