@@ -40,7 +40,7 @@ class Budget(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """"padded": a batch costs samples times longest; "packed": it costs the sum of its tokens."""
+        """ "padded": a batch costs samples times longest; "packed": it costs the sum of its tokens."""
         return "padded"
 
     @property
@@ -145,7 +145,8 @@ class TokenBudget(Budget):
 class AdditiveCap(Budget):
     """At most ``limit`` units of a stream in a batch, summed over its samples; the batch's padding does not matter.
 
-    For what is concatenated, not padded, such as vision patches. Combine it: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
+    For what is concatenated, not padded, such as vision patches. Combine it with a budget of tokens:
+    ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
 
     >>> AdditiveCap("patches", 100).fits(BatchShape.of(2, {"tokens": 9, "patches": [50, 51]})).tolist()
     [True, False]
@@ -241,7 +242,9 @@ class MemoryBudget(Budget):
         _positive("pad_to_multiple_of", self.pad_to_multiple_of)
         _positive("headroom", self.headroom, float)
         if self.headroom > 1:
-            raise ConfigError(f"`headroom` is the share of the limit that may be used, at most 1.0, but is {self.headroom!r}")
+            raise ConfigError(
+                f"`headroom` is the share of the limit that may be used, at most 1.0, but is {self.headroom!r}"
+            )
         if self.max_growth is not None:
             _positive("max_growth", self.max_growth, float)
 

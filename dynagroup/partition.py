@@ -127,7 +127,9 @@ def smaller_size(size: int, round_batch: RoundBatch | None) -> int:
     for candidate in range(size, 0, -1):
         rounded = round_batch(candidate)
         if isinstance(rounded, bool) or not isinstance(rounded, (int, np.integer)) or rounded < 1:
-            raise ConfigError(f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {candidate}")
+            raise ConfigError(
+                f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {candidate}"
+            )
         if rounded <= size:
             return int(rounded)
     return size
@@ -195,7 +197,9 @@ def cut(
 def longest_first(lengths: Streams) -> IntArray:
     """Positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
     if len(lengths) > 1:
-        return np.lexsort([-values for name, values in reversed(lengths.items()) if name != TOKENS] + [-lengths[TOKENS]])
+        return np.lexsort(
+            [-values for name, values in reversed(lengths.items()) if name != TOKENS] + [-lengths[TOKENS]]
+        )
     tokens = lengths[TOKENS]
     falling = tokens.max() - tokens
     if falling.max(initial=0) < 1 << 16:
@@ -243,7 +247,9 @@ def _prefix_search(ordered: Streams, budget: Budget, round_batch: RoundBatch | N
         nonlocal block, first, reach
         if not first <= start < first + len(block):
             first = start
-            block, reach = _longest_fitting_runs(ordered, budget, np.arange(start, min(start + BLOCK, num_samples)), reach)
+            block, reach = _longest_fitting_runs(
+                ordered, budget, np.arange(start, min(start + BLOCK, num_samples)), reach
+            )
         return smaller_size(max(int(block[start - first]), 1), round_batch)
 
     return most
@@ -305,7 +311,9 @@ def _optimal(padded: IntArray, most: Caps, round_batch: RoundBatch | None, charg
         stop = min(start + most(start), num_samples)
         cost = best[start] + charge + padded[start] * counts[1 : stop - start + 1].astype(np.float64)
         if round_batch is not None:
-            allowed = [n == smaller_size(n, round_batch) or start + n == num_samples for n in range(1, stop - start + 1)]
+            allowed = [
+                n == smaller_size(n, round_batch) or start + n == num_samples for n in range(1, stop - start + 1)
+            ]
             cost[~np.asarray(allowed)] = np.inf
         better = cost < best[start + 1 : stop + 1]
         best[start + 1 : stop + 1][better] = cost[better]

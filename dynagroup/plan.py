@@ -65,7 +65,9 @@ class PlanConfig:
             if not _is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigError(f"`{name}` must be an int of at least 0, but is {getattr(self, name)!r}")
         if self.window is not None and self.samples_per_update is not None:
-            raise ConfigError("`window` and `samples_per_update` exclude each other: an update's samples are the window")
+            raise ConfigError(
+                "`window` and `samples_per_update` exclude each other: an update's samples are the window"
+            )
         for name, choices in (("oversize", ("alone", "error", "drop")), ("uneven", ("repeat", "drop"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be one of {choices}, but is {getattr(self, name)!r}")
@@ -99,9 +101,7 @@ def even_out(batches: Batches, multiple: int) -> Batches:
     return Batches(batches.order, np.sort(np.append(batches.offsets, np.asarray(new_offsets, np.int64))))
 
 
-def cut_evenly(
-    lengths: Streams, budget: Budget, multiple: int, *, round_batch: RoundBatch | None = None
-) -> Batches:
+def cut_evenly(lengths: Streams, budget: Budget, multiple: int, *, round_batch: RoundBatch | None = None) -> Batches:
     """Cut a window into batches that fit, in a number that divides by ``multiple`` wherever its samples allow that.
 
     A window of few rows is cut again under the tightest cost that still needs no further row, so that its batches cost
@@ -169,7 +169,7 @@ def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, 
     """Every sample once, every batch fits or is a single oversize sample; runs on every window of every plan."""
     seen = np.zeros(num_samples, np.bool_)
     seen[batches.order] = True
-    assert len(batches.order) == num_samples and seen.all(), "a plan lost or repeated a sample"
+    assert len(batches.order) == num_samples == seen.sum(), "a plan lost or repeated a sample"
     if not num_samples:
         return
     fits = budget.fits(shapes_of(batches, lengths))
@@ -264,9 +264,7 @@ class Planner:
         """The beginning of an epoch."""
         return Position(self.window_size(world_size))
 
-    def windows(
-        self, epoch: int, position: Position, order: Sequence[int] | None = None
-    ) -> Iterator[Window]:
+    def windows(self, epoch: int, position: Position, order: Sequence[int] | None = None) -> Iterator[Window]:
         """The windows from ``position`` on, in the order in which they are used."""
         ordered = _EpochSamples(self.num_samples, epoch, self.config, order)
         size = position.window_size
@@ -368,9 +366,7 @@ class Planner:
         return hashlib.blake2b(json.dumps(self.identity, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def with_segments(
-    windows: Iterator[Window], position: Position
-) -> Iterator[tuple[Window, tuple[Segment, ...]]]:
+def with_segments(windows: Iterator[Window], position: Position) -> Iterator[tuple[Window, tuple[Segment, ...]]]:
     """Pair each window with what was used of it: only the first can have been."""
     segments = position.segments
     for window in windows:

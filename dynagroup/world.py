@@ -69,7 +69,9 @@ class DistributedWorld:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise ConfigError("torch.distributed is not initialised; call init_process_group first, or leave world=None")
+            raise ConfigError(
+                "torch.distributed is not initialised; call init_process_group first, or leave world=None"
+            )
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._group = dist.new_group(
             ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=group is not None
