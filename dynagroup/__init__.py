@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynagroup.budget import AdditiveCap, Budget, MemoryBudget, TokenBudget
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
+    from dynagroup.partition import friendly_size, multiple_of
+    from dynagroup.plan import BatchPlan
+    from dynagroup.sampler import LengthAwareBatchSampler
     from dynagroup.step import Share, Step
 
 __version__ = "0.1.0"
@@ -15,14 +18,18 @@ __version__ = "0.1.0"
 _HOME = {
     "AdditiveCap": "budget",
     "AlignmentError": "errors",
+    "BatchPlan": "plan",
     "Budget": "budget",
     "BudgetError": "errors",
     "ConfigError": "errors",
+    "LengthAwareBatchSampler": "sampler",
     "MemoryBudget": "budget",
     "Share": "step",
     "StateError": "errors",
     "Step": "step",
     "TokenBudget": "budget",
+    "friendly_size": "partition",
+    "multiple_of": "partition",
 }
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

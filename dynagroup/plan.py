@@ -11,7 +11,7 @@ import heapq
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, overload
 
@@ -283,10 +283,16 @@ class Planner:
         return ordered.position_of_longest(self.lengths[TOKENS]) // size
 
     def rows(self, window: Window, epoch: int, world_size: int, segments: Sequence[Segment] = ()) -> Rows:
-        """The steps of a window that remain after ``segments`` of it were used. Positions count in the whole window."""
+        """The steps of a window that remain after ``segments`` of it were used.
+
+        While the number of ranks stays the same, these are the window's own rows; after a change, the samples that
+        remained are cut again. Positions count in the whole window.
+        """
         remaining = np.arange(len(window.indices))
-        for size, done in segments:
+        for number, (size, done) in enumerate(segments, start=1):
             rows = self._cut(window, remaining, epoch, size)
+            if number == len(segments) and size == world_size:
+                return replace(rows, table=rows.table[done:])
             emitted = np.zeros(len(window.indices), np.bool_)
             emitted[rows.batches.take(rows.table[:done].ravel()).order] = True
             emitted[rows.dropped] = True
