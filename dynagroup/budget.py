@@ -185,7 +185,8 @@ class AllOf(Budget):
 
     @property
     def layout(self) -> Layout:
-        return next((p.layout for p in self.parts if not isinstance(p, AdditiveCap)), "padded")
+        layouts: list[Layout] = [p.layout for p in self.parts if not isinstance(p, AdditiveCap)]
+        return layouts[0] if layouts else "padded"
 
     @property
     def pad_to_multiple_of(self) -> int:

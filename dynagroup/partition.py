@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget import Budget, padded_tokens
+from dynagroup.budget import Budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
 
@@ -197,9 +197,8 @@ def cut(
 def longest_first(lengths: Streams) -> IntArray:
     """Positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
     if len(lengths) > 1:
-        return np.lexsort(
-            [-values for name, values in reversed(lengths.items()) if name != TOKENS] + [-lengths[TOKENS]]
-        )
+        others = [-values for name, values in lengths.items() if name != TOKENS]
+        return np.lexsort([*others[::-1], -lengths[TOKENS]])
     tokens = lengths[TOKENS]
     falling = tokens.max() - tokens
     if falling.max(initial=0) < 1 << 16:
@@ -233,7 +232,7 @@ def _most_by_start(ordered: Streams, budget: Budget, round_batch: RoundBatch | N
     if round_batch is not None:
         sizes, where = np.unique(table, return_inverse=True)
         table = np.asarray([smaller_size(int(s), round_batch) for s in sizes], np.int64)[where]
-    by_start = memoryview(np.repeat(table, np.diff(np.append(runs, len(tokens)))))
+    by_start = np.repeat(table, np.diff(np.append(runs, len(tokens)))).data
     return by_start.__getitem__
 
 
@@ -382,13 +381,3 @@ class _Bins:
             for name in table:
                 table[name] = np.append(table[name][keep], 0)
         return len(self._count) - 1
-
-
-def fitting(batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
-    """Which batches fit: bool (B,)."""
-    return budget.fits(shapes_of(batches, lengths))
-
-
-def costs(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
-    """Tokens that a device multiplies for each batch: int64 (B,)."""
-    return padded_tokens(shapes_of(batches, lengths), budget)

@@ -7,33 +7,31 @@ first batch of any dataset is there at once and a run resumes, also on another n
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget import Budget, TokenBudget, padded_tokens
+from dynagroup.batch_plan import BatchPlan, PlannedWindow
+from dynagroup.budget import Budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.order import EpochOrder, epoch_order
-from dynagroup.partition import Batches, RoundBatch, cut, longest_first, shapes_of
+from dynagroup.partition import RoundBatch, cut, longest_first
+from dynagroup.rows import Rows, Uneven, arrange, cut_evenly, even_out, matched_by_cost, prove
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
-__all__ = ["BatchPlan", "PlanConfig", "Planner", "Position", "Rows", "cut_evenly", "epoch_order", "even_out"]
+__all__ = ["BatchPlan", "PlanConfig", "Planner", "Position", "cut_evenly", "epoch_order", "even_out"]
 
 Oversize: TypeAlias = Literal["alone", "error", "drop"]
-Uneven: TypeAlias = Literal["repeat", "drop"]
 Segment: TypeAlias = tuple[int, int]
 """(world size, rows emitted at that world size): how far a window was used, and by how many ranks."""
 
 BATCHES_PER_WINDOW = 100
-OPTIMAL_UP_TO = 1024  # samples; the dynamic programme costs about 5 us a sample and pays off in small windows
-BALANCE_UP_TO = 8  # rows; with more of them a few halved batches cost next to nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,110 +75,6 @@ class PlanConfig:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def even_out(batches: Batches, multiple: int) -> Batches:
-    """Halve the largest batches until their number divides by ``multiple``, or all hold a single sample.
-
-    Nothing is dropped or repeated: a half of a batch that fits also fits.
-
-    >>> even_out(Batches(np.arange(6), np.array([0, 1, 6])), 4).sizes.tolist()
-    [1, 2, 1, 2]
-    """
-    sizes = batches.sizes
-    missing = -len(sizes) % multiple
-    heap = [(-int(size), -number, int(batches.offsets[number])) for number, size in enumerate(sizes)]
-    heapq.heapify(heap)
-    new_offsets: list[int] = []
-    while len(new_offsets) < missing and heap and heap[0][0] < -1:
-        size, number, start = heapq.heappop(heap)
-        half = -size - (-size) // 2
-        new_offsets.append(start + half)
-        heapq.heappush(heap, (-half, number, start))
-        heapq.heappush(heap, (size + half, number, start + half))
-    return Batches(batches.order, np.sort(np.append(batches.offsets, np.asarray(new_offsets, np.int64))))
-
-
-def cut_evenly(lengths: Streams, budget: Budget, multiple: int, *, round_batch: RoundBatch | None = None) -> Batches:
-    """Cut a window into batches that fit, in a number that divides by ``multiple`` wherever its samples allow that.
-
-    A window of few rows is cut again under the tightest cost that still needs no further row, so that its batches cost
-    about the same and no rank waits; what is then missing to a full row comes from halving.
-
-    >>> window = {"tokens": np.full(10, 5, np.int32)}
-    >>> cut_evenly(window, TokenBudget(20), 4).sizes.tolist()
-    [3, 3, 3, 1]
-    """
-    method = "optimal" if len(lengths[TOKENS]) <= OPTIMAL_UP_TO else "greedy"
-    batches = cut(lengths, budget, method=method, round_batch=round_batch)
-    rows = -(-len(batches) // multiple)
-    if multiple > 1 and 0 < rows <= BALANCE_UP_TO and len(batches) > 0:
-        batches = _cut_tightly(lengths, budget, rows * multiple, batches, round_batch)
-    return even_out(batches, multiple)
-
-
-def _cut_tightly(
-    lengths: Streams, budget: Budget, most: int, batches: Batches, round_batch: RoundBatch | None
-) -> Batches:
-    """The cut under the smallest cost a batch that makes at most ``most`` batches."""
-    low, high = 0, int(padded_tokens(shapes_of(batches, lengths), budget).max())
-    while low + 1 < high:
-        middle = (low + high) // 2
-        tighter = budget & TokenBudget(middle, pad_to_multiple_of=budget.pad_to_multiple_of, layout=budget.layout)
-        candidate = cut(lengths, tighter, round_batch=round_batch)
-        if len(candidate) <= most:
-            high, batches = middle, candidate
-        else:
-            low = middle
-    return batches
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The steps of one window. ``batches`` hold positions in the window; ``table`` numbers them, int64 (steps, ranks)."""
-
-    batches: Batches
-    table: IntArray
-    repeated: IntArray
-    """Positions of samples that stand in a row a second time to fill it; the last batches hold one each."""
-    dropped: IntArray
-    """Positions of samples left out because they cannot fill a row."""
-
-
-def arrange(batches: Batches, world_size: int, uneven: Uneven, smallest: IntArray) -> Rows:
-    """Batches in rows of one for each rank, in their order; ``smallest`` lists positions that may fill the last row."""
-    none = np.zeros(0, np.int64)
-    over = len(batches) % world_size
-    if not over:
-        table = np.arange(len(batches)).reshape(-1, world_size)
-        return Rows(batches, table, none, none)
-    if uneven == "drop":
-        keep = len(batches) - over
-        dropped = batches.order[batches.offsets[keep] :]
-        kept = Batches(batches.order[: batches.offsets[keep]], batches.offsets[: keep + 1])
-        return Rows(kept, np.arange(keep).reshape(-1, world_size), none, dropped)
-    repeated = np.resize(smallest, world_size - over)
-    fillers = Batches(repeated, np.arange(len(repeated) + 1))
-    filled = Batches.concatenate([batches, fillers])
-    return Rows(filled, np.arange(len(filled)).reshape(-1, world_size), repeated, none)
-
-
-def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, oversize: NDArray[np.bool_]) -> None:
-    """Every sample once, every batch fits or is a single oversize sample; runs on every window of every plan."""
-    seen = np.zeros(num_samples, np.bool_)
-    seen[batches.order] = True
-    assert len(batches.order) == num_samples == seen.sum(), "a plan lost or repeated a sample"
-    if not num_samples:
-        return
-    fits = budget.fits(shapes_of(batches, lengths))
-    bad = np.flatnonzero(~fits & ~((batches.sizes == 1) & oversize[batches.order[batches.offsets[:-1]]]))
-    if len(bad):
-        batch = batches[int(bad[0])]
-        raise BudgetError(
-            f"a batch of {len(batch)} samples, longest {lengths[TOKENS][batch].max()} tokens, does not fit {budget.fingerprint}, "
-            "although it is part of one that does; a budget must never refuse a smaller batch: check it with "
-            "dynagroup.testing.assert_budget_law"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +158,7 @@ class Planner:
         """The beginning of an epoch."""
         return Position(self.window_size(world_size))
 
-    def windows(self, epoch: int, position: Position, order: Sequence[int] | None = None) -> Iterator[Window]:
+    def windows(self, epoch: int, position: Position, order: IntArray | None = None) -> Iterator[Window]:
         """The windows from ``position`` on, in the order in which they are used."""
         ordered = _EpochSamples(self.num_samples, epoch, self.config, order)
         size = position.window_size
@@ -282,34 +176,62 @@ class Planner:
             return 0
         return ordered.position_of_longest(self.lengths[TOKENS]) // size
 
-    def rows(self, window: Window, epoch: int, world_size: int, segments: Sequence[Segment] = ()) -> Rows:
-        """The steps of a window that remain after ``segments`` of it were used.
+    def steps(
+        self, epoch: int, world_size: int, position: Position | None = None, order: IntArray | None = None
+    ) -> Iterator[PlannedWindow]:
+        """The epoch's steps from ``position`` on, a window at a time, planned when asked for."""
+        position = position or self.start(world_size)
+        windows = self.windows(epoch, position, order)
+        if position.segments:
+            yield from self._rest(windows, epoch, world_size, position.segments)
+        for window in windows:
+            yield self._finish(window, self._cut(window, np.arange(len(window.indices)), epoch, world_size))
 
-        While the number of ranks stays the same, these are the window's own rows; after a change, the samples that
-        remained are cut again. Positions count in the whole window.
+    def _rest(
+        self, windows: Iterator[Window], epoch: int, world_size: int, segments: Sequence[Segment]
+    ) -> Iterator[PlannedWindow]:
+        """What remains of a window of which ``segments`` were used.
+
+        While the number of ranks stays the same, these are the window's own rows. After a change the samples that
+        remain are cut again, together with the next window's (except across updates), so that rows can be filled.
         """
+        window = next(windows, None)
+        if window is None:
+            return
         remaining = np.arange(len(window.indices))
-        for number, (size, done) in enumerate(segments, start=1):
-            rows = self._cut(window, remaining, epoch, size)
-            if number == len(segments) and size == world_size:
-                return replace(rows, table=rows.table[done:])
-            emitted = np.zeros(len(window.indices), np.bool_)
-            emitted[rows.batches.take(rows.table[:done].ravel()).order] = True
-            emitted[rows.dropped] = True
-            remaining = remaining[~emitted[remaining]]
-        return self._cut(window, remaining, epoch, world_size)
+        rows = self._cut(window, remaining, epoch, segments[0][0])
+        ranks, num_windows = segments[0][0], 1
+        for size, done in (*segments, (world_size, 0)):
+            if size != ranks:
+                following = next(windows, None) if self.config.samples_per_update is None else None
+                if following is not None:
+                    num_windows += 1
+                    remaining = np.append(remaining, len(window.indices) + np.arange(len(following.indices)))
+                    window = replace(window, indices=np.append(window.indices, following.indices))
+                rows = self._cut(window, remaining, epoch, size)
+                ranks = size
+            used = np.zeros(len(window.indices), np.bool_)
+            used[rows.batches.take(rows.table[:done].ravel()).order] = True
+            remaining = remaining[~used[remaining]]
+            rows = replace(rows, table=rows.table[done:])
+        yield replace(self._finish(window, rows), num_windows=num_windows)
 
     def _cut(self, window: Window, positions: IntArray, epoch: int, world_size: int) -> Rows:
+        config = self.config
         indices = window.indices[positions]
         lengths = {name: values[indices] for name, values in self.lengths.items()}
-        batches = cut_evenly(lengths, self.budget, world_size, round_batch=self.config.round_batch)
+        batches = cut_evenly(lengths, self.budget, world_size, round_batch=config.round_batch)
         prove(batches, len(indices), lengths, self.budget, self._oversize[indices])
+        lead = config.hardest_first if window.leads else 0
+        mixed = config.shuffle or config.samples_per_update is not None
+        if mixed and world_size > 1:
+            batches = matched_by_cost(batches, lengths, self.budget, lead * world_size)
         smallest = longest_first(lengths)[::-1] if len(batches) % world_size else batches.order
-        rows = arrange(batches, world_size, self.config.uneven, smallest)
+        rows = arrange(batches, world_size, config.uneven, smallest)
         table = rows.table
-        if self.config.shuffle and self.config.samples_per_update is None:
-            rng = np.random.default_rng((self.config.seed, epoch, window.number, len(positions)))
-            table = _shuffle_rows(table, self.config.hardest_first if window.leads else 0, rng)
+        if config.shuffle and config.samples_per_update is None:
+            rng = np.random.default_rng((config.seed, epoch, window.number, len(positions)))
+            table = _shuffle_rows(table, lead, rng)
         return Rows(rows.batches.map(positions), table, positions[rows.repeated], positions[rows.dropped])
 
     def plan(
@@ -317,35 +239,37 @@ class Planner:
         epoch: int = 0,
         world_size: int = 1,
         position: Position | None = None,
-        order: Sequence[int] | None = None,
+        order: IntArray | None = None,
     ) -> BatchPlan:
         """The whole epoch, or what remains of it from ``position`` on."""
-        position = position or self.start(world_size)
-        parts = [
-            self.finish(window, self.rows(window, epoch, world_size, segments))
-            for window, segments in with_segments(self.windows(epoch, position, order), position)
-        ]
-        return BatchPlan.join(parts, self, epoch, world_size)
+        return BatchPlan.join(
+            list(self.steps(epoch, world_size, position, order)),
+            lengths=self.lengths,
+            budget=self.budget,
+            epoch=epoch,
+            world_size=world_size,
+            oversize=self.oversize,
+            left_out=self.oversize if self._drops else np.zeros(0, np.int64),
+        )
 
-    def finish(self, window: Window, rows: Rows) -> PlannedWindow:
+    def _finish(self, window: Window, rows: Rows) -> PlannedWindow:
         """A window's steps as dataset indices, with what each batch weighs in its update."""
         counts = rows.batches.sizes[rows.table]
         if len(rows.repeated):
             fillers = rows.table >= len(rows.batches) - len(rows.repeated)
             counts = np.where(fillers, 0, counts)
-        whole = self.config.samples_per_update is not None
-        total = np.full(len(counts), len(window.indices)) if whole else counts.sum(axis=1)
         ends = np.ones(len(counts), np.bool_)
-        if whole:
+        total = counts.sum(axis=1)
+        if self.config.samples_per_update is not None:
             ends[:-1] = False
-        scale = counts * counts.shape[1] / np.maximum(total, 1)[:, None]
+            total = np.full(len(counts), len(window.indices) - len(rows.dropped))
         return PlannedWindow(
-            rows.batches.map(window.indices),
-            rows.table,
-            ends,
-            scale,
-            window.indices[rows.repeated],
-            window.indices[rows.dropped],
+            batches=rows.batches.map(window.indices),
+            table=rows.table,
+            update_ends=ends,
+            loss_scale=counts * counts.shape[1] / np.maximum(total, 1)[:, None],
+            repeated=window.indices[rows.repeated],
+            dropped=window.indices[rows.dropped],
         )
 
     @cached_property
@@ -370,14 +294,6 @@ class Planner:
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits of :attr:`identity`."""
         return hashlib.blake2b(json.dumps(self.identity, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def with_segments(windows: Iterator[Window], position: Position) -> Iterator[tuple[Window, tuple[Segment, ...]]]:
-    """Pair each window with what was used of it: only the first can have been."""
-    segments = position.segments
-    for window in windows:
-        yield window, segments
-        segments = ()
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -407,7 +323,7 @@ def _oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
 class _EpochSamples:
     """Dataset indices in an epoch's order, read by slice."""
 
-    def __init__(self, num_samples: int, epoch: int, config: PlanConfig, order: Sequence[int] | None) -> None:
+    def __init__(self, num_samples: int, epoch: int, config: PlanConfig, order: IntArray | None) -> None:
         self._given = None if order is None else np.asarray(order, np.int64)
         self._count = num_samples if self._given is None else len(self._given)
         shuffled = config.shuffle or config.samples_per_update is not None
@@ -428,161 +344,3 @@ class _EpochSamples:
             return int(np.argmax(tokens[self._given]))
         longest = np.asarray([np.argmax(tokens)], np.int64)
         return int((longest if self._drawn is None else self._drawn.position_of(longest))[0])
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedWindow:
-    """A window's steps, ready to be emitted; ``batches`` hold dataset indices."""
-
-    batches: Batches
-    table: IntArray
-    update_ends: NDArray[np.bool_]
-    loss_scale: NDArray[np.float64]
-    repeated: IntArray
-    dropped: IntArray
-
-
-class PlanRows(Sequence[list[list[int]]]):
-    """``rows[step][rank]``: the dataset indices of one batch."""
-
-    __slots__ = ("_batches", "_table")
-
-    def __init__(self, batches: Batches, table: IntArray) -> None:
-        self._batches, self._table = batches, table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    @overload
-    def __getitem__(self, index: int) -> list[list[int]]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[list[int]]]: ...
-    def __getitem__(self, index: int | slice) -> list[list[int]] | list[list[list[int]]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return [self._batches[int(number)].tolist() for number in self._table[index]]
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """One epoch's batches on all ranks, with their figures.
-
-    Args:
-        batches: all batches, dataset indices; ``table`` says which one a rank gets at a step.
-        table: int64 (num_steps, world_size), batch numbers.
-        update_ends: bool (num_steps,), the optimizer steps after this row.
-        loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
-        lengths: the dataset's lengths, stream -> int32 (N,).
-        budget: what the batches were made to fit.
-        epoch, world_size: what the plan was made for.
-        oversize: dataset indices of samples that do not fit even alone.
-        repeated: dataset indices of samples that stand in a row a second time, to fill it; their weight is 0.
-        dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``.
-    """
-
-    batches: Batches
-    table: IntArray
-    update_ends: NDArray[np.bool_]
-    loss_scale: NDArray[np.float64]
-    lengths: Streams = field(repr=False)
-    budget: Budget
-    epoch: int
-    world_size: int
-    oversize: IntArray
-    repeated: IntArray
-    dropped: IntArray
-
-    @classmethod
-    def join(cls, parts: Sequence[PlannedWindow], planner: Planner, epoch: int, world_size: int) -> BatchPlan:
-        """One plan from its windows, in order."""
-        first = np.concatenate([[0], np.cumsum([len(p.batches) for p in parts])]).astype(np.int64)
-        none = np.zeros(0, np.int64)
-        oversize_dropped = planner.oversize if planner.config.oversize == "drop" else none
-        tables = [p.table + start for p, start in zip(parts, first[:-1], strict=True)]
-        return cls(
-            batches=Batches.concatenate([p.batches for p in parts]),
-            table=np.concatenate([np.zeros((0, world_size), np.int64), *tables]),
-            update_ends=np.concatenate([np.zeros(0, np.bool_), *(p.update_ends for p in parts)]),
-            loss_scale=np.concatenate([np.zeros((0, world_size)), *(p.loss_scale for p in parts)]),
-            lengths=planner.lengths,
-            budget=planner.budget,
-            epoch=epoch,
-            world_size=world_size,
-            oversize=planner.oversize,
-            repeated=np.concatenate([none, *(p.repeated for p in parts)]),
-            dropped=np.concatenate([oversize_dropped, *(p.dropped for p in parts)]),
-        )
-
-    @property
-    def rows(self) -> PlanRows:
-        """``rows[step][rank]``: dataset indices of that batch."""
-        return PlanRows(self.batches, self.table)
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.table)
-
-    @property
-    def num_updates(self) -> int:
-        return int(self.update_ends.sum())
-
-    @cached_property
-    def shapes(self) -> BatchShape:
-        """The true shape of every batch, in the order of ``batches``."""
-        return shapes_of(self.batches, self.lengths)
-
-    @cached_property
-    def padded(self) -> IntArray:
-        """Tokens that a device multiplies for every batch, padding included: int64 (B,)."""
-        return padded_tokens(self.shapes, self.budget)
-
-    @cached_property
-    def statistics(self) -> Mapping[str, float]:
-        """The figures of the plan by name: counts, tokens, ``efficiency`` (real over padded tokens), row imbalance.
-
-        ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates: sum of the rows' maxima
-        over the sum of their means, 1.0 at best, with padded tokens for time.
-        """
-        sizes, padded = self.batches.sizes, self.padded
-        by_row = padded[self.table].reshape(-1, self.world_size)
-        real = int(self.shapes.total[TOKENS].sum())
-        quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
-        return {
-            "num_samples": len(self.batches.order) - len(self.repeated),
-            "num_batches": len(sizes),
-            "num_steps": self.num_steps,
-            "num_updates": self.num_updates,
-            "real_tokens": real,
-            "padded_tokens": int(padded.sum()),
-            "efficiency": real / max(int(padded.sum()), 1),
-            "padding": 1.0 - real / max(int(padded.sum()), 1),
-            "smallest_batch": int(quantiles[0]),
-            "median_batch": float(quantiles[1]),
-            "largest_batch": int(quantiles[2]),
-            "row_imbalance": float(by_row.max(axis=1, initial=0).sum() / max(by_row.mean(axis=1).sum(), 1e-9))
-            if len(by_row)
-            else 1.0,
-            "num_oversize": len(self.oversize),
-            "num_repeated": len(self.repeated),
-            "num_dropped": len(self.dropped),
-        }
-
-    @property
-    def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with any batch, its rank, or its place."""
-        digest = hashlib.blake2b(digest_size=8)
-        for array in (self.batches.order, self.batches.offsets, self.table, self.update_ends):
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
-
-    def report(self) -> str:
-        """The plan as a readable table."""
-        from dynagroup.report import report_plan
-
-        return report_plan(self)
-
-    def plot(self) -> Any:
-        """The plan as a matplotlib figure: lengths, padding and batch sizes."""
-        from dynagroup.report import plot_plan
-
-        return plot_plan(self)

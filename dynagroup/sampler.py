@@ -15,7 +15,8 @@ from dynagroup.budget import Budget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.partition import RoundBatch
-from dynagroup.plan import BatchPlan, Oversize, PlanConfig, PlannedWindow, Planner, Position, Uneven, with_segments
+from dynagroup.plan import BatchPlan, Oversize, PlanConfig, PlannedWindow, Planner, Position, Uneven
+from dynagroup.shapes import IntArray
 from dynagroup.world import rank_and_size
 
 __all__ = ["LengthAwareBatchSampler"]
@@ -52,10 +53,12 @@ class _Trail:
         self.world_size = world_size
         self.steps = 0
         self._rows_before = [0]
+        self._windows_before = [start.windows_done]
 
-    def open(self, num_rows: int) -> None:
-        """Another window, with so many rows, is about to be handed out."""
+    def open(self, num_rows: int, num_windows: int) -> None:
+        """So many rows, made of so many windows, are about to be handed out."""
         self._rows_before.append(self._rows_before[-1] + num_rows)
+        self._windows_before.append(self._windows_before[-1] + num_windows)
 
     def position(self, steps: int | None) -> Position:
         """Where the epoch stands after so many steps of this iteration; None: all that were handed out."""
@@ -69,7 +72,7 @@ class _Trail:
             used = (*used[:-1], (self.world_size, used[-1][1] + rows))
         elif rows:
             used = (*used, (self.world_size, rows))
-        return Position(self.start.window_size, self.start.windows_done + window, used)
+        return Position(self.start.window_size, self._windows_before[window], used)
 
 
 class LengthAwareBatchSampler(Sampler[list[int]]):
@@ -208,10 +211,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         start, self._start = self._start or self._planner.start(size), None
         self._trail = trail = _Trail(start, size)
         epoch, planner = self._epoch, self._planner
-        for window, segments in with_segments(planner.windows(epoch, start, self._epoch_order()), start):
-            planned = planner.finish(window, planner.rows(window, epoch, size, segments))
+        for planned in planner.steps(epoch, size, start, self._epoch_order()):
             self._warn_of_repeats(planned)
-            trail.open(len(planned.table))
+            trail.open(len(planned.table), planned.num_windows)
             for row in planned.table.tolist():
                 trail.steps += 1
                 for number in row if rank is None else row[rank : rank + 1]:
@@ -279,7 +281,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             return self._rank, self._world_size
         return rank_and_size()
 
-    def _epoch_order(self) -> np.ndarray | None:
+    def _epoch_order(self) -> IntArray | None:
         return None if self._order is None else self._order.of_epoch(self._epoch)
 
     def _num_ordered(self) -> int:
@@ -315,9 +317,9 @@ class _OrderSource:
         self._source = source
         self._num_samples = num_samples
         self._epoch = -1
-        self._indices = np.zeros(0, np.int64)
+        self._indices: IntArray = np.zeros(0, np.int64)
 
-    def of_epoch(self, epoch: int) -> np.ndarray:
+    def of_epoch(self, epoch: int) -> IntArray:
         if epoch != self._epoch:
             set_epoch = getattr(self._source, "set_epoch", None)
             if set_epoch is not None:
@@ -332,7 +334,7 @@ class _OrderSource:
     def checksum(self, epoch: int) -> int:
         return zlib.crc32(self.of_epoch(epoch).data)
 
-    def _checked(self, indices: list[int]) -> np.ndarray:
+    def _checked(self, indices: list[int]) -> IntArray:
         array = np.asarray(indices)
         if len(array) and not np.issubdtype(array.dtype, np.integer):
             raise ConfigError(f"`order` must give integer indices, but gives {array.dtype}")
