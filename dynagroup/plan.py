@@ -158,18 +158,29 @@ class Planner:
         """The beginning of an epoch."""
         return Position(self.window_size(world_size))
 
+    def is_over(self, position: Position, epoch: int, order: IntArray | None = None) -> bool:
+        """Whether nothing of the epoch remains."""
+        return position.windows_done * position.window_size >= len(self._epoch_samples(epoch, order))
+
     def windows(self, epoch: int, position: Position, order: IntArray | None = None) -> Iterator[Window]:
         """The windows from ``position`` on, in the order in which they are used."""
-        ordered = _EpochSamples(self.num_samples, epoch, self.config, order)
+        ordered = self._epoch_samples(epoch, order)
         size = position.window_size
         count = -(-len(ordered) // size) if len(ordered) else 0
         lead = self._leading_window(ordered, size) if self.config.samples_per_update is None else 0
         for number in range(position.windows_done, count):
             place = lead if number == 0 else number - (number <= lead)
-            indices = ordered[place * size : (place + 1) * size]
-            if self._drops:
-                indices = indices[~self._oversize[indices]]
-            yield Window(number, indices, leads=number == 0 and self.config.samples_per_update is None)
+            yield Window(
+                number,
+                ordered[place * size : (place + 1) * size],
+                leads=number == 0 and self.config.samples_per_update is None,
+            )
+
+    def _epoch_samples(self, epoch: int, order: IntArray | None) -> _EpochSamples:
+        kept = np.flatnonzero(~self._oversize) if self._drops else None
+        if order is not None and self._drops:
+            order = order[~self._oversize[order]]
+        return _EpochSamples(self.num_samples if kept is None else len(kept), epoch, self.config, order, kept)
 
     def _leading_window(self, ordered: _EpochSamples, size: int) -> int:
         if not self.config.hardest_first or len(ordered) <= size:
@@ -321,11 +332,14 @@ def _oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
 
 
 class _EpochSamples:
-    """Dataset indices in an epoch's order, read by slice."""
+    """Dataset indices in an epoch's order, read by slice. ``kept`` are the samples that take part, ascending."""
 
-    def __init__(self, num_samples: int, epoch: int, config: PlanConfig, order: IntArray | None) -> None:
-        self._given = None if order is None else np.asarray(order, np.int64)
-        self._count = num_samples if self._given is None else len(self._given)
+    def __init__(
+        self, num_samples: int, epoch: int, config: PlanConfig, order: IntArray | None, kept: IntArray | None
+    ) -> None:
+        self._given = order
+        self._kept = kept
+        self._count = num_samples if order is None else len(order)
         shuffled = config.shuffle or config.samples_per_update is not None
         self._drawn = EpochOrder(num_samples, seed=config.seed, epoch=epoch) if shuffled else None
 
@@ -335,12 +349,12 @@ class _EpochSamples:
     def __getitem__(self, where: slice) -> IntArray:
         if self._given is not None:
             return self._given[where]
-        if self._drawn is not None:
-            return self._drawn[where]
-        return np.arange(*where.indices(self._count), dtype=np.int64)
+        start, stop, _ = where.indices(self._count)
+        drawn = np.arange(start, stop, dtype=np.int64) if self._drawn is None else self._drawn[start:stop]
+        return drawn if self._kept is None else self._kept[drawn]
 
     def position_of_longest(self, tokens: NDArray[np.int32]) -> int:
         if self._given is not None:
             return int(np.argmax(tokens[self._given]))
-        longest = np.asarray([np.argmax(tokens)], np.int64)
+        longest = np.asarray([np.argmax(tokens if self._kept is None else tokens[self._kept])], np.int64)
         return int((longest if self._drawn is None else self._drawn.position_of(longest))[0])

@@ -33,15 +33,15 @@ def even_out(batches: Batches, multiple: int) -> Batches:
     """
     sizes = batches.sizes
     missing = -len(sizes) % multiple
-    heap = [(-int(size), -number, int(batches.offsets[number])) for number, size in enumerate(sizes)]
+    heap = [(-int(size), -int(start)) for size, start in zip(sizes, batches.offsets[:-1], strict=True)]
     heapq.heapify(heap)
     new_offsets: list[int] = []
     while len(new_offsets) < missing and heap and heap[0][0] < -1:
-        size, number, start = heapq.heappop(heap)
-        half = -size - (-size) // 2
+        size, start = (-value for value in heapq.heappop(heap))
+        half = size - size // 2
         new_offsets.append(start + half)
-        heapq.heappush(heap, (-half, number, start))
-        heapq.heappush(heap, (size + half, number, start + half))
+        heapq.heappush(heap, (-half, -start))
+        heapq.heappush(heap, (half - size, -start - half))
     return Batches(batches.order, np.sort(np.append(batches.offsets, np.asarray(new_offsets, np.int64))))
 
 
@@ -69,7 +69,7 @@ def _cut_tightly(
     """The cut under the smallest cost a batch that makes at most ``most`` batches."""
     shapes = shapes_of(batches, lengths)
     high = int(padded_tokens(shapes, budget).max())
-    low = int(shapes.total[TOKENS].sum()) // most - 1  # no cut can do with less than the mean
+    low = max(int(shapes.total[TOKENS].sum()) // most - 1, 0)  # no cut can do with less than the mean
     while high - low > max(1, high // TIGHTNESS):
         middle = (low + high) // 2
         tighter = budget & TokenBudget(middle, pad_to_multiple_of=budget.pad_to_multiple_of, layout=budget.layout)

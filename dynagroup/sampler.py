@@ -272,7 +272,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._start = Position(state["window_size"], state["windows_done"], segments)
         self._trail = None
         self._plans.clear()
-        if self._start.windows_done * self._start.window_size >= self._num_ordered():
+        if self._planner.is_over(self._start, self._epoch, self._epoch_order()):
             self._advance = 1  # the epoch was used up
         self._handle.resume_at(self._epoch + self._advance)
 
@@ -283,10 +283,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def _epoch_order(self) -> IntArray | None:
         return None if self._order is None else self._order.of_epoch(self._epoch)
-
-    def _num_ordered(self) -> int:
-        order = self._epoch_order()
-        return self._planner.num_samples if order is None else len(order)
 
     def _warn_of_oversize(self) -> None:
         oversize = self._planner.oversize

@@ -1,0 +1,47 @@
+"""Lengths and budgets that hypothesis draws from."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from dynagroup.budget import AdditiveCap, Budget, MemoryBudget, TokenBudget
+from dynagroup.memory.model import PaddedTokens
+from dynagroup.partition import friendly_size, multiple_of
+
+ROUNDINGS = st.sampled_from([None, multiple_of(2), multiple_of(8), friendly_size])
+
+
+def _heavy_tailed(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).lognormal(3, 1.2, count).astype(int).tolist()
+
+
+lengths = st.one_of(
+    st.lists(st.integers(0, 60), min_size=1, max_size=60),
+    st.builds(lambda n, value: [value] * n, st.integers(1, 60), st.integers(0, 40)),  # constant
+    st.builds(
+        lambda a, b, n: ([a] * n + [b])[:60], st.integers(0, 5), st.integers(20, 60), st.integers(0, 60)
+    ),  # two-valued
+    st.builds(_heavy_tailed, st.integers(0, 2**32), st.integers(1, 60)),
+    st.builds(lambda n: [0] * n, st.integers(1, 40)),  # all empty
+    st.builds(lambda n: [1000] * n, st.integers(1, 20)),  # none fits a small budget
+)
+
+token_budgets = st.builds(
+    TokenBudget,
+    st.integers(1, 200),
+    max_samples=st.one_of(st.none(), st.integers(1, 9)),
+    pad_to_multiple_of=st.sampled_from([1, 8]),
+    layout=st.sampled_from(["padded", "packed"]),
+)
+memory_budgets = st.builds(
+    MemoryBudget,
+    st.integers(1, 8),
+    model=st.just(PaddedTokens()),
+    headroom=st.sampled_from([0.5, 0.9, 1.0]),
+    max_growth=st.sampled_from([None, 1.0, 4.0]),
+)
+budgets: st.SearchStrategy[Budget] = st.one_of(token_budgets, memory_budgets)
+capped_budgets: st.SearchStrategy[Budget] = st.builds(
+    lambda budget, limit: budget & AdditiveCap("patches", limit), token_budgets, st.integers(1, 90)
+)
