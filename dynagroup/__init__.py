@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynagroup.budget import AdditiveCap, Budget, MemoryBudget, TokenBudget
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
+    from dynagroup.lengths import measure_lengths
     from dynagroup.partition import friendly_size, multiple_of
     from dynagroup.plan import BatchPlan
     from dynagroup.sampler import LengthAwareBatchSampler
     from dynagroup.step import Share, Step
+    from dynagroup.text import text_dataloader
 
 __version__ = "0.1.0"
 
@@ -29,7 +31,9 @@ _HOME = {
     "Step": "step",
     "TokenBudget": "budget",
     "friendly_size": "partition",
+    "measure_lengths": "lengths",
     "multiple_of": "partition",
+    "text_dataloader": "text",
 }
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from itertools import islice
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,9 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams
 
-__all__ = ["as_streams"]
+__all__ = ["as_streams", "measure_lengths"]
 
 LONGEST = int(np.iinfo(np.int32).max)
+TEXTS_PER_CALL = (
+    1000  # as many as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
+)
 
 
 def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
@@ -95,3 +102,262 @@ def _refuse(array: NDArray[np.generic], name: str) -> None:
 def _is_length(value: object) -> bool:
     whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
     return whole and 0 <= value <= LONGEST and value == int(value)  # type: ignore[operator,arg-type]
+
+
+@overload
+def measure_lengths(
+    data: Any,
+    tokenizer: Callable[..., Any] | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    num_proc: int | None = None,
+    *,
+    length_of: Callable[[Any], Mapping[str, int]],
+    progress: bool = True,
+) -> dict[str, NDArray[np.int32]]: ...
+@overload
+def measure_lengths(
+    data: Any,
+    tokenizer: Callable[..., Any] | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    num_proc: int | None = None,
+    *,
+    length_of: Callable[[Any], int] | None = None,
+    progress: bool = True,
+) -> NDArray[np.int32]: ...
+def measure_lengths(
+    data: Any,
+    tokenizer: Callable[..., Any] | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    num_proc: int | None = None,
+    *,
+    length_of: Callable[[Any], Any] | None = None,
+    progress: bool = True,
+) -> Any:
+    """Tokens of every sample: int32 (N,), in dataset order, with a progress bar.
+
+    Args:
+        data: texts with a ``tokenizer``; or a ``datasets.Dataset``; or samples that are tokenized already (sequences of
+            ids, or mappings that hold one); or any map-style dataset with ``length_of``.
+        tokenizer: called as transformers tokenizers are, special tokens included.
+        column: of a ``datasets.Dataset`` or of samples that are mappings: where the text or the ids are. Default:
+            the only text column with a tokenizer, ``input_ids`` without.
+        max_length: longer samples are truncated to so many tokens, or counted as so many.
+        num_proc: processes to work with; default: this one.
+        length_of: sample -> its length, or -> a mapping of stream names to lengths (``tokens`` among them): the result
+            is then a dict of arrays.
+        progress: show the bar (on a terminal).
+
+    Lengths of a ``datasets.Dataset`` are cached where ``datasets`` caches its transforms.
+
+    Raises:
+        ConfigError: a text is None or not a string, a length is not a whole number (names the sample and its value), or
+            arguments do not go together.
+
+    >>> measure_lengths([[5, 6, 7], [], [8]]).tolist()
+    [3, 0, 1]
+    >>> measure_lengths(["a b", "c"], length_of=lambda text: len(text.split())).tolist()
+    [2, 1]
+    """
+    _check_arguments(data, max_length, num_proc)
+    disable = None if progress else True  # tqdm: None is silent where output is no terminal
+    if length_of is not None:
+        if tokenizer is not None:
+            raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
+        found = _measure_with(data, length_of, num_proc or 0, disable)
+    elif _is_hf_dataset(data):
+        found = _measure_hf(data, tokenizer, column, max_length, num_proc)
+    elif tokenizer is not None:
+        texts = data if column is None else _Field(data, column)
+        found = _measure_texts(texts, tokenizer, max_length, num_proc, disable)
+    else:
+        found = _measure_ids(data, column or "input_ids", disable)
+    streams = as_streams(found)
+    if max_length is not None:
+        streams = {name: np.minimum(values, np.int32(max_length)) for name, values in streams.items()}
+    return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
+
+
+def _check_arguments(data: Any, max_length: int | None, num_proc: int | None) -> None:
+    for name, value in (("max_length", max_length), ("num_proc", num_proc)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+            raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
+    if isinstance(data, (str, bytes, Mapping)):
+        raise ConfigError(f"`data` must be a sequence of samples, but is one {type(data).__name__}; put it into a list")
+    if not isinstance(data, Sized):
+        raise ConfigError(
+            f"`data` must have a length, but is {type(data).__name__}; for a stream use OnlineDataLoader, "
+            "which measures samples as they arrive"
+        )
+
+
+class _Field(Sequence[Any]):
+    """One field of samples that are mappings."""
+
+    def __init__(self, data: Any, field: str) -> None:
+        self._data, self._field = data, field
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._data[index][self._field]
+
+
+def _chunks(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(values)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
+    for index, text in enumerate(texts, first):
+        if not isinstance(text, str):
+            raise ConfigError(f"text {index} must be a string, but is {text!r}; correct or filter out that sample")
+    if not texts:
+        return []
+    shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
+    return [len(ids) for ids in tokenizer(list(texts), **shorten)["input_ids"]]
+
+
+def _measure_texts(
+    texts: Any, tokenizer: Callable[..., Any], max_length: int | None, num_proc: int | None, disable: bool | None
+) -> ArrayLike:
+    from tqdm.auto import tqdm
+
+    if num_proc is not None and num_proc > 1:
+        return _measure_in_processes(texts, tokenizer, max_length, num_proc)
+    counts: list[int] = []
+    with tqdm(total=len(texts), desc="measuring lengths", unit=" texts", disable=disable) as bar:
+        for chunk in _chunks(texts, TEXTS_PER_CALL):
+            counts += _token_counts(chunk, len(counts), tokenizer, max_length)
+            bar.update(len(chunk))
+    return counts
+
+
+def _measure_in_processes(
+    texts: Any, tokenizer: Callable[..., Any], max_length: int | None, num_proc: int
+) -> NDArray[np.int32]:
+    from datasets import Dataset
+
+    texts = list(texts)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ConfigError(f"text {index} must be a string, but is {text!r}; correct or filter out that sample")
+    return _map_counts(Dataset.from_dict({"text": texts}), "text", tokenizer, max_length, num_proc)
+
+
+def _is_hf_dataset(data: Any) -> bool:
+    datasets = sys.modules.get("datasets")  # whoever holds one has imported it
+    return datasets is not None and isinstance(data, datasets.Dataset)
+
+
+def _measure_hf(
+    data: Any, tokenizer: Callable[..., Any] | None, column: str | None, max_length: int | None, num_proc: int | None
+) -> NDArray[np.integer[Any]]:
+    column = column or ("input_ids" if tokenizer is None else _text_column(data))
+    if column not in data.column_names:
+        raise ConfigError(f"`column` must be one of {data.column_names}, but is {column!r}")
+    if tokenizer is not None:
+        return _map_counts(data, column, tokenizer, max_length, num_proc)
+    return _list_lengths(data, column)
+
+
+def _text_column(data: Any) -> str:
+    texts = [name for name, kind in data.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+    if len(texts) != 1:
+        raise ConfigError(f"the dataset has {len(texts)} text columns ({texts}): name one with `column`")
+    return texts[0]
+
+
+def _map_counts(
+    data: Any, column: str, tokenizer: Callable[..., Any], max_length: int | None, num_proc: int | None
+) -> NDArray[np.int32]:
+    # A first call leaves its truncation setting in a fast tokenizer. Made here, it happens before `datasets` takes the
+    # fingerprint of the function, so that the next call finds the cache.
+    _token_counts(["a"], 0, tokenizer, max_length)
+    counted = data.select_columns([column]).map(
+        partial(_count_column, column=column, tokenizer=tokenizer, max_length=max_length),
+        batched=True,
+        batch_size=TEXTS_PER_CALL,
+        with_indices=True,
+        remove_columns=[column],
+        num_proc=num_proc,
+        desc="measuring lengths",
+    )
+    return np.asarray(counted.with_format("numpy")["length"][:]) if len(counted) else np.zeros(0, np.int32)
+
+
+def _count_column(
+    batch: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+    *,
+    column: str,
+    tokenizer: Callable[..., Any],
+    max_length: int | None,
+) -> dict[str, NDArray[np.int32]]:
+    counts = _token_counts(list(batch[column]), indices[0], tokenizer, max_length)
+    return {"length": np.asarray(counts, np.int32)}
+
+
+def _list_lengths(data: Any, column: str) -> NDArray[np.int64]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    counts = [np.zeros(0, np.int64)]
+    for table in data.select_columns([column]).with_format("arrow").iter(batch_size=10 * TEXTS_PER_CALL):
+        ids = table.column(0)
+        if not (pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)):
+            raise ConfigError(f"column {column!r} holds {ids.type}, not lists of ids; give a `tokenizer` for texts")
+        if ids.null_count:
+            index = sum(map(len, counts)) + int(np.argmax(ids.is_null().to_numpy()))
+            raise ConfigError(f"sample {index} of column {column!r} is None; correct or filter out that sample")
+        counts.append(np.asarray(pc.call_function("list_value_length", [ids]).to_numpy(), np.int64))
+    return np.concatenate(counts)
+
+
+def _measure_ids(data: Any, field: str, disable: bool | None) -> list[int]:
+    from tqdm.auto import tqdm
+
+    counts: list[int] = []
+    for index, sample in enumerate(tqdm(data, desc="measuring lengths", unit=" samples", disable=disable)):
+        ids = sample.get(field) if isinstance(sample, Mapping) else sample
+        if isinstance(ids, str):
+            raise ConfigError(f"sample {index} is a text ({ids[:40]!r}); give the `tokenizer` that training uses")
+        if not isinstance(ids, Sized):
+            raise ConfigError(
+                f"sample {index} must be a sequence of ids or a mapping with {field!r}, but is {sample!r:.200}; "
+                "name the field with `column`, or give `length_of`"
+            )
+        counts.append(len(ids))
+    return counts
+
+
+def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, disable: bool | None) -> Any:
+    from torch.utils.data import DataLoader
+    from tqdm.auto import tqdm
+
+    # One worker process is only a detour; from two on the dataset is read in parallel, in order.
+    loader = DataLoader(
+        data,
+        batch_size=64,
+        num_workers=workers if workers > 1 else 0,
+        collate_fn=partial(_apply, length_of),
+    )
+    found: list[Any] = []
+    with tqdm(total=len(data), desc="measuring lengths", unit=" samples", disable=disable) as bar:
+        for chunk in loader:
+            found += chunk
+            bar.update(len(chunk))
+    if not found or not isinstance(found[0], Mapping):
+        return np.asarray(found) if found else np.zeros(0, np.int32)
+    for index, lengths in enumerate(found):
+        if not isinstance(lengths, Mapping) or lengths.keys() != found[0].keys():
+            raise ConfigError(f"length_of gave {sorted(found[0])} for sample 0, but {lengths!r} for sample {index}")
+    return {name: np.asarray([lengths[name] for lengths in found]) for name in found[0]}
+
+
+def _apply(function: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
+    return [function(sample) for sample in samples]

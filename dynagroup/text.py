@@ -1,0 +1,105 @@
+"""The one-liner: texts and a tokenizer in, a ready ``DataLoader`` out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from dynagroup.budget import Budget
+from dynagroup.errors import ConfigError
+from dynagroup.lengths import measure_lengths
+from dynagroup.sampler import LengthAwareBatchSampler
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike
+
+__all__ = ["text_dataloader"]
+
+IGNORED = -100  # torch.nn.functional.cross_entropy leaves such labels out
+OURS = ("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "sampler")
+
+
+def text_dataloader(
+    texts: Sequence[str],
+    tokenizer: Callable[..., Any],
+    budget: Budget,
+    *,
+    max_length: int | None = None,
+    labels: bool = False,
+    lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
+    shuffle: bool = False,
+    **options: Any,
+) -> DataLoader[str]:
+    """A ``DataLoader`` of padded batches that fit ``budget``: measures, plans, and tokenizes in its collate function.
+
+    Args:
+        texts: a sequence of strings; of a ``datasets.Dataset`` pass the column, ``dataset["text"]``.
+        tokenizer: a transformers tokenizer with a padding token.
+        budget: what fits, e.g. ``TokenBudget(16384)``; its ``pad_to_multiple_of`` is applied.
+        max_length: longer texts are truncated to so many tokens.
+        labels: add ``labels`` for a causal language model: the inputs, with -100 on the padding.
+        lengths: the texts' lengths if you measured them before, with the same ``max_length``.
+        shuffle: other batches every epoch; False: longest first, for inference.
+        options: any further argument of :class:`LengthAwareBatchSampler` (``samples_per_update``, ``seed``, ``window``,
+            ``rank``, ...) or of ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
+
+    The sampler is ``loader.batch_sampler``: ask it for its ``plan``, tell it the epoch.
+
+    Raises:
+        ConfigError: an option is neither's, or one that the budget decides (``batch_size``), or the tokenizer cannot pad.
+    """
+    sampler_options, loader_options = _sort_options(options)
+    if getattr(tokenizer, "pad_token_id", None) is None:
+        raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
+    if lengths is None:
+        lengths = measure_lengths(texts, tokenizer, max_length=max_length)
+    sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)  # type: ignore[arg-type]
+    collate = TokenizingCollator(tokenizer, max_length, budget.pad_to_multiple_of, labels)
+    return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **loader_options)
+
+
+class TokenizingCollator:
+    """Texts -> padded ``input_ids`` and ``attention_mask`` (and ``labels``), int64 tensors (num_samples, longest)."""
+
+    def __init__(self, tokenizer: Any, max_length: int | None, pad_to_multiple_of: int, labels: bool) -> None:
+        self._tokenizer = tokenizer
+        self._shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
+        self._multiple = pad_to_multiple_of if pad_to_multiple_of > 1 else None
+        self._labels = labels
+
+    def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        encoded = self._tokenizer(list(texts), **self._shorten)
+        # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
+        width = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
+        padded = self._tokenizer.pad(encoded, **width, pad_to_multiple_of=self._multiple, return_tensors="pt")
+        batch = {name: padded[name] for name in ("input_ids", "attention_mask")}
+        if self._labels:
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+        return batch
+
+
+class _Texts(Dataset[str]):
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> str:
+        return self._texts[index]
+
+
+def _sort_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    of_sampler = inspect.signature(LengthAwareBatchSampler).parameters
+    of_loader = inspect.signature(DataLoader).parameters
+    for name in options:
+        if name in OURS:
+            raise ConfigError(f"`{name}` cannot be chosen here: the budget and the tokenizer decide it")
+        if name not in of_sampler and name not in of_loader:
+            raise ConfigError(f"`{name}` is an option neither of LengthAwareBatchSampler nor of DataLoader")
+    sampler_options = {name: value for name, value in options.items() if name in of_sampler}
+    return sampler_options, {name: value for name, value in options.items() if name not in of_sampler}

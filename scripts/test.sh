@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Lints, checks types and runs the tests. usage: bash scripts/test.sh [--all] [pytest arguments]
+#   --all: the slow tests too
+set -euo pipefail
+source "$(dirname "$0")/_env.sh"
+
+selection=(-m "not slow")
+if [ "${1:-}" = "--all" ]; then
+  selection=()
+  shift
+fi
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m basedpyright --pythonpath "$PYTHON"
+"$PYTHON" -m pytest -q --durations=15 "${selection[@]}" "$@"

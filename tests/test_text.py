@@ -1,0 +1,112 @@
+"""The one-liner gives batches that fit, with every text once, the same with worker processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dynagroup.budget import TokenBudget
+from dynagroup.errors import ConfigError
+from dynagroup.text import text_dataloader
+
+WORDS = [str(n) for n in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, **{word: n + 2 for n, word in enumerate(WORDS)}}
+    raw = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def numbered(lengths: list[int]) -> list[str]:
+    """Text n is the word n, so many times."""
+    return [" ".join([str(n)] * length) for n, length in enumerate(lengths)]
+
+
+def seen(batch: dict[str, torch.Tensor]) -> list[str]:
+    """The texts of a batch, read back from what is not padding."""
+    return [" ".join(str(int(i) - 2) for i in row if i) for row in batch["input_ids"]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=50), st.booleans())
+def test_every_text_once_in_batches_that_fit(tokenizer, lengths, shuffle):
+    texts = numbered(lengths)
+    batches = list(text_dataloader(texts, tokenizer, TokenBudget(16, max_samples=6), shuffle=shuffle))
+    assert sorted(text for batch in batches for text in seen(batch)) == sorted(texts)
+    assert all(batch["input_ids"].numel() <= 16 and len(batch["input_ids"]) <= 6 for batch in batches)
+    assert all(batch["input_ids"].dtype == torch.int64 for batch in batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_change_nothing(tokenizer, num_workers):
+    texts = numbered([7, 3, 9, 1, 4, 4])
+    loader = text_dataloader(texts, tokenizer, TokenBudget(18), num_workers=num_workers, multiprocessing_context=None)
+    assert [seen(batch) for batch in loader] == [
+        [texts[i] for i in batch] for batch in text_dataloader(texts, tokenizer, TokenBudget(18)).batch_sampler
+    ]
+
+
+def test_longer_texts_are_truncated_before_they_are_measured(tokenizer):
+    batches = list(text_dataloader(numbered([30, 2]), tokenizer, TokenBudget(10), max_length=5))
+    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 5)]
+
+
+def test_padding_is_rounded_as_the_budget_says(tokenizer):
+    budget = TokenBudget(16, pad_to_multiple_of=8)
+    shapes = [tuple(b["input_ids"].shape) for b in text_dataloader(numbered([9, 3, 3]), tokenizer, budget)]
+    assert shapes == [(1, 16), (2, 8)]
+
+
+def test_labels_leave_out_padding_and_nothing_else(tokenizer):
+    tokenizer_with_shared_pad = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, pad_token="0", unk_token="[UNK]"
+    )
+    batch = next(iter(text_dataloader(["1 0 0", "2"], tokenizer_with_shared_pad, TokenBudget(99), labels=True)))
+    assert batch["labels"].tolist() == [[3, 2, 2], [4, -100, -100]]  # the word 0 pads too, and is still learned
+
+
+def test_a_real_model_runs_on_texts_without_any_token(tokenizer):
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=62, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    for batch in text_dataloader(["", "", "1 2"], tokenizer, TokenBudget(2), labels=True):
+        assert model(**batch).logits.shape[:2] == batch["input_ids"].shape
+
+
+def test_options_reach_the_sampler_and_the_loader(tokenizer):
+    texts = numbered([5] * 40)
+    loader = text_dataloader(
+        texts, tokenizer, TokenBudget(20), samples_per_update=8, seed=3, rank=1, world_size=2, timeout=0.0
+    )
+    assert len(loader) == len(list(loader)) == 5
+    assert loader.batch_sampler.plan.num_updates == 5  # type: ignore[union-attr]
+
+
+def test_lengths_measured_before_are_used(tokenizer):
+    texts = numbered([5, 1])
+    loader = text_dataloader(texts, tokenizer, TokenBudget(10), lengths=[9, 9])
+    assert len(loader) == 2
+
+
+@pytest.mark.parametrize("name", ["batch_size", "sampler", "batch_sampler", "drop_last", "collate_fn"])
+def test_what_the_budget_decides_cannot_be_chosen(tokenizer, name):
+    with pytest.raises(ConfigError, match=f"`{name}` cannot be chosen here"):
+        text_dataloader(["1"], tokenizer, TokenBudget(9), **{name: 1})
+
+
+def test_an_unknown_option_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match="`colour` is an option neither"):
+        text_dataloader(["1"], tokenizer, TokenBudget(9), colour="red")
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused(tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ConfigError, match="no padding token; set one"):
+        text_dataloader(["1"], bare, TokenBudget(9))
