@@ -269,6 +269,13 @@ class MemoryBudget(Budget):
             return self
         return replace(self, longest={name: int(v.max(initial=1)) for name, v in lengths.items()})
 
+    def predicted(self, shape: BatchShape, /) -> NDArray[np.float64]:
+        """Predicted memory as a share of the limit (``limit_bytes``, or what the hardest batch takes): float64 (K,)."""
+        padded = self._padded(shape)
+        if self.limit_bytes is not None:
+            return (self._bytes_model.static_bytes + self._bytes_model.batch_bytes(padded)) / self.limit_bytes
+        return self._model.relative(padded, self._baseline)
+
     def fits(self, shape: BatchShape, /) -> BoolArray:
         padded = self._padded(shape)
         if self.limit_bytes is not None:
