@@ -191,6 +191,8 @@ def cut(
     if method == "greedy":
         return Batches(order, _greedy(len(order), most))
     padded = round_up(ordered[TOKENS].astype(np.int64), budget.pad_to_multiple_of)
+    if charge is None and round_batch is None:
+        return Batches(order, _fewest_then_least(padded, most))
     return Batches(order, _optimal(padded, most, round_batch, charge))
 
 
@@ -298,7 +300,40 @@ class _Runs:
         return BatchShape(sizes, longest, {n: sums[begin + sizes] - sums[begin] for n, sums in self._sums.items()})
 
 
+def _fewest_then_least(padded: IntArray, most: Caps) -> IntArray:
+    """Of all cuts into the fewest runs, one that pads least.
+
+    A dynamic programme over batches, not samples: where the k-th batch may start without costing a batch more is a short
+    range, from what the batches behind it can reach back to what those before it can reach.
+    """
+    num_samples = len(padded)
+    reach = np.fromiter((min(start + most(start), num_samples) for start in range(num_samples)), np.int64, num_samples)
+    latest = [0]
+    while latest[-1] < num_samples:
+        latest.append(int(reach[latest[-1]]))
+    earliest = [num_samples]
+    for _ in latest[1:]:
+        earliest.append(int(np.searchsorted(reach, earliest[-1])))
+    ranges = list(zip(earliest[::-1], latest, strict=True))
+    cost, came_from = np.zeros(1), []
+    starts = np.zeros(1, np.int64)
+    for first, last in ranges[1:]:
+        stops = np.arange(first, last + 1)
+        size = stops[None, :] - starts[:, None]
+        total = cost[:, None] + size * padded[starts][:, None]
+        total[(size <= 0) | (stops[None, :] > reach[starts][:, None])] = np.inf
+        best = total.argmin(axis=0)
+        came_from.append(starts[best])
+        cost = total[best, np.arange(len(stops))]
+        starts = stops
+    offsets = [num_samples]
+    for number in range(len(came_from) - 1, -1, -1):
+        offsets.append(int(came_from[number][offsets[-1] - ranges[number + 1][0]]))
+    return np.asarray(offsets[::-1], np.int64)
+
+
 def _optimal(padded: IntArray, most: Caps, round_batch: RoundBatch | None, charge: float | None) -> IntArray:
+    """Of all cuts into runs, one that is cheapest: padded tokens plus ``charge`` a batch."""
     num_samples = len(padded)
     if charge is None:
         charge = float(padded.sum()) + 1.0  # dearer than any padding: no more batches than greedy makes

@@ -18,7 +18,7 @@ __all__ = ["Rows", "Uneven", "arrange", "cut_evenly", "even_out", "matched_by_co
 
 Uneven: TypeAlias = Literal["repeat", "drop"]
 
-OPTIMAL_UP_TO = 1024  # samples; the dynamic programme costs about 5 us a sample and pays off in small windows
+OPTIMAL_UP_TO = 100  # batches; with more of them there is next to no padding left to save
 BALANCE_UP_TO = 64  # rows; with more of them a few halved batches cost next to nothing
 TIGHTNESS = 64  # rows are balanced to one part in so many
 
@@ -55,30 +55,30 @@ def cut_evenly(lengths: Streams, budget: Budget, multiple: int, *, round_batch: 
     >>> cut_evenly(window, TokenBudget(20), 4).sizes.tolist()
     [3, 3, 3, 1]
     """
-    method = "optimal" if len(lengths[TOKENS]) <= OPTIMAL_UP_TO else "greedy"
-    batches = cut(lengths, budget, method=method, round_batch=round_batch)
+    batches = cut(lengths, budget, round_batch=round_batch)
     rows = -(-len(batches) // multiple)
-    if multiple > 1 and 0 < rows <= BALANCE_UP_TO and len(batches) > 0:
-        batches = _cut_tightly(lengths, budget, rows * multiple, batches, round_batch)
+    if multiple > 1 and 0 < rows <= BALANCE_UP_TO:
+        budget = _tightest(lengths, budget, rows * multiple, batches, round_batch)
+        batches = cut(lengths, budget, round_batch=round_batch)
+    if len(batches) <= OPTIMAL_UP_TO:
+        batches = cut(lengths, budget, method="optimal", round_batch=round_batch)
     return even_out(batches, multiple)
 
 
-def _cut_tightly(
-    lengths: Streams, budget: Budget, most: int, batches: Batches, round_batch: RoundBatch | None
-) -> Batches:
-    """The cut under the smallest cost a batch that makes at most ``most`` batches."""
+def _tightest(lengths: Streams, budget: Budget, most: int, batches: Batches, round_batch: RoundBatch | None) -> Budget:
+    """``budget`` under the smallest cost a batch that still makes at most ``most`` batches."""
     shapes = shapes_of(batches, lengths)
     high = int(padded_tokens(shapes, budget).max())
     low = max(int(shapes.total[TOKENS].sum()) // most - 1, 0)  # no cut can do with less than the mean
+    tight = budget
     while high - low > max(1, high // TIGHTNESS):
         middle = (low + high) // 2
-        tighter = budget & TokenBudget(middle, pad_to_multiple_of=budget.pad_to_multiple_of, layout=budget.layout)
-        candidate = cut(lengths, tighter, round_batch=round_batch)
-        if len(candidate) <= most:
-            high, batches = middle, candidate
+        capped = budget & TokenBudget(middle, pad_to_multiple_of=budget.pad_to_multiple_of, layout=budget.layout)
+        if len(cut(lengths, capped, round_batch=round_batch)) <= most:
+            high, tight = middle, capped
         else:
             low = middle
-    return batches
+    return tight
 
 
 def matched_by_cost(batches: Batches, lengths: Streams, budget: Budget, keep: int) -> Batches:

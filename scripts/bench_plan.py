@@ -1,0 +1,195 @@
+"""Planning: how fast, how little memory, how little padding; peers in the same run.
+
+    python scripts/bench_plan.py             # everything, a few minutes
+    python scripts/bench_plan.py speed       # or some of: speed, rival, padding
+
+``rival`` needs dynabatch (extra ``bench``); it is left out, and said so, where that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from results import save  # noqa: E402
+
+from dynagroup.budget import Budget, MemoryBudget, TokenBudget  # noqa: E402
+from dynagroup.plan import PlanConfig, Planner  # noqa: E402
+from dynagroup.sampler import LengthAwareBatchSampler  # noqa: E402
+from dynagroup.shapes import BatchShape  # noqa: E402
+
+LENGTHS = Path(__file__).parent.parent / "benchmarks" / "lengths"
+
+
+def lognormal(count: int, *, mean: float = 500.0, cv: float = 1.0, longest: int = 16384) -> np.ndarray:
+    sigma = np.sqrt(np.log(1 + cv**2))
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(drawn, 1, longest).astype(np.int32)
+
+
+def seconds(run: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
+    """Median and spread of the wall time."""
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return {"median_s": float(np.median(taken)), "min_s": min(taken), "max_s": max(taken)}
+
+
+class TwoStreams(Budget):
+    """Source and target padded apart: their padded tokens together stay under a limit."""
+
+    def fits(self, shape: BatchShape, /) -> np.ndarray:
+        return shape.num_samples * (shape.longest["tokens"] + shape.longest["target"]) <= 16384
+
+
+def plan(lengths: Any, budget: Budget, ranks: int = 8, **options: Any) -> None:
+    sampler = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **options)
+    assert sampler.plan.num_steps
+
+
+def first_batch(lengths: np.ndarray) -> dict[str, float]:
+    sampler = LengthAwareBatchSampler(lengths, TokenBudget(16384), shuffle=True, window=4096, rank=0, world_size=8)
+
+    def run() -> None:
+        sampler.set_epoch(sampler.epoch + 1)
+        next(iter(sampler))
+
+    run()
+    return seconds(run)
+
+
+def bench_speed() -> dict[str, Any]:
+    million, ten = lognormal(1_000_000), lognormal(10_000_000)
+    million[::100_000] = 16384  # the longest possible sample occurs
+    target = np.clip(million * np.random.default_rng(1).uniform(0.5, 1.5, len(million)), 1, None).astype(np.int32)
+    tracemalloc.start()
+    plan(million, TokenBudget(16384))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    def iterate() -> None:
+        for _ in LengthAwareBatchSampler(million, TokenBudget(16384), rank=0, world_size=8):
+            pass
+
+    return {
+        "token_budget_1m": seconds(lambda: plan(million, TokenBudget(16384))),
+        "token_budget_1m_peak_mb_over_input": peak / 1e6,
+        "token_budget_1m_shuffled": seconds(lambda: plan(million, TokenBudget(16384), shuffle=True)),
+        "token_budget_1m_iterated": seconds(iterate),
+        "token_budget_10m": seconds(lambda: plan(ten, TokenBudget(16384)), repeats=3),
+        "memory_budget_1m_pretrained": seconds(lambda: plan(million, MemoryBudget(32))),
+        "two_padded_streams_1m": seconds(lambda: plan({"tokens": million, "target": target}, TwoStreams()), repeats=3),
+        "first_batch_of_1m_window_4096": first_batch(million),
+        "first_batch_of_10m_window_4096": first_batch(ten),
+    }
+
+
+def bench_rival() -> dict[str, Any]:
+    """50,000 samples: dynabatch asks its regressor for every batch, we ask ours once."""
+    try:
+        from dynabatch.sampler import DynaBatchSampler
+    except ImportError:
+        return {"skipped": "dynabatch is not installed (pip install --no-deps dynabatch==0.2.23)"}
+    lengths = lognormal(50_000, longest=2048)
+    words, chars = (lengths * 0.75).astype(int).tolist(), (lengths * 4).tolist()
+    figures: dict[str, Any] = {}
+    for size in (8, 32):
+        theirs = seconds(lambda n=size: DynaBatchSampler(lengths.tolist(), words, chars, n, threshold=0.9), repeats=1)
+        ours = seconds(lambda n=size: plan(lengths, MemoryBudget(n, headroom=0.9), ranks=1))
+        token = seconds(lambda n=size: plan(lengths, TokenBudget(n * 2048), ranks=1))
+        figures[f"batch_size_{size}"] = {
+            "dynabatch": theirs,
+            "memory_budget": ours,
+            "token_budget": token,
+            "times_faster_memory_budget": theirs["median_s"] / ours["median_s"],
+            "times_faster_token_budget": theirs["median_s"] / token["median_s"],
+        }
+    return figures
+
+
+def fixed(order: np.ndarray, size: int) -> list[np.ndarray]:
+    return [order[k : k + size] for k in range(0, len(order), size)]
+
+
+def efficiency(lengths: np.ndarray, batches: list[np.ndarray]) -> tuple[float, int]:
+    padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+    return float(lengths.sum(dtype=np.int64) / padded), len(batches)
+
+
+def group_by_length(lengths: np.ndarray, size: int) -> list[np.ndarray]:
+    import torch
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    sampler = LengthGroupedSampler(size, lengths=lengths.tolist(), generator=torch.Generator().manual_seed(0))
+    return fixed(np.asarray(list(sampler)), size)
+
+
+def bench_padding() -> dict[str, Any]:
+    """One row a length file: (real tokens / padded tokens, steps); 16 of the longest samples set the peak for all."""
+    figures = {}
+    for path in sorted(LENGTHS.glob("*.npz")):
+        tokens = np.random.default_rng(0).permutation(np.load(path)["tokens"][:20_000]).astype(np.int32)
+        budget = TokenBudget(16 * int(tokens.max()))
+        rows = {
+            "fixed_16_shuffled": efficiency(tokens, fixed(np.arange(len(tokens)), 16)),
+            "hf_group_by_length_16": efficiency(tokens, group_by_length(tokens, 16)),
+        }
+        for name, config in {
+            "dynagroup_whole_set": PlanConfig(),
+            "dynagroup_window_50_batches": PlanConfig(shuffle=True, window=50 * batch_size(tokens, budget)),
+            "dynagroup_shuffle": PlanConfig(shuffle=True),
+            "dynagroup_update_of_256": PlanConfig(samples_per_update=256),
+        }.items():
+            made = Planner({"tokens": tokens}, budget, config).plan()
+            rows[name] = (made.statistics["efficiency"], made.num_steps)
+        figures[path.stem] = {"samples": len(tokens), "cv": float(tokens.std() / tokens.mean()), **rows}
+    return figures
+
+
+def batch_size(tokens: np.ndarray, budget: TokenBudget) -> int:
+    """Samples that a batch of this budget has on average."""
+    return round(Planner({"tokens": tokens}, budget, PlanConfig()).batch_size)
+
+
+def show(name: str, figures: dict[str, Any]) -> None:
+    print(f"\n== {name}")
+    for key, value in figures.items():
+        if isinstance(value, dict) and "median_s" not in value:
+            print(f"{key:32s}", "  ".join(f"{k}={_short(v)}" for k, v in value.items()))
+        else:
+            print(f"{key:36s} {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['median_s']:.4g} s ({value['min_s']:.4g} to {value['max_s']:.4g})"
+    if isinstance(value, tuple):
+        return f"{value[0]:.3f}/{value[1]}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+BENCHES = {"speed": bench_speed, "rival": bench_rival, "padding": bench_padding}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="*", help=f"some of {list(BENCHES)}; default: all")
+    for name in parser.parse_args().which or BENCHES:
+        figures = BENCHES[name]()
+        show(name, figures)
+        if "skipped" not in figures:
+            print("->", save(f"plan_{name}", figures, "dynabatch", "transformers", "xgboost"))
+
+
+if __name__ == "__main__":
+    main()
