@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from dynagroup.plan import BatchPlan, Oversize, PlanConfig, PlannedWindow, Plann
 from dynagroup.shapes import IntArray
 from dynagroup.world import rank_and_size
 
-__all__ = ["LengthAwareBatchSampler"]
+__all__ = ["LengthAwareBatchSampler", "OrderSource", "Trail"]
 
 STATE_VERSION = 1
 
@@ -45,7 +45,7 @@ class EpochHandle:
         self._sampler.set_epoch(epoch + self._ahead)
 
 
-class _Trail:
+class Trail:
     """What one iteration has handed out."""
 
     def __init__(self, start: Position, world_size: int) -> None:
@@ -134,12 +134,12 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             uneven=uneven,
         )
         self._planner = Planner(as_streams(lengths), budget, config)
-        self._order = None if order is None else _OrderSource(order, self._planner.num_samples)
+        self._order = None if order is None else OrderSource(order, self._planner.num_samples)
         self._rank, self._world_size = _checked_rank(rank, world_size)
         self._epoch = 0
         self._advance = 0  # epochs to move on when the next iteration begins, unless told the epoch
         self._start: Position | None = None  # where the next iteration begins, if a state was loaded
-        self._trail: _Trail | None = None
+        self._trail: Trail | None = None
         self._plans: dict[tuple[int, int, Position | None], BatchPlan] = {}
         self._handle = EpochHandle(self)
         self._warned_of_repeats = False
@@ -209,7 +209,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             self.set_epoch(self._epoch + self._advance)
         self._advance = 1
         start, self._start = self._start or self._planner.start(size), None
-        self._trail = trail = _Trail(start, size)
+        self._trail = trail = Trail(start, size)
         epoch, planner = self._epoch, self._planner
         for planned in planner.steps(epoch, size, start, self._epoch_order()):
             self._warn_of_repeats(planned)
@@ -304,7 +304,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             )
 
 
-class _OrderSource:
+class OrderSource:
     """Reads a user's sampler of indices once an epoch and keeps the epoch that is running."""
 
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
@@ -314,6 +314,10 @@ class _OrderSource:
         self._num_samples = num_samples
         self._epoch = -1
         self._indices: IntArray = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        """Indices an epoch draws, without drawing them where the source can say."""
+        return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
 
     def of_epoch(self, epoch: int) -> IntArray:
         if epoch != self._epoch:
