@@ -94,6 +94,10 @@ class UpdatePlan(Protocol):
         """Updates of a whole epoch."""
         ...
 
+    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
+        """Where each update that remains of an epoch ends."""
+        ...
+
 
 def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, after: Cursor) -> PlannedUpdate:
     table = window.table[rows]
@@ -199,6 +203,9 @@ class PreservedUpdates:
             return count // size if self.drop_last else -(-count // size)
         return sum(1 for _ in self.spans(self.start(epoch, world_size), world_size))
 
+    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
+        return (after for *_, after in self.spans(cursor, world_size))
+
     def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
         ordered = self.order_of(cursor.epoch)
         for start, stop, after in self.spans_live(cursor, world_size):
@@ -252,6 +259,9 @@ class FreeUpdates:
             updates = -(-plan.num_steps // self.accumulation)
             self._counts[key] = (updates, int(plan.statistics["num_samples"]))
         return self._counts[key]
+
+    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
+        return (planned.after for planned in self.updates(cursor, 0, world_size))
 
     def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
         position = cursor.position or self.planner.start(world_size)

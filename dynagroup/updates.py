@@ -153,6 +153,7 @@ class UpdateLoader(Generic[B]):
     ) -> None:
         self.dataset = dataset
         self.stats = UpdateStats()
+        self.recent = UpdateStats()
         self._world = world
         self._weigh = _checked_weigh(weigh)
         self._plan = _update_plan(
@@ -198,6 +199,37 @@ class UpdateLoader(Generic[B]):
         """Updates of an epoch: exact, unless ``set_samples_per_update`` is called before it ends."""
         return self._plan.num_updates(epoch, self.world.size)
 
+    def samples_after(self, updates: int) -> int:
+        """Samples trained on after so many updates since training began."""
+        return self._walk(lambda cursor: cursor.update >= updates).samples_seen
+
+    def updates_until(self, samples: int) -> int:
+        """Updates since training began after which at least so many samples were trained on."""
+        return self._walk(lambda cursor: cursor.samples_seen >= samples).update
+
+    def _walk(self, reached: Callable[[Cursor], bool]) -> Cursor:
+        size, epoch = self.world.size, 0
+        while not reached(self._plan.start(epoch + 1, size)):
+            epoch += 1
+        cursor = self._plan.start(epoch, size)
+        if not reached(cursor):
+            cursor = next(after for after in self._plan.cursors(cursor, size) if reached(after))
+        return cursor
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration is in."""
+        return self._epoch + self._advance
+
+    @property
+    def num_changes(self) -> int:
+        """How often the size of updates was changed at run time."""
+        return len(self._plan.changes) if isinstance(self._plan, PreservedUpdates) else 0
+
+    def restart_epoch(self) -> None:
+        """Forget how far the epoch is used: it begins anew."""
+        self._start = self._cursor = None
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; without it each iteration is the next epoch. Idempotent."""
         if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)) or epoch < 0:
@@ -242,6 +274,7 @@ class UpdateLoader(Generic[B]):
             steps = self._weighed(update, collected)
             self._cursor = update.after
             self.stats.add(update.stats)
+            self.recent.add(update.stats)
             yield steps
 
     def _weighed(self, update: PlannedUpdate, batches: Sequence[B]) -> Update[B]:

@@ -1,0 +1,176 @@
+"""What the Hugging Face adapters ask of their host: its order of samples, its lengths, its ranks, its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from dynagroup.errors import ConfigError
+from dynagroup.shapes import IntArray
+from dynagroup.world import SingleProcess, World, current_world
+
+__all__ = [
+    "data_parallel_world",
+    "host_order",
+    "ignores_num_items",
+    "loader_kwargs",
+    "mean_weight",
+    "refuse_unsupported",
+    "train_lengths",
+]
+
+KEPT = (
+    "collate_fn",
+    "num_workers",
+    "persistent_workers",
+    "prefetch_factor",
+    "multiprocessing_context",
+    "worker_init_fn",
+    "timeout",
+)
+
+
+def refuse_unsupported(trainer: Any, world: World | None) -> None:
+    """Combinations that would lose samples or weigh them wrongly.
+
+    Raises:
+        ConfigError: names the setting and what to do instead.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    shards = accelerator.dataloader_config
+    model_parallel = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    averaged = args.average_tokens_across_devices or args.world_size == 1
+    wrong = [
+        (args.auto_find_batch_size, "auto_find_batch_size=True", "the budget keeps batches within memory"),
+        (shards.dispatch_batches, "dispatch_batches=True", "every rank loads its own batches; set it to False"),
+        (shards.split_batches, "split_batches=True", "every rank loads its own batches; set it to False"),
+        (not args.dataloader_in_order, "dataloader_in_order=False", "updates need their batches in order"),
+        (args.n_gpu > 1, "nn.DataParallel", "launch one process a device, with torchrun or accelerate launch"),
+        (
+            str(args.train_sampling_strategy) == "batch_rebalance",
+            "train_sampling_strategy='batch_rebalance'",
+            "dynagroup balances batches itself; use 'random'",
+        ),
+        (
+            not averaged,
+            "average_tokens_across_devices=False",
+            "ranks hold batches of different size, so tokens must be counted over all of them",
+        ),
+        (
+            model_parallel > 1 and world is None,
+            f"tensor, context or sequence parallelism ({model_parallel} ranks share a sample)",
+            "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group",
+        ),
+    ]
+    for is_set, what, instead in wrong:
+        if is_set:
+            raise ConfigError(f"{what} does not go with dynagroup: {instead}")
+
+
+def host_order(loader: Any) -> Iterable[int]:
+    """The sampler of indices behind a loader, however many times accelerate wrapped it."""
+    batch_sampler = loader.batch_sampler
+    while hasattr(batch_sampler, "batch_sampler"):
+        batch_sampler = batch_sampler.batch_sampler
+    sampler = getattr(batch_sampler, "sampler", None)
+    if sampler is None:
+        raise ConfigError(
+            "the training DataLoader has no sampler of indices (an IterableDataset, or a batch sampler of its own); "
+            "use a map-style dataset"
+        )
+    return sampler
+
+
+def loader_kwargs(loader: Any) -> dict[str, Any]:
+    """What our DataLoader takes over from the host's."""
+    import torch
+
+    kept = {name: getattr(loader, name) for name in KEPT}
+    kept["pin_memory"] = bool(loader.pin_memory) and torch.cuda.is_available()
+    return kept
+
+
+def data_parallel_world(trainer: Any, world: World | None) -> World:
+    if world is not None:
+        return world
+    return current_world() if trainer.args.world_size > 1 else SingleProcess()
+
+
+def train_lengths(trainer: Any) -> IntArray:
+    """Tokens of each training sample: the length column, else counted from the model's first input.
+
+    Read from ``trainer.train_dataset``: the dataset that a Trainer hands to its samplers has lost the column.
+    """
+    dataset = trainer.train_dataset
+    columns = getattr(dataset, "column_names", None) or []
+    column = trainer.args.length_column_name
+    if column in columns:
+        return np.asarray(dataset[column][:], np.int64)
+    names = getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"]
+    if names[0] in columns:
+        return _column_lengths(dataset, names[0])
+    try:
+        return np.fromiter((len(dataset[i][names[0]]) for i in range(len(dataset))), np.int64, len(dataset))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ConfigError(
+            f"the lengths of train_dataset are not known: it has no column {column!r} and no {names[0]!r}; pass "
+            "DynagroupConfig(lengths=...), e.g. from dynagroup.measure_lengths"
+        ) from error
+
+
+def ignores_num_items(trainer: Any, batch: Any) -> bool:
+    """Whether the model's loss stays a mean over its batch although it is told the number of items of the update.
+
+    Many heads take ``**kwargs`` and drop ``num_items_in_batch``, and the Trainer takes them for exact: their loss is then
+    too large by the number of accumulated batches (transformers#47688, open). So we ask the model: its loss for one item
+    and for two, without gradients or randomness. All ranks agree on the answer.
+    """
+    import torch
+
+    model = trainer.model
+    modules = [(module, module.training) for module in model.modules()]
+    inputs = trainer._prepare_inputs(batch)
+    losses = []
+    with torch.no_grad():
+        model.eval()
+        for count in (1, 2):
+            out = model(**inputs, num_items_in_batch=torch.tensor(count, device=trainer.args.device))
+            losses.append(float(out["loss"] if isinstance(out, dict) else out[0]))
+    for module, training in modules:
+        module.training = training
+    follows = all(map(np.isfinite, losses)) and abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0])
+    says_nothing = not all(map(np.isfinite, losses)) or losses[0] == 0.0
+    found = trainer.update_loader.world.all_max([int(follows), int(not follows and not says_nothing)])
+    return bool(found[1]) and not found[0]
+
+
+def _column_lengths(dataset: Any, column: str) -> IntArray:
+    import pyarrow.compute as pc
+
+    tables = dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000)
+    parts = [pc.list_value_length(table[column]).to_numpy() for table in tables]
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+
+def mean_weight(trainer: Any) -> Callable[[Any], float]:
+    """What a batch weighs when its loss is a mean: its predicted label tokens, else its samples."""
+    return _MeanWeight(shifted=bool(trainer._loss_shifts_labels))
+
+
+class _MeanWeight:
+    def __init__(self, *, shifted: bool) -> None:
+        self.shifted = shifted
+
+    def __call__(self, batch: Any) -> float:
+        import torch
+
+        labels = batch.get("shift_labels")
+        shifted = self.shifted and labels is None
+        labels = batch.get("labels") if labels is None else labels
+        if labels is None:
+            return float(len(next(v for v in batch.values() if isinstance(v, torch.Tensor))))
+        if torch.is_floating_point(labels):  # regression, or several labels at once: a mean over all elements
+            return float(labels.numel())
+        return float((labels[..., 1:] if shifted and labels.ndim > 1 else labels).ne(-100).sum())

@@ -1,0 +1,77 @@
+"""Training runs that tests compare, importable from spawned ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from dynagroup import TokenBudget
+from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.integrations.hf import DynagroupTrainer
+from tests.integrations import toys
+
+MODELS = {"causal": toys.causal_lm, "seq2seq": toys.seq2seq, "classifier": toys.classifier}
+LOSSES = {"causal": toys.float64_causal_loss, "seq2seq": toys.float64_seq2seq_loss}
+
+
+def parameters(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def arguments(folder: Any, **changes: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 20,
+        "learning_rate": 1e-2,
+        "logging_steps": 5,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(str(folder), **{**defaults, **changes})
+
+
+def trainer(
+    kind: str, folder: Any, *, fits: bool, exact_loss: bool = False, count: int = 96, config: Any = None, **changes: Any
+):
+    """A Trainer of fixed batches, or (``fits``) of batches that fit, otherwise the same."""
+    model = MODELS[kind]()
+    rows = toys.samples(kind, count)
+    given = {
+        k: changes.pop(k)
+        for k in ("callbacks", "compute_metrics", "eval_dataset", "optimizers", "model")
+        if k in changes
+    }
+    model = given.pop("model", model)
+    if not exact_loss and kind != "causal":
+        model.accepts_loss_kwargs = False  # what a user must know with fixed batches, see transformers#47688
+    common = {
+        "args": arguments(folder, **changes),
+        "train_dataset": rows,
+        "data_collator": toys.collate_seq2seq if kind == "seq2seq" else toys.collate,
+        "compute_loss_func": LOSSES[kind] if exact_loss else None,
+        **given,
+    }
+    if not fits:
+        return Trainer(model, **common)
+    settings = {"budget": TokenBudget(160), "lengths": toys.lengths(rows), **(config or {})}
+    return DynagroupTrainer(model, dynagroup=DynagroupConfig(**settings), **common)
+
+
+def train(kind: str, folder: Any, fits: bool, changes: dict[str, Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
+        run = trainer(kind, folder, fits=fits, **changes)
+        run.train()
+    return parameters(run.model), run.state.log_history
+
+
+def train_both(kind: str, folder: Any, changes: dict[str, Any]) -> list[Any]:
+    return [train(kind, f"{folder}/{fits}", fits, dict(changes)) for fits in (False, True)]

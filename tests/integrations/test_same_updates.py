@@ -1,0 +1,48 @@
+"""The law: updates made of the same samples are the same updates, whatever batches memory allows."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+from tests.integrations.jobs import train, train_both  # noqa: E402
+from tests.integrations.ranks import on_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.3], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("kind", ["causal", "seq2seq", "classifier"])
+def test_parameters_agree_after_twenty_updates(kind, max_grad_norm, tmp_path):
+    changes = {"exact_loss": kind != "classifier", "max_grad_norm": max_grad_norm}
+    (fixed, fixed_logs), (ours, our_logs) = train_both(kind, tmp_path, changes)
+    assert (fixed - ours).abs().max() < 1e-8
+    assert our_logs[0]["loss"] == pytest.approx(fixed_logs[0]["loss"], rel=1e-5)
+    assert our_logs[-2]["epoch"] == fixed_logs[-2]["epoch"]
+    start, _ = train(kind, tmp_path, True, {**changes, "learning_rate": 0.0})
+    assert (ours - start).abs().max() > 1e-2, "nothing was trained"
+
+
+@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+def test_parameters_agree_with_the_library_loss(kind, tmp_path):
+    changes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1} if kind == "seq2seq" else {}
+    (fixed, _), (ours, _) = train_both(kind, tmp_path, changes)
+    assert (fixed - ours).abs().max() < 1e-5
+
+
+CASES = [("causal", 0.3), ("seq2seq", 0.0), ("classifier", 0.3)]
+
+
+def all_cases(folder):
+    found = []
+    for kind, max_grad_norm in CASES:
+        exact = {"exact_loss": kind != "classifier", "max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2}
+        found.append([parameters for parameters, _ in train_both(kind, f"{folder}/{kind}", exact)])
+    return found
+
+
+@pytest.mark.slow
+def test_parameters_agree_on_two_ranks(tmp_path):
+    for on_rank in on_ranks(2, all_cases, tmp_path, tmp_path):
+        for fixed, ours in on_rank:
+            assert (fixed - ours).abs().max() < 1e-8

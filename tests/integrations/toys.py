@@ -1,0 +1,121 @@
+"""Tiny models and data for the adapters' tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCAB = 64
+
+
+def causal_lm():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=128,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        pad_token_id=0,
+        eos_token_id=0,
+        bos_token_id=0,
+        attn_implementation="eager",
+    )
+    return GPT2LMHeadModel(config).double()
+
+
+def seq2seq():
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config).double()
+
+
+def classifier():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+        attn_implementation="eager",
+    )
+    return BertForSequenceClassification(config).double()
+
+
+def samples(kind: str, count: int = 64, seed: int = 0) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(2.3, 0.7, count), 3, 60).astype(int)
+    rows = []
+    for length in lengths:
+        ids = rng.integers(1, VOCAB, length).tolist()
+        if kind == "classifier":
+            labels = int(rng.integers(3))
+        elif kind == "seq2seq":
+            labels = rng.integers(1, VOCAB, max(2, length // 2)).tolist()
+        else:
+            labels = [-100] * (length // 4) + ids[length // 4 :]
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+    width = max(len(r["input_ids"]) for r in rows)
+    batch = {
+        "input_ids": torch.tensor([r["input_ids"] + [0] * (width - len(r["input_ids"])) for r in rows]),
+        "attention_mask": torch.tensor([[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in rows]),
+    }
+    if isinstance(rows[0]["labels"], int):
+        batch["labels"] = torch.tensor([r["labels"] for r in rows])
+    else:
+        wide = max(len(r["labels"]) for r in rows)
+        batch["labels"] = torch.tensor([r["labels"] + [-100] * (wide - len(r["labels"])) for r in rows])
+    return batch
+
+
+def collate_seq2seq(rows: list[dict]) -> dict[str, torch.Tensor]:
+    batch = collate(rows)
+    first = torch.zeros(len(rows), 1, dtype=torch.long)
+    batch["decoder_input_ids"] = torch.cat([first, batch["labels"][:, :-1].clamp(min=0)], dim=1)
+    return batch
+
+
+def lengths(rows: list[dict]) -> list[int]:
+    return [len(r["input_ids"]) for r in rows]
+
+
+def float64_causal_loss(outputs, labels, num_items_in_batch=None):
+    """The library's causal loss casts logits to float32; this one does not."""
+    logits = outputs.logits[:, :-1].reshape(-1, outputs.logits.size(-1))
+    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum")
+    return total / num_items_in_batch
+
+
+def float64_seq2seq_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits.reshape(-1, outputs.logits.size(-1))
+    total = torch.nn.functional.cross_entropy(logits, labels.reshape(-1), ignore_index=-100, reduction="sum")
+    return total / num_items_in_batch
