@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from dynagroup.budget import AdditiveCap, Budget, MemoryBudget, TokenBudget
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.lengths import measure_lengths
+    from dynagroup.loader import OnlineDataLoader
     from dynagroup.partition import friendly_size, multiple_of
     from dynagroup.plan import BatchPlan
+    from dynagroup.refine import RefinementCollator
     from dynagroup.sampler import LengthAwareBatchSampler
     from dynagroup.step import Share, Step
     from dynagroup.text import text_dataloader
@@ -26,6 +28,8 @@ _HOME = {
     "ConfigError": "errors",
     "LengthAwareBatchSampler": "sampler",
     "MemoryBudget": "budget",
+    "OnlineDataLoader": "loader",
+    "RefinementCollator": "refine",
     "Share": "step",
     "StateError": "errors",
     "Step": "step",

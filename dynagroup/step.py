@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Share", "Step", "loss_scale"]
+__all__ = ["Share", "Step", "loss_scale", "pin"]
 
 B = TypeVar("B")
 
@@ -56,10 +57,40 @@ class Step(Generic[B]):
 
     def pin_memory(self) -> Step[B]:
         """The same step with its tensors in pinned memory."""
-        from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415
-
-        return replace(self, batch=pin_memory(self.batch))
+        return replace(self, batch=pin(self.batch))
 
     def map(self, fn: Callable[[B], Any]) -> Step[Any]:
         """The same step with ``fn`` applied to its batch, e.g. to move it to a device."""
         return replace(self, batch=fn(self.batch))
+
+
+def pin(batch: Any) -> Any:
+    """A batch with its tensors in pinned memory: tensors, objects with a ``pin_memory`` method, and containers of them.
+
+    Containers keep their type: mappings (BatchEncoding among them), named tuples, sequences, dataclasses. The batch itself
+    is not changed. Anything else is passed on as it is.
+
+    >>> pin({"text": "not a tensor"})
+    {'text': 'not a tensor'}
+    """
+    if hasattr(batch, "pin_memory"):
+        return batch.pin_memory()
+    if isinstance(batch, (str, bytes)):
+        return batch
+    if isinstance(batch, MutableMapping):
+        pinned = copy.copy(batch)
+        pinned.update({key: pin(value) for key, value in batch.items()})
+        return pinned
+    if isinstance(batch, Mapping):
+        return {key: pin(value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        values = [pin(value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    if isinstance(batch, MutableSequence):
+        pinned = copy.copy(batch)
+        for place, value in enumerate(batch):
+            pinned[place] = pin(value)
+        return pinned
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{f.name: pin(getattr(batch, f.name)) for f in fields(batch) if f.init})
+    return batch

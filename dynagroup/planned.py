@@ -1,0 +1,175 @@
+"""Requests for an epoch whose lengths are known, roughly known, or fixed by its updates: pure functions of the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from dynagroup.align import split_share
+from dynagroup.budget import Budget
+from dynagroup.errors import ConfigError
+from dynagroup.rows import cut_evenly, matched_by_cost
+from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.windows import Planned
+
+__all__ = ["SamplesPerUpdate", "Schedule", "exact_plans", "rough_plans", "update_plans"]
+
+SamplesPerUpdate: TypeAlias = int | Callable[[int, int], int]
+"""Samples of an update; or (number of the update, samples of the one before) -> samples."""
+
+ROWS_A_REQUEST = 16
+CHUNKS_A_WINDOW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Whose requests: facts, not knobs."""
+
+    rank: int
+    size: int
+    seed: int
+    epoch: int
+
+
+def rank_batches(
+    lengths: Streams, budget: Budget, who: Rank, *, rows_shuffled: bool, window: int = 0
+) -> list[IntArray]:
+    """This rank's batches of one window, a row each, as positions in the window; no sample is repeated to fill a row."""
+    batches = matched_by_cost(cut_evenly(lengths, budget, who.size), lengths, budget, 0)
+    num_rows = -(-len(batches) // who.size)
+    rng = np.random.default_rng((who.seed, who.epoch, window))
+    mine = []
+    for row in range(num_rows):
+        column = int(rng.permutation(who.size)[who.rank]) if who.size > 1 else 0  # no rank always has the dearest batch
+        number = row * who.size + column
+        if number < len(batches):
+            mine.append((row, batches[number]))
+    if rows_shuffled:
+        place = rng.permutation(num_rows)
+        mine.sort(key=lambda item: place[item[0]] if (item[0] + 1) * who.size <= len(batches) else num_rows)
+    return [members for _, members in mine]
+
+
+def exact_plans(
+    lengths: Streams, budget: Budget, who: Rank, *, window: int, shuffle: bool, start: tuple[int, ...] = (0, 0)
+) -> Iterator[Planned]:
+    """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks.
+
+    Args:
+        lengths: by position in the epoch's order.
+        window: samples sorted together, over all ranks.
+        start: the mark of the first request wanted.
+    """
+    num_samples = len(lengths[TOKENS])
+    for number in range(start[0], -(-num_samples // window)):
+        first = number * window
+        part = {name: values[first : first + window] for name, values in lengths.items()}
+        mine = rank_batches(part, budget, who, rows_shuffled=shuffle, window=number)
+        for chunk in range(start[1] if number == start[0] else 0, -(-len(mine) // ROWS_A_REQUEST)):
+            batches = mine[chunk * ROWS_A_REQUEST : (chunk + 1) * ROWS_A_REQUEST]
+            positions = first + np.concatenate(batches)
+            yield Planned(positions, tuple(len(b) for b in batches), keep=_keep(who, 1), mark=(number, chunk))
+
+
+def rough_plans(hint: IntArray, who: Rank, *, window: int, start: tuple[int, ...] = (0, 0)) -> Iterator[Planned]:
+    """Windows of similar samples where lengths are known roughly: workers cut them by true lengths.
+
+    The samples of all ranks' windows are sorted by the hint and dealt out like cards, so that all ranks hold the like;
+    each rank's share is cut into chunks of neighbours, which come in the same shuffled order on all ranks.
+    """
+    span = window * who.size
+    for number in range(start[0], -(-len(hint) // span)):
+        first = number * span
+        mine = first + deal(hint[first : first + span], who)
+        count = max(1, min(CHUNKS_A_WINDOW, len(mine) // 32))
+        order = np.random.default_rng((who.seed, who.epoch, number)).permutation(CHUNKS_A_WINDOW)
+        chunks = np.array_split(mine, count)
+        for place in range(start[1] if number == start[0] else 0, count):
+            which = int(order[order < count][place])
+            yield Planned(np.sort(chunks[which]), None, keep=_keep(who, 1), mark=(number, place))
+
+
+def deal(hint: IntArray, who: Rank) -> IntArray:
+    """This rank's places among these samples, longest first, dealt in snake order so that the ranks' sums are alike.
+
+    >>> [deal(np.array([5, 1, 9, 3]), Rank(rank, 2, 0, 0)).tolist() for rank in range(2)]
+    [[2, 1], [0, 3]]
+    """
+    order = np.argsort(-np.asarray(hint, np.int64), kind="stable")
+    rounds = np.arange(len(order)) // who.size
+    column = np.arange(len(order)) % who.size
+    return order[np.where(rounds % 2, who.size - 1 - column, column) == who.rank]
+
+
+@dataclass(slots=True)
+class Schedule:
+    """How many samples each update has: a number or a function, and changes made at run time."""
+
+    rule: SamplesPerUpdate
+    changed: int | None = field(default=None)
+
+    def size(self, update: int, current: int) -> int:
+        """Samples of update ``update``, when the one before had ``current`` (0 before the first)."""
+        size = self.changed if self.changed is not None else self.rule
+        if callable(size):
+            size = size(update, current)
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise ConfigError(
+                f"`samples_per_update` must give an int of at least 1, but gives {size!r} for update {update}"
+            )
+        return int(size)
+
+    def count(self, num_samples: int, update: int = 0, current: int = 0) -> int:
+        """Updates that so many samples make."""
+        if not callable(self.changed if self.changed is not None else self.rule):
+            return -(-num_samples // self.size(update, current))
+        done = 0
+        while num_samples > 0:
+            current = self.size(update + done, current)
+            num_samples -= current
+            done += 1
+        return done
+
+
+def update_plans(
+    schedule: Schedule,
+    num_samples: int,
+    who: Rank,
+    *,
+    budget: Budget,
+    lengths: Streams | None = None,
+    hint: IntArray | None = None,
+    start: tuple[int, ...] = (0, 0, 0),
+) -> Iterator[Planned]:
+    """One request an update: this rank's share of the samples that fixed batches would draw for it.
+
+    Args:
+        lengths: known lengths by position: shares are planned batches, in rows over the ranks.
+        hint: roughly known lengths by position: shares are balanced by them. Without either, by number of samples.
+        start: (update, first position, samples of the update before, then of updates that were sized already).
+    """
+    update, first, current = start[:3]
+    sized = list(start[3:])
+    while first < num_samples:
+        previous, current = current, sized.pop(0) if sized else schedule.size(update, current)
+        stop = min(first + current, num_samples)
+        mark = (update, first, previous, current)
+        if lengths is not None:
+            part = {name: values[first:stop] for name, values in lengths.items()}
+            mine = rank_batches(part, budget, who, rows_shuffled=False, window=update)
+            flat = np.concatenate(mine) if mine else np.zeros(0, np.int64)
+            yield Planned(first + flat, tuple(len(b) for b in mine), keep=_keep(who, 1), mark=mark)
+        elif hint is not None:
+            yield Planned(first + np.sort(deal(hint[first:stop], who)), None, keep=_keep(who, 1), mark=mark)
+        else:
+            begin, end = split_share(stop - first, (who.rank + update) % who.size, who.size)
+            yield Planned(np.arange(first + begin, first + end), None, keep=_keep(who, 1), mark=mark)
+        update, first = update + 1, stop
+
+
+def _keep(who: Rank, number: int) -> int:
+    """Samples are kept for splitting only where another rank may need more steps."""
+    return number if who.size > 1 else 0

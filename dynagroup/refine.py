@@ -1,0 +1,349 @@
+"""Worker side of the online half: measure true lengths after the user's processing, cut into batches that fit, collate.
+
+No collectives happen here. What comes back is typed: nothing is added to the user's batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.budget import Budget, padded_tokens
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.partition import Batches, cut, shapes_of
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+from dynagroup.step import pin
+from dynagroup.weights import Weigh, weigher
+
+__all__ = ["Refined", "RefinedWindow", "RefinementCollator", "WindowRequest", "WindowSamples", "measure_sample"]
+
+LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
+Oversize: TypeAlias = Literal["alone", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRequest:
+    """What the main process asks a worker for.
+
+    Args:
+        number: which of this rank's windows; answers carry it.
+        indices: dataset indices.
+        groups: sizes of batches already planned, in the order of ``indices``; None: one window to be cut.
+        keep: so many of the largest batches come back with their processed samples, so that they can be split later.
+        epoch: handed to the dataset's ``set_epoch`` in the worker, where it has one.
+    """
+
+    number: int
+    indices: Sequence[int]
+    groups: tuple[int, ...] | None = None
+    keep: int = 0
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSamples:
+    """A request with its processed samples; ``resume`` is the stream's own state before the first of them."""
+
+    request: WindowRequest
+    samples: list[Any]
+    resume: Any = None
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """One collated batch with what the main process needs to know about it.
+
+    Args:
+        batch: what the user's ``collate_fn`` returned.
+        indices: dataset indices (arrival numbers for iterable datasets, places in the window where nothing is known).
+        offsets: the samples' places in their window.
+        lengths: stream -> int32, true lengths after processing.
+        weight: loss weight, see ``weigh``.
+        padded: padded tokens.
+        group: which planned batch it came from; the window's only group without planned batches.
+        oversize: a single sample that does not fit even alone.
+        samples: the processed samples, where they were asked for.
+    """
+
+    batch: Any
+    indices: list[int]
+    offsets: list[int]
+    lengths: Streams
+    weight: float
+    padded: int
+    group: int = 0
+    oversize: bool = False
+    samples: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def real(self) -> int:
+        """Tokens that are no padding."""
+        return int(self.lengths[TOKENS].sum(dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class RefinedWindow:
+    """The batches made of one request, longest first within each group."""
+
+    number: int
+    batches: list[Refined]
+    splits: int = 0
+    merges: int = 0
+    resume: Any = None
+    worker: int = 0
+
+    def __iter__(self) -> Iterator[Refined]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def pin_memory(self) -> RefinedWindow:
+        """The same window with its batches' tensors in pinned memory; DataLoader calls it."""
+        return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
+
+
+def measure_sample(sample: Any) -> int:
+    """Tokens of one processed sample: its ``input_ids``, or what ``attention_mask`` marks where it came padded.
+
+    Raises:
+        ConfigError: the sample has no ``input_ids``.
+
+    >>> measure_sample({"input_ids": [5, 6, 7]})
+    3
+    """
+    try:
+        ids = sample["input_ids"]
+    except (TypeError, KeyError, IndexError):
+        found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+        raise ConfigError(f"a sample has no 'input_ids' to measure (it is {found}); pass length_of=") from None
+    shape = getattr(ids, "shape", None)
+    length = int(shape[-1]) if shape else len(ids)
+    mask = sample.get("attention_mask") if isinstance(sample, Mapping) else None
+    if mask is None or not length:
+        return length
+    mask = mask[0] if getattr(mask, "ndim", 1) > 1 else mask
+    if mask[0] and mask[-1]:
+        return length
+    warnings.warn(
+        "samples come padded already: lengths are taken from attention_mask; pad in collate_fn instead, "
+        "or the batches will be as wide as the padding",
+        stacklevel=2,
+    )
+    return int(sum(mask))
+
+
+@dataclass
+class RefinementCollator:
+    """A ``collate_fn`` that cuts what it is given into batches that fit their *true* lengths, and collates each.
+
+    In a plain ``DataLoader`` it is given the samples of one batch: a batch that fits stays as it is, any other is cut.
+    It then returns a :class:`RefinedWindow`, to be iterated. Wrap the dataset in :class:`IndexedDataset` to have dataset
+    indices in results and errors; without it they are places in the batch. :class:`OnlineDataLoader` does all that.
+
+    Args:
+        collate_fn: the user's; samples -> batch. Default: ``torch.utils.data.default_collate``.
+        budget: what fits.
+        length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`.
+        weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
+        oversize: a sample that does not fit even alone: "alone" or "error".
+
+    Raises:
+        BudgetError: a collated batch is wider than measured and does not fit; or ``oversize="error"`` and one does not fit.
+
+    >>> from dynagroup.budget import TokenBudget
+    >>> collate = RefinementCollator(lambda samples: [s["input_ids"] for s in samples], TokenBudget(8), weigh="samples")
+    >>> [refined.batch for refined in collate([{"input_ids": [1]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [3, 4]}])]
+    [[[1, 2, 3, 4], [3, 4]], [[1]]]
+    """
+
+    collate_fn: Callable[[list[Any]], Any] | None
+    budget: Budget
+    length_of: LengthOf | None = None
+    weigh: Weigh = field(default="tokens", kw_only=True)
+    oversize: Oversize = field(default="alone", kw_only=True)
+    _warned_wide: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ConfigError(f"`collate_fn` must be a function from samples to a batch, but is {self.collate_fn!r}")
+        if self.length_of is not None and not callable(self.length_of):
+            raise ConfigError(f"`length_of` must be a function from a sample to its tokens, but is {self.length_of!r}")
+        if self.oversize not in ("alone", "error"):
+            raise ConfigError(f"`oversize` must be 'alone' or 'error', but is {self.oversize!r}")
+        self._weight_of = weigher(self.weigh)
+
+    def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
+        if not isinstance(window, WindowSamples):
+            samples = list(window)
+            window = WindowSamples(WindowRequest(0, range(len(samples)), (len(samples),)), samples)
+        request, samples = window.request, window.samples
+        if not samples:
+            return RefinedWindow(request.number, [], 0, 0, window.resume, window.worker)
+        lengths = self.measure(samples, request.indices)
+        batches, groups, splits = self._divide(lengths, request.groups)
+        refined = self._collate_all(batches, groups, lengths, request, samples)
+        return RefinedWindow(request.number, refined, splits, 0, window.resume, window.worker)
+
+    def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
+        """True lengths of these samples: stream -> int32 (N,)."""
+        length_of = self.length_of or measure_sample
+        measured = [length_of(sample) for sample in samples]
+        if isinstance(measured[0], Mapping):
+            names = list(measured[0])
+            if TOKENS not in names:
+                raise ConfigError(f"`length_of` must give the stream {TOKENS!r}, but gives {names}")
+            columns: dict[str, Any] = {name: [m[name] for m in measured] for name in names}  # type: ignore[index]
+        else:
+            columns = {TOKENS: measured}
+        return {name: _as_lengths(values, indices) for name, values in columns.items()}
+
+    def collate(self, samples: list[Any], indices: Sequence[int], offsets: Sequence[int], lengths: Streams) -> Refined:
+        """One batch of these samples, checked against the budget."""
+        shape = BatchShape.of_samples(lengths)
+        batch = self._run_collate(samples, indices)
+        fits = bool(self.budget.fits(shape)[0])
+        self._check_width(batch, shape, indices, fits)
+        padded = int(padded_tokens(shape, self.budget)[0])
+        weight = self._weight_of(batch, len(samples))
+        return Refined(batch, list(indices), list(offsets), lengths, weight, padded, oversize=not fits)
+
+    def split(self, refined: Refined, parts: int) -> list[Refined]:
+        """The batch in so many parts; its samples must have been kept. Parts of a batch that fits also fit."""
+        assert refined.samples is not None
+        assert 1 <= parts <= len(refined)
+        bounds = np.linspace(0, len(refined), parts + 1).astype(int).tolist()
+        made = []
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+            lengths = {name: values[start:stop] for name, values in refined.lengths.items()}
+            indices, offsets = refined.indices[start:stop], refined.offsets[start:stop]
+            part = self.collate(refined.samples[start:stop], indices, offsets, lengths)
+            made.append(replace(part, group=refined.group, samples=refined.samples[start:stop]))
+        return made
+
+    def _divide(self, lengths: Streams, groups: tuple[int, ...] | None) -> tuple[Batches, list[int], int]:
+        if groups is None:
+            batches = cut(lengths, self.budget)
+            return batches, [0] * len(batches), 0
+        planned = Batches(np.arange(sum(groups)), np.concatenate([[0], np.cumsum(groups)]).astype(np.int64))
+        fits = self.budget.fits(shapes_of(planned, lengths)).tolist()
+        parts, numbers, splits = [], [], 0
+        for number, (members, whole) in enumerate(zip(planned, fits, strict=True)):
+            if whole or len(members) == 1:
+                made = Batches(members, np.array([0, len(members)]))
+            else:
+                made = cut({n: v[members] for n, v in lengths.items()}, self.budget).map(members)
+                splits += len(made) - 1
+            parts.append(made)
+            numbers += [number] * len(made)
+        return Batches.concatenate(parts), numbers, splits
+
+    def _collate_all(
+        self, batches: Batches, groups: list[int], lengths: Streams, request: WindowRequest, samples: list[Any]
+    ) -> list[Refined]:
+        sizes = batches.sizes
+        kept = set(np.argsort(-sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
+        made = []
+        for number, members in enumerate(batches):
+            places = members.tolist()
+            chosen = [samples[p] for p in places]
+            indices = [request.indices[p] for p in places]
+            refined = self.collate(chosen, indices, places, {n: v[members] for n, v in lengths.items()})
+            made.append(replace(refined, group=groups[number], samples=chosen if number in kept else None))
+        return made
+
+    def _run_collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
+        collate = self.collate_fn
+        if collate is None:
+            from torch.utils.data import default_collate as collate
+        try:
+            return collate(samples)
+        except Exception as error:
+            raise RuntimeError(
+                f"collate_fn failed on the batch of dataset indices {shorten(indices)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _check_width(self, batch: Any, shape: BatchShape, indices: Sequence[int], fits: bool) -> None:
+        """A padded batch is as wide as its longest sample, or lengths were measured wrong."""
+        if not fits:
+            if len(indices) > 1:
+                raise BudgetError(
+                    f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law"
+                )
+            if self.oversize == "error":
+                raise BudgetError(
+                    f"sample {indices[0]} ({int(shape.longest[TOKENS][0])} tokens) does not fit even alone; "
+                    "truncate it, filter it out, raise the budget, or pass oversize='alone'"
+                )
+            return
+        width = _width_of(batch, len(indices))
+        longest = int(shape.longest[TOKENS][0])
+        multiple = self.budget.pad_to_multiple_of
+        if width is None or self.budget.layout == "packed" or width <= -(-longest // multiple) * multiple:
+            return
+        said = (
+            f"collate_fn made a batch {width} tokens wide of dataset indices {shorten(indices)}, whose longest sample "
+        )
+        said += f"measures {longest}"
+        wide = BatchShape(shape.num_samples, {**shape.longest, TOKENS: np.array([width])}, shape.total)
+        if not self.budget.fits(wide)[0]:
+            raise BudgetError(
+                f"{said}: the batch does not fit; correct `length_of`, or give the budget the collate function's "
+                "`pad_to_multiple_of`"
+            )
+        if not self._warned_wide:
+            self._warned_wide = True
+            warnings.warn(f"{said}; correct `length_of`, or give the budget `pad_to_multiple_of`", stacklevel=2)
+
+
+def shorten(indices: Sequence[int], most: int = 16) -> str:
+    """Indices for a message.
+
+    >>> shorten(range(20), most=3)
+    '[0, 1, 2, ... 20 in all]'
+    """
+    shown = ", ".join(str(i) for i in list(indices)[:most])
+    return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
+
+
+def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        array = np.empty(0)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
+        bad = next((i for i, v in enumerate(values) if not _is_count(v)), 0)
+        raise ConfigError(
+            f"`length_of` must give a whole number of tokens, but gives {values[bad]!r} for sample {indices[bad]}"
+        )
+    return array.astype(np.int32)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0
+
+
+def _width_of(batch: Any, num_samples: int) -> int | None:
+    """Tokens that each row of a collated batch has, where ``input_ids`` shows it."""
+    try:
+        shape = batch["input_ids"].shape
+    except (TypeError, KeyError, IndexError, AttributeError):
+        return None
+    return int(shape[1]) if len(shape) == 2 and shape[0] == num_samples else None
+
+
+def positions_of(batches: Sequence[Refined]) -> IntArray:
+    """All places of these batches, flat: int64."""
+    return np.asarray([p for b in batches for p in b.offsets], np.int64)

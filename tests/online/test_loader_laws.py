@@ -1,0 +1,317 @@
+"""Laws of the online loader on ranks that are threads: conservation, fit, equal steps, exact weights, resume."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynagroup.order import epoch_order
+from dynagroup.testing import assert_resumes_exactly, run_ranks
+
+from .helpers import Jittered, all_ids, ids_in, lengths_of, make_loader, used
+
+MODES = {
+    "free": {},
+    "accumulation": {"accumulation": 3},
+    "update": {"samples_per_update": 12},
+}
+
+
+def epochs(size, lengths, num_epochs=1, **options):
+    """steps[epoch][rank]"""
+
+    def run(world):
+        loader = make_loader(world, lengths, **options)
+        return [list(loader) for _ in range(num_epochs)]
+
+    by_rank = run_ranks(size, run)
+    return [[by_rank[rank][epoch] for rank in range(size)] for epoch in range(num_epochs)]
+
+
+def check_epoch(steps_by_rank, lengths, max_tokens=128):
+    assert all_ids(steps_by_rank) == list(range(len(lengths)))
+    assert len({len(steps) for steps in steps_by_rank}) == 1
+    assert len({tuple(step.ends_update for step in steps) for steps in steps_by_rank}) == 1
+    for steps in steps_by_rank:
+        assert not steps or steps[-1].ends_update
+        for step in steps:
+            ids = step.batch["input_ids"]
+            assert ids.numel() <= max_tokens or len(ids) == 1
+            assert step.loss_scale == 0.0 if step.idle else True
+    check_weights(steps_by_rank)
+
+
+def check_weights(steps_by_rank):
+    """Every update's totals are the sums over ranks and steps; scales average to one unit per unit of weight."""
+    size = len(steps_by_rank)
+    weight = samples = scale = 0.0
+    for row in zip(*steps_by_rank, strict=True):
+        weight += sum(step.weight.local for step in row)
+        samples += sum(step.samples.local for step in row)
+        scale += sum(step.loss_scale for step in row)
+        if row[0].ends_update:
+            assert all(step.weight.total == weight and step.samples.total == samples for step in row)
+            assert not weight or scale == pytest.approx(size)
+            weight = samples = scale = 0.0
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_three_epochs_keep_the_laws(size, options):
+    lengths = lengths_of(150, seed=size)
+    for steps_by_rank in epochs(size, lengths, 3, shuffle=True, **options):
+        check_epoch(steps_by_rank, lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 200), max_size=70),
+    size=st.integers(1, 4),
+    window=st.integers(1, 40),
+    mode=st.sampled_from(list(MODES.values())),
+    num_epochs=st.integers(1, 2),
+)
+def test_laws_hold_for_any_lengths(lengths, size, window, mode, num_epochs):
+    for steps_by_rank in epochs(size, lengths, num_epochs, window=window, shuffle=True, **mode):
+        check_epoch(steps_by_rank, lengths)
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_more_ranks_than_samples_idle(options):
+    steps_by_rank = epochs(4, [5, 9], **options)[0]
+    check_epoch(steps_by_rank, [5, 9])
+    assert any(step.idle for steps in steps_by_rank for step in steps)
+
+
+def test_an_update_holds_the_samples_that_fixed_batches_would_draw():
+    lengths = lengths_of(100)
+    order = epoch_order(100, seed=3, epoch=1).tolist()
+    for size in (1, 2, 3):
+        by_epoch = epochs(size, lengths, 2, seed=3, shuffle=True, samples_per_update=16)
+        held, updates = [], []
+        for row in zip(*by_epoch[1], strict=True):
+            held += [i for step in row for i in ids_in(step)]
+            if row[0].ends_update:
+                updates.append(sorted(held))
+                held = []
+        assert updates == [sorted(order[k : k + 16]) for k in range(0, 100, 16)]
+
+
+def test_the_number_of_updates_is_exact():
+    for size in (1, 2):
+
+        def run(world):
+            loader = make_loader(world, lengths_of(100), samples_per_update=16)
+            before = len(loader)
+            counted = [loader.num_updates for _ in loader.updates()]
+            return before, counted
+
+        for before, counted in run_ranks(size, run):
+            assert before == 7
+            assert counted == [7] * 7
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_resume_is_exact_at_every_step(size, options):
+    lengths = lengths_of(90, seed=7)
+    assert_resumes_exactly(
+        lambda world: make_loader(world, lengths, shuffle=True, **options), world_size=size, indices_of=used
+    )
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (1, 2)])
+def test_resume_on_other_ranks_emits_what_remained(sizes, options):
+    lengths = lengths_of(90, seed=7)
+    assert_resumes_exactly(
+        lambda world: make_loader(world, lengths, shuffle=True, **options),
+        world_size=sizes[0],
+        resume_world_size=sizes[1],
+        indices_of=used,
+    )
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_resume_in_a_later_epoch_with_lengths_seen(options):
+    lengths = lengths_of(80, seed=9)
+
+    def run(world, states=None, stop=None):
+        loader = make_loader(world, lengths, shuffle=True, **options)
+        if states is None:
+            list(loader)
+        else:
+            loader.load_state_dict(states[world.rank] if len(states) == world.size else states)
+        steps, state = [], None
+        for number, step in enumerate(loader):
+            steps.append(used(step))
+            if number == stop:
+                state = json.loads(json.dumps(loader.state_dict()))
+                break
+        return steps, state
+
+    whole = [steps for steps, _ in run_ranks(2, run)]
+    for stop in range(0, len(whole[0]), 2):
+        states = [state for _, state in run_ranks(2, lambda world, stop=stop: run(world, stop=stop))]
+        rest = [steps for steps, _ in run_ranks(2, lambda world, states=states: run(world, states))]
+        if stop == len(whole[0]) - 1:
+            assert sorted(i for steps in rest for s in steps for i in s) == list(range(80))  # the next epoch
+            continue
+        assert rest == [steps[stop + 1 :] for steps in whole]
+        other = [steps for steps, _ in run_ranks(3, lambda world, states=states: run(world, states))]
+        assert sorted(i for r in other for s in r for i in s) == sorted(i for r in rest for s in r for i in s)
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("resume_size", [2, 3])
+def test_resume_is_exactly_once_with_stochastic_processing(options, resume_size):
+    lengths = lengths_of(120, seed=4)
+
+    def make(world):
+        return make_loader(world, lengths, dataset=Jittered, shuffle=True, **options)
+
+    for stop in (0, 1, 4, 7):
+
+        def first(world, stop=stop):
+            loader, emitted = make(world), []
+            for number, step in enumerate(loader):
+                if number >= stop:
+                    break
+                emitted += used(step)
+            else:
+                return emitted, loader.state_dict()
+            return emitted, None
+
+        def run(world, stop=stop):
+            loader, emitted = make(world), []
+            items = iter(loader)
+            for _ in range(stop):
+                emitted += used(next(items))
+            return emitted, json.loads(json.dumps(loader.state_dict()))
+
+        before = run_ranks(2, run)
+        states = [state for _, state in before]
+
+        def rest(world, states=states):
+            loader = make(world)
+            loader.load_state_dict(states[world.rank] if world.size == 2 else states)
+            return [i for step in loader for i in used(step)]
+
+        after = run_ranks(resume_size, rest)
+        assert sorted([i for e, _ in before for i in e] + [i for e in after for i in e]) == list(range(120))
+
+
+def test_a_state_is_small_and_json():
+    lengths = lengths_of(4000, seed=1)
+    loader = make_loader(None, lengths, window=1024, shuffle=True)
+    items = iter(loader)
+    for _ in range(20):
+        next(items)
+    state = loader.state_dict()
+    state.pop("lengths")
+    assert len(json.dumps(state)) < 6000
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_steps_are_the_most_that_a_rank_has(size):
+    """Free-running, first epoch: no rank could take fewer, because no rank that had the most batches idled or split."""
+    steps_by_rank = epochs(size, lengths_of(300, seed=5), shuffle=True)[0]
+    idle = [sum(step.idle for step in steps) for steps in steps_by_rank]
+    assert min(idle) == 0
+
+
+def test_an_epoch_with_known_lengths_pads_like_the_offline_plan():
+    from dynagroup import LengthAwareBatchSampler, TokenBudget
+
+    lengths = lengths_of(600, seed=2)
+    _, second = epochs(2, lengths, 2, shuffle=True)
+    plan = LengthAwareBatchSampler(lengths, TokenBudget(128), shuffle=True, rank=0, world_size=2).plan
+    assert not any(step.idle for steps in second for step in steps)
+    assert len(second[0]) <= 1.02 * plan.num_steps + 1
+
+
+def test_rows_of_known_lengths_are_balanced():
+    _, second = epochs(2, lengths_of(600, seed=2), 2, shuffle=True)
+    cost = np.array([[step.batch["input_ids"].numel() for step in steps] for steps in second])
+    assert cost.max(axis=0).sum() / cost.mean(axis=0).sum() < 1.05
+
+
+def test_stop_ends_for_all_and_names_what_was_left():
+    lengths = lengths_of(100, seed=3)
+
+    def run(world):
+        loader = make_loader(world, lengths, uneven="stop", window=8)
+        return list(loader), loader.stats.left_samples
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = run_ranks(3, run)
+    assert len({len(steps) for steps, _ in results}) == 1
+    assert not any(step.idle for steps, _ in results for step in steps)
+    left = sum(count for _, count in results)
+    assert len(all_ids([steps for steps, _ in results])) + left == 100
+    assert left == 0 or any("samples left on rank" in str(w.message) for w in caught)
+
+
+def test_hints_in_any_unit_keep_the_laws_and_pad_less():
+    lengths = lengths_of(400, seed=8)
+    plain = epochs(2, lengths, shuffle=True, window=32)[0]
+    hinted = epochs(2, lengths, shuffle=True, window=32, length_hint=lambda i: 4.7 * lengths[i])[0]
+    check_epoch(hinted, lengths)
+
+    def padded(by_rank):
+        return sum(step.batch["input_ids"].numel() for steps in by_rank for step in steps if not step.idle)
+
+    assert padded(hinted) <= padded(plain)
+
+
+def test_samples_per_update_may_follow_a_schedule():
+    lengths = lengths_of(100)
+
+    def schedule(update, current):
+        return 8 if update < 2 else min(2 * current, 32)
+
+    def run(world):
+        loader = make_loader(world, lengths, samples_per_update=schedule)
+        return len(loader), [step.samples.total for step in loader if step.ends_update]
+
+    for count, totals in run_ranks(2, run):
+        assert totals == [8, 8, 16, 32, 32, 4]
+        assert count == 6
+    assert_resumes_exactly(
+        lambda world: make_loader(world, lengths, samples_per_update=schedule), world_size=2, indices_of=used
+    )
+
+
+def test_samples_per_update_may_change_while_running_and_resumes():
+    lengths = lengths_of(100)
+
+    def run(world, stop=None):
+        loader = make_loader(world, lengths, samples_per_update=8)
+        totals, state = [], None
+        for number, steps in enumerate(loader.updates()):
+            totals.append(steps[0].samples.total)
+            if number == 2:
+                loader.set_samples_per_update(20)
+            if number == stop:
+                state = json.loads(json.dumps(loader.state_dict()))
+                break
+        return totals, state
+
+    whole = run_ranks(2, run)[0][0]
+    assert whole[:4] == [8, 8, 8, 8]
+    assert 20 in whole[3:6]
+    assert sum(whole) == 100
+    states = [state for _, state in run_ranks(2, lambda world: run(world, stop=3))]
+
+    def resume(world):
+        loader = make_loader(world, lengths, samples_per_update=8)
+        loader.load_state_dict(states[world.rank])
+        return [steps[0].samples.total for steps in loader.updates()]
+
+    assert run_ranks(2, resume)[0] == whole[4:]
