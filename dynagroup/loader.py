@@ -21,7 +21,7 @@ from dynagroup.online_state import STATE_VERSION, check_state, checked_set
 from dynagroup.order import EpochOrder
 from dynagroup.planned import SamplesPerUpdate, Schedule
 from dynagroup.refine import LengthOf, Oversize, Refined, RefinementCollator
-from dynagroup.sampler import _OrderSource
+from dynagroup.sampler import OrderSource
 from dynagroup.stats import LoaderStats
 from dynagroup.step import Step, loss_scale
 from dynagroup.weights import Weigh
@@ -149,7 +149,7 @@ class OnlineDataLoader:
         self._schedule = None if samples_per_update is None else Schedule(samples_per_update)
         self._hint = None if length_hint is None else _as_hint(length_hint, len(dataset))
         self._learned = None if self._streams or batch_sampler is not None else LearnedLengths(len(dataset))
-        self._order_source = None if sampler is None else _OrderSource(sampler, len(dataset))
+        self._order_source = None if sampler is None else OrderSource(sampler, len(dataset))
         self._epoch, self._advance = 0, 0
         self._run: EpochRun | None = None
         self._resume: list[Mapping[str, Any]] | None = None
