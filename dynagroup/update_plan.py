@@ -255,9 +255,10 @@ class FreeUpdates:
     def _count(self, epoch: int, world_size: int) -> tuple[int, int]:
         key = (epoch, world_size)
         if key not in self._counts:
-            plan = self.planner.plan(epoch, world_size)
-            updates = -(-plan.num_steps // self.accumulation)
-            self._counts[key] = (updates, int(plan.statistics["num_samples"]))
+            windows = list(self.planner.steps(epoch, world_size))
+            updates = sum(-(-len(window.table) // self.accumulation) for window in windows)
+            samples = sum(len(window.batches.order) - len(window.repeated) for window in windows)
+            self._counts[key] = (updates, samples)
         return self._counts[key]
 
     def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:

@@ -1,0 +1,338 @@
+"""The Trainer adapter against the real Trainer: lengths, books, checkpoints, losses, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import datasets  # noqa: E402
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainerCallback  # noqa: E402
+
+from dynagroup import ConfigError, StateError, TokenBudget  # noqa: E402
+from dynagroup.integrations.config import DynagroupConfig  # noqa: E402
+from dynagroup.integrations.hf import DynagroupTrainer, MemoryCleanupCallback, dynagroup_trainer  # noqa: E402
+from dynagroup.schedule import adabatch, doubling  # noqa: E402
+from tests.integrations import toys  # noqa: E402
+from tests.integrations.jobs import arguments, parameters, trainer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+class Recorder(TrainerCallback):
+    """What every update's batches were, by the indices that the loader gave them."""
+
+    def __init__(self):
+        self.indices, self.rates, self.epochs = [], [], []
+
+    def attach(self, run):
+        loader_of, outer = run.get_train_dataloader, self
+
+        def recording():
+            loader = loader_of()
+            weighed = loader._weighed
+
+            def record(update, batches):
+                steps = weighed(update, batches)
+                outer.indices.append([i for step in steps if not step.idle for i in step.indices])
+                return steps
+
+            loader._weighed = record
+            return loader
+
+        run.get_train_dataloader = recording
+        run.add_callback(self)
+        return run
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.epochs.append(state.epoch)
+
+
+def recorded(tmp_path, **changes):
+    recorder = Recorder()
+    run = recorder.attach(trainer("causal", tmp_path, fits=True, **changes))
+    run.train()
+    return run, recorder
+
+
+def dropout_model():
+    model = toys.causal_lm()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    return model
+
+
+def noisy(rows):
+    batch = toys.collate(rows)  # processing that draws random numbers, as masking and augmentation do
+    hide = torch.rand(batch["labels"].shape) < 0.2
+    batch["labels"] = batch["labels"].masked_fill(hide, -100)
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_run_ends_with_the_same_parameters(tmp_path, workers):
+    def run(folder, resume=None):
+        found = trainer(
+            "causal", tmp_path / folder, fits=True, model=dropout_model(), exact_loss=True, max_steps=10,
+            save_strategy="steps", save_steps=1, dataloader_num_workers=workers,
+        )  # fmt: skip
+        found.data_collator = noisy
+        found.train(resume_from_checkpoint=resume)
+        return parameters(found.model)
+
+    whole = run("whole")
+    for step in (2, 6, 8) if not workers else (8,):  # within epoch 0, at its end, within epoch 1
+        resumed = run(f"resumed{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert torch.equal(resumed, whole), f"resumed after update {step}"
+
+
+def test_a_checkpoint_of_fixed_batches_continues(tmp_path):
+    changes = {"exact_loss": True, "max_steps": 10}
+    fixed = trainer("causal", tmp_path / "a", fits=False, save_strategy="steps", save_steps=8, **changes)
+    fixed.train()
+    ours = trainer("causal", tmp_path / "b", fits=True, **changes)
+    with pytest.warns(
+        UserWarning, match="saved without dynagroup; continuing after 2 updates of 16 samples in epoch 1"
+    ):
+        ours.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-8"))
+    assert (parameters(fixed.model) - parameters(ours.model)).abs().max() < 1e-8
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path):
+    changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    trainer("causal", tmp_path / "a", fits=True, **changes).train()
+    other = trainer("causal", tmp_path / "b", fits=True, count=80, **changes)
+    with pytest.raises(StateError, match="num_samples: 96 then, 80 now"):
+        other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("updates", ["preserved", "free"])
+def test_every_sample_is_trained_on_once_an_epoch(tmp_path, updates):
+    run, recorder = recorded(tmp_path, max_steps=-1, num_train_epochs=2, count=70, config={"updates": updates})
+    seen = [i for update in recorder.indices for i in update]
+    assert sorted(seen[:70]) == sorted(seen[70:]) == list(range(70))
+    assert recorder.epochs[-1] == 2.0
+    assert run.state.max_steps == run.state.global_step == len(recorder.indices)
+    assert set(run.lr_scheduler.get_last_lr()) == {0.0}, "the schedule ends with the run"
+
+
+def test_epoch_coverage_and_figures_are_logged(tmp_path):
+    run, _ = recorded(tmp_path, max_steps=9, logging_steps=3)
+    logs = [entry for entry in run.state.log_history if "loss" in entry]
+    assert [entry["epoch"] for entry in logs] == [0.5, 1.0, 1.5]
+    assert [entry["train_coverage"] for entry in logs] == [0.5, 1.0, 0.5]
+    for entry in logs:
+        assert 0 < entry["padding"] < 0.5
+        assert entry["tokens_per_s"] > 0
+        assert 1 <= entry["smallest_batch"] <= entry["largest_batch"] <= 16
+        assert (entry["idle_steps"], entry["samples_per_update"]) == (0, 16)
+
+
+@pytest.mark.parametrize("counting", ["non_padding", "all"])
+def test_tokens_seen_are_counted_over_the_whole_update(tmp_path, counting):
+    changes = {"max_steps": 6, "include_num_input_tokens_seen": counting}
+    run = trainer("causal", tmp_path, fits=True, **changes)
+    run.train()
+    stats = run.update_loader.stats
+    expected = stats.real_tokens if counting == "non_padding" else stats.padded_tokens
+    assert run.state.num_input_tokens_seen == expected
+    assert run.state.total_flos > 0
+
+
+def test_evaluation_early_stopping_and_the_best_checkpoint(tmp_path):
+    run = trainer(
+        "causal", tmp_path, fits=True, max_steps=12, eval_dataset=toys.samples("causal", 8, seed=1), eval_strategy="steps",
+        eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=0.0,
+        metric_for_best_model="eval_loss", callbacks=[EarlyStoppingCallback(2), MemoryCleanupCallback()],
+    )  # fmt: skip
+    run.train()
+    assert run.state.global_step == 6, "the loss never improves after the first evaluation"
+    assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+
+
+def test_updates_follow_a_schedule(tmp_path):
+    schedule = doubling(8, milestones=(3,))
+    run, recorder = recorded(tmp_path, max_steps=-1, num_train_epochs=2, config={"samples_per_update": schedule})
+    sizes = [len(update) for update in recorder.indices]
+    assert sizes == [8, 8, 8] + [16] * 4 + [8] + [16] * 6
+    assert recorder.epochs[7] == 1.0
+    assert recorder.epochs[-1] == 2.0
+    assert run.state.max_steps == len(sizes)
+
+
+class Grow(TrainerCallback):
+    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+        if state.global_step == 2:
+            self.first = train_dataloader.set_samples_per_update(32)
+
+
+def test_a_callback_changes_the_update_size_and_no_sample_is_lost(tmp_path):
+    grow = Grow()
+    run, recorder = recorded(tmp_path, max_steps=-1, num_train_epochs=2, callbacks=[grow])
+    sizes = [len(update) for update in recorder.indices]
+    assert (grow.first, sizes) == (2, [16, 16, 32, 32, 32, 32, 32])
+    assert run.state.max_steps == 7
+
+
+class Shrink(Grow):
+    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+        if state.global_step == 2:
+            train_dataloader.set_samples_per_update(4)
+
+
+def test_smaller_updates_make_the_run_longer_instead_of_losing_samples(tmp_path):
+    run, recorder = recorded(tmp_path, max_steps=-1, num_train_epochs=1, callbacks=[Shrink()])
+    assert [len(u) for u in recorder.indices] == [16, 16] + [4] * 16
+    assert run.state.global_step == 18
+
+
+def test_stopping_and_learning_rate_can_count_samples(tmp_path):
+    config = {
+        "samples_per_update": doubling(8, milestones=(4,)),
+        "max_samples": 64,
+        "learning_rate_schedule": "samples",
+    }
+    run, recorder = recorded(tmp_path, max_steps=-1, config=config, lr_scheduler_type="linear", learning_rate=1.0)
+    assert [len(u) for u in recorder.indices] == [8, 8, 8, 8, 16, 16]
+    assert recorder.rates == [1.0, 56 / 64, 48 / 64, 40 / 64, 32 / 64, 16 / 64]
+
+
+def test_the_learning_rate_follows_the_update_size(tmp_path):
+    used = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, *args, **kwargs):
+            used.append(self.param_groups[0]["lr"])
+            return super().step(*args, **kwargs)
+
+    model = toys.causal_lm()
+    config = {"samples_per_update": adabatch(16, interval=2, growth=4, decay=0.5)}
+    run = trainer(
+        "causal", tmp_path, fits=True, model=model, optimizers=(Spy(model.parameters(), lr=1.0), None), max_steps=4,
+        lr_scheduler_type="constant", config={**config, "learning_rate_scaling": "sqrt"},
+    )  # fmt: skip
+    run.train()
+    assert used == [1.0, 1.0, 1.0, 1.0]  # half the rate by AdaBatch, twice by the square root of 4
+    assert run.optimizer.param_groups[0]["lr"] == 1.0
+    assert [e["samples_per_update"] for e in run.state.log_history if "loss" in e] == []
+
+
+def test_the_length_column_is_read_from_train_dataset(tmp_path):
+    """FACTS: a Trainer removes the column before it calls its own samplers."""
+    rows = toys.samples("causal", 32)
+    data = datasets.Dataset.from_list([{**row, "length": 7 * len(row["input_ids"])} for row in rows])
+    common = {"train_dataset": data, "data_collator": toys.collate}
+    args = arguments(tmp_path, max_steps=1, remove_unused_columns=True)
+    run = DynagroupTrainer(toys.causal_lm(), args, dynagroup=TokenBudget(4096), **common)
+    loader = run.get_train_dataloader()
+    assert "length" not in loader.dataset.column_names
+    assert loader._plan.planner.lengths["tokens"].tolist() == [7 * len(row["input_ids"]) for row in rows]
+    args = arguments(tmp_path, remove_unused_columns=True, train_sampling_strategy="group_by_length")
+    upstream = Trainer(toys.causal_lm(), args, **common).get_train_dataloader().batch_sampler.sampler.lengths
+    assert upstream == toys.lengths(rows), "upstream reads the column now"
+
+
+def test_lengths_are_measured_where_there_is_no_column(tmp_path):
+    rows = toys.samples("causal", 32)
+    shuffled = datasets.Dataset.from_list(rows).select(range(31, -1, -1))
+    for data in (rows[::-1], shuffled):
+        run = DynagroupTrainer(
+            toys.causal_lm(), arguments(tmp_path, max_steps=1), dynagroup=TokenBudget(512),
+            train_dataset=data, data_collator=toys.collate,
+        )  # fmt: skip
+        assert run.get_train_dataloader()._plan.planner.lengths["tokens"].tolist() == toys.lengths(rows)[::-1]
+
+
+def test_heads_that_drop_num_items_are_weighed_right(tmp_path):
+    """transformers#47688: when this upstream loss is no longer inflated, the probe in host.py can go."""
+
+    def first_loss(fits, accepts=None):
+        run = trainer("classifier", tmp_path, fits=fits, max_steps=1, logging_steps=1)
+        del run.model.accepts_loss_kwargs
+        if accepts is None:
+            run.model_accepts_loss_kwargs = True
+        run.train()
+        return run.state.log_history[0]["loss"]
+
+    right = first_loss(True, accepts=False)
+    assert right == pytest.approx(math.log(3), rel=0.1)
+    assert first_loss(False) == pytest.approx(4 * right, rel=0.1), "upstream has changed"
+    assert first_loss(True) == pytest.approx(right, rel=1e-6)
+
+
+def test_label_smoothing_agrees_with_fixed_batches(tmp_path):
+    found = []
+    for fits in (False, True):
+        run = trainer("seq2seq", tmp_path, fits=fits, label_smoothing_factor=0.1, max_steps=5, exact_loss=False)
+        run.model_accepts_loss_kwargs = True
+        run.train()
+        found.append(parameters(run.model))
+    assert (found[0] - found[1]).abs().max() < 1e-8
+
+
+def test_a_peft_model_agrees_with_fixed_batches(tmp_path):
+    peft = pytest.importorskip("peft")
+    found = []
+    for fits in (False, True):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(
+            toys.causal_lm(), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        ).double()
+        run = trainer("causal", tmp_path / str(fits), fits=fits, model=model, exact_loss=True, max_steps=4)
+        run.train()
+        found.append(parameters(run.model))
+    assert (found[0] - found[1]).abs().max() < 1e-8
+    assert (tmp_path / "True").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True does not go with dynagroup"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
+        ({"dataloader_in_order": False, "dataloader_num_workers": 1}, "dataloader_in_order=False"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
+    ],
+)
+def test_combinations_that_would_lose_samples_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer("causal", tmp_path, fits=True, **changes)
+
+
+def test_tensor_parallelism_needs_to_say_who_shares_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "get_tp_size", lambda self: 2)
+    with pytest.raises(ConfigError, match="ranks share a sample.*world=DistributedWorld"):
+        trainer("causal", tmp_path, fits=True)
+
+
+def test_config_errors_name_the_way_out():
+    budget = TokenBudget(100)
+    with pytest.raises(ConfigError, match="`updates` must be one of"):
+        DynagroupConfig(budget=budget, updates="some")
+    with pytest.raises(ConfigError, match="needs updates='preserved'"):
+        DynagroupConfig(budget=budget, updates="free", samples_per_update=4)
+    with pytest.raises(ConfigError, match="`max_samples` must be an int of at least 1"):
+        DynagroupConfig(budget=budget, max_samples=0)
+
+
+def test_seq2seq_trainer_generates_and_saves(tmp_path):
+    from transformers import Seq2SeqTrainingArguments
+
+    rows = toys.samples("seq2seq", 32)
+    args = Seq2SeqTrainingArguments(
+        **{**arguments(tmp_path, max_steps=2).to_dict(), "predict_with_generate": True, "accelerator_config": None}
+    )
+    run = dynagroup_trainer(Seq2SeqTrainer)(
+        toys.seq2seq(), args, dynagroup=TokenBudget(160), train_dataset=rows, eval_dataset=rows[:4],
+        data_collator=toys.collate_seq2seq,
+    )  # fmt: skip
+    run.train()
+    run.save_model()
+    assert (tmp_path / "model.safetensors").exists()
