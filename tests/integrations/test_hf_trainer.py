@@ -326,9 +326,8 @@ def test_seq2seq_trainer_generates_and_saves(tmp_path):
     from transformers import Seq2SeqTrainingArguments
 
     rows = toys.samples("seq2seq", 32)
-    args = Seq2SeqTrainingArguments(
-        **{**arguments(tmp_path, max_steps=2).to_dict(), "predict_with_generate": True, "accelerator_config": None}
-    )
+    shared = {**arguments(tmp_path, max_steps=2).to_dict(), "accelerator_config": None}
+    args = Seq2SeqTrainingArguments(**{**shared, "predict_with_generate": True})
     run = dynagroup_trainer(Seq2SeqTrainer)(
         toys.seq2seq(), args, dynagroup=TokenBudget(160), train_dataset=rows, eval_dataset=rows[:4],
         data_collator=toys.collate_seq2seq,
