@@ -1,0 +1,156 @@
+"""Run again in halves: only the part that failed, and only after the failed attempt has let go of its memory."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.oom.detect import is_out_of_memory
+from dynagroup.oom.split import BatchSplitter, Splitter, describe
+
+__all__ = ["Outcome", "attempt", "free_memory", "halves", "run_with_oom_retry"]
+
+B = TypeVar("B")
+T = TypeVar("T")
+
+_BACKENDS = ("cuda", "xpu", "mps", "npu")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """What one attempt came to: a value, or the text of the out-of-memory error that ended it."""
+
+    value: T | None
+    error: str | None = None
+
+
+def attempt(run: Callable[[], T], retry_on: Callable[[BaseException], bool] = is_out_of_memory) -> Outcome[T]:
+    """Run it. After an out-of-memory error nothing of the attempt is left alive when this returns.
+
+    Frames hold a failed attempt's tensors, the traceback holds the frames, and the exception being handled holds the
+    traceback: so the frames are cleared, the ``except`` block is left, and only then is memory collected.
+    Any other error passes through.
+    """
+    try:
+        return Outcome(run())
+    except Exception as error:
+        if not retry_on(error):
+            raise
+        message = f"{type(error).__name__}: {error}"
+        _clear_frames(error)
+    free_memory()
+    return Outcome(None, message)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        waiting += [link.__cause__, link.__context__]
+
+
+def free_memory() -> None:
+    """Collect garbage, then hand the caching allocators' unused blocks back, on every device type in use."""
+    import torch
+
+    gc.collect()
+    for name in _BACKENDS:
+        backend = getattr(torch, name, None)
+        if backend is None or not backend.is_available():
+            continue
+        if getattr(backend, "is_initialized", lambda: True)():
+            backend.empty_cache()
+
+
+def halves(start: int, stop: int) -> list[tuple[int, int]]:
+    """A range of samples as two, the first the larger by at most one.
+
+    >>> halves(0, 5)
+    [(0, 3), (3, 5)]
+    """
+    middle = start + (stop - start + 1) // 2
+    return [(start, middle), (middle, stop)]
+
+
+def run_with_oom_retry(
+    fn: Callable[[B], T],
+    batch: B,
+    *,
+    split: Splitter[B] | None = None,
+    min_samples: int = 1,
+    retry_on: Callable[[BaseException], bool] = is_out_of_memory,
+) -> list[T]:
+    """``fn(batch)``, in parts where the whole does not fit; the parts' results in input order.
+
+    ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not
+    (it may have added to ``.grad`` before it failed; use :class:`~dynagroup.oom.OomSafeBackward`). Only a part that
+    failed is run again, in halves; what succeeded is kept. ``fn`` sees parts as the splitter makes them, so it should
+    return something per sample that you can put together.
+
+    Args:
+        split: how to count and cut a batch; default: :class:`~dynagroup.oom.BatchSplitter`.
+        min_samples: a part of fewer than twice as many samples is not cut any more.
+        retry_on: which errors count as out of memory.
+
+    Raises:
+        BudgetError: a part that cannot be cut further failed; names the samples and their shapes.
+
+    >>> def double(batch):
+    ...     if len(batch) > 2:
+    ...         raise MemoryError("three do not fit")
+    ...     return [2 * x for x in batch]
+    >>> run_with_oom_retry(double, [1, 2, 3, 4, 5])
+    [[2, 4], [6], [8, 10]]
+    """
+    check_min_samples(min_samples)
+    outcome = attempt(lambda: fn(batch), retry_on)
+    if outcome.error is None:
+        return [outcome.value]  # type: ignore[list-item]
+    splitter = split if split is not None else BatchSplitter()
+    num_samples = splitter.num_samples(batch)
+    done: list[T] = []
+    waiting = _cut_or_give_up(batch, splitter, 0, num_samples, min_samples, outcome.error)
+    while waiting:
+        start, stop = waiting.pop(0)
+        outcome = attempt(lambda a=start, b=stop: fn(splitter.take(batch, a, b)), retry_on)
+        if outcome.error is None:
+            done.append(outcome.value)  # type: ignore[arg-type]
+        else:
+            waiting = _cut_or_give_up(batch, splitter, start, stop, min_samples, outcome.error) + waiting
+    return done
+
+
+def _cut_or_give_up(
+    batch: Any, splitter: Splitter[Any], start: int, stop: int, min_samples: int, message: str
+) -> list[tuple[int, int]]:
+    if stop - start >= 2 * min_samples:
+        return halves(start, stop)
+    give_up(batch, splitter, start, stop, message)
+
+
+def give_up(batch: Any, splitter: Splitter[Any], start: int, stop: int, message: str) -> NoReturn:
+    """Raise what is left to say when a part that cannot be cut did not fit."""
+    raise BudgetError(too_large(batch, splitter, start, stop, message))
+
+
+def too_large(batch: Any, splitter: Splitter[Any], start: int, stop: int, message: str) -> str:
+    who = f"sample {start} of the batch does" if stop - start == 1 else f"samples {start} to {stop - 1} of the batch do"
+    alone = "even alone" if stop - start == 1 else "together, and `min_samples` forbids cutting further"
+    return (
+        f"{who} not fit {alone} ({describe(splitter.take(batch, start, stop))}); truncate or filter out such samples, "
+        f"or free memory on the device. The allocator said: {message}"
+    )
+
+
+def check_min_samples(min_samples: int) -> None:
+    if isinstance(min_samples, bool) or not isinstance(min_samples, int) or min_samples < 1:
+        raise ConfigError(f"`min_samples` must be an int of at least 1, but is {min_samples!r}")
