@@ -1,0 +1,20 @@
+"""Running out of memory as an event, not the end: split, run again, learn."""
+
+from dynagroup.oom.detect import is_out_of_memory
+from dynagroup.oom.feedback import LearningBudget, OomReport
+from dynagroup.oom.retry import run_with_oom_retry
+from dynagroup.oom.split import BatchSplitter, Splitter
+from dynagroup.oom.train import BackwardResult, OomSafeBackward
+from dynagroup.oom.vision import VisionTokens
+
+__all__ = [
+    "BackwardResult",
+    "BatchSplitter",
+    "LearningBudget",
+    "OomReport",
+    "OomSafeBackward",
+    "Splitter",
+    "VisionTokens",
+    "is_out_of_memory",
+    "run_with_oom_retry",
+]

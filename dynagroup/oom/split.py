@@ -17,7 +17,7 @@ from dynagroup.oom.vision import VISION_KEYS, VisionTokens, take_vision
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BatchSplitter", "KeyRule", "Splitter", "Trim", "describe"]
+__all__ = ["BatchSplitter", "KeyRule", "Splitter", "Trim", "describe", "longest_of"]
 
 B = TypeVar("B")
 Trim: TypeAlias = Literal["both", "left", "right", "none"]
@@ -325,6 +325,16 @@ def _agree(sizes: dict[str, int | None]) -> int:
             "give `split` an object with `num_samples` and `take`, or BatchSplitter(rules=..., shared_keys=...)"
         )
     return next(iter(known.values()))
+
+
+def longest_of(batch: Any) -> int:
+    """Width of a padded batch: its token columns, else the second dimension of its first tensor that has one, else 1."""
+    if isinstance(batch, Mapping):
+        for key in ("input_ids", "inputs_embeds", "attention_mask"):
+            if _has_columns(batch, key):
+                return int(batch[key].shape[1])
+    fields = [batch] if _is_array(batch) else (_fields_of(batch) or {}).values()
+    return next((int(value.shape[1]) for value in fields if _is_array(value) and value.ndim >= 2), 1)
 
 
 def describe(batch: Any) -> str:
