@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynagroup.errors import ConfigError
+from dynagroup.errors import AlignmentError, ConfigError
+from dynagroup.oom.retry import attempt
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientExchange", "RngState", "broadcast_buffers", "find_ddp", "local_gradients"]
+__all__ = ["GradientExchange", "RngState", "broadcast_buffers", "find_ddp", "local_gradients", "lost_ranks_named"]
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's default bucket
+_LOST = re.compile(r"(?i)gloo|nccl|rccl|connection (?:closed|reset|refused)|timed ?out")
 _MAX_TRAVELLING = 4  # bounds the memory of buckets on their way
 
 
@@ -81,6 +84,17 @@ def _is_sharded(module: Any) -> bool:
 
 
 @contextmanager
+def lost_ranks_named() -> Iterator[None]:
+    """A collective that fails or times out because another rank has gone says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, AlignmentError) or not _LOST.search(str(error)):
+            raise
+        raise AlignmentError(f"another rank was lost while gradients were exchanged; see its error: {error}") from error
+
+
+@contextmanager
 def local_gradients(ddp: DistributedDataParallel | None) -> Iterator[None]:
     """Forward and backward passes without any exchange between ranks: neither gradients nor buffers."""
     if ddp is not None:
@@ -127,7 +141,8 @@ class GradientExchange:
     def finish(self) -> None:
         """Send what has not been sent, and wait for everything."""
         while self.num_started < len(self._buckets):
-            self._start()
+            if attempt(self._start).error is not None:  # memory has been freed by now
+                self._start()
         while self._travelling:
             self._receive()
 
@@ -145,7 +160,6 @@ class GradientExchange:
         import torch.distributed as dist
 
         bucket = self._buckets[self.num_started]
-        self.num_started += 1
         with torch.no_grad():
             for parameter in bucket:
                 if parameter.grad is None:
@@ -155,7 +169,9 @@ class GradientExchange:
                         "a sparse gradient cannot be exchanged in a bucket; use nn.Embedding(sparse=False)"
                     )
             flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]).div_(self._size)
-        self._travelling.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
+        with lost_ranks_named():
+            self._travelling.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
+        self.num_started += 1  # only now: packing may have run out of memory, and is then tried again
         if len(self._travelling) > _MAX_TRAVELLING:
             self._receive()
 
@@ -163,7 +179,8 @@ class GradientExchange:
         import torch
 
         work, flat, bucket = self._travelling.popleft()
-        work.wait()
+        with lost_ranks_named():
+            work.wait()
         with torch.no_grad():
             for parameter, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 if parameter.grad is None:

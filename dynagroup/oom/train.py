@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dynagroup.errors import AlignmentError, BudgetError, ConfigError
+from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom.feedback import LearningBudget
 from dynagroup.oom.gradients import GradientExchange, RngState, broadcast_buffers, find_ddp, local_gradients
 from dynagroup.oom.retry import attempt, check_min_samples, halves
@@ -32,7 +31,6 @@ ComputeLoss: TypeAlias = "Callable[[Any], torch.Tensor]"
 _log = logging.getLogger(__name__)
 _COST_UNIT = 2**20  # costs travel between ranks as integers
 _NO_COST = 2**62
-_LOST = re.compile(r"(?i)gloo|nccl|rccl|connection (?:closed|reset|refused)|timed ?out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,21 +369,15 @@ class OomSafeBackward:
             update.put_back()
 
     def _exchange_and_vote(self, update: _Update) -> tuple[bool, bool, list[int]]:
+        if self._ddp is not None:
+            update.put_back()
         present = [int(p.grad is not None) for p in update.parameters]
-        try:
-            if self._ddp is not None:
-                update.put_back()
-                exchange = update.exchange or GradientExchange(update.parameters, self._ddp.process_group)
-                exchange.finish()
-            spoiled = update.exchange is not None and update.exchange.spoiled
-            cost = -_NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * _COST_UNIT)
-            spoiled, fatal, cost, *present = self._world.all_max([spoiled, update.verdict is not None, cost, *present])
-        except RuntimeError as error:
-            if isinstance(error, AlignmentError) or not _LOST.search(str(error)):
-                raise
-            raise AlignmentError(
-                f"another rank was lost while gradients were exchanged; see its error: {error}"
-            ) from error
+        if self._ddp is not None:
+            exchange = update.exchange or GradientExchange(update.parameters, self._ddp.process_group)
+            exchange.finish()
+        spoiled = update.exchange is not None and update.exchange.spoiled
+        cost = -_NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * _COST_UNIT)
+        spoiled, fatal, cost, *present = self._world.all_max([spoiled, update.verdict is not None, cost, *present])
         if cost != -_NO_COST and self._world.size > 1:
             self._learned.record_failed_cost(-cost / _COST_UNIT)
             update.failed_cost = math.inf
