@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.lengths import measure_lengths
     from dynagroup.loader import OnlineDataLoader
+    from dynagroup.oom import LearningBudget, OomSafeBackward, run_with_oom_retry
     from dynagroup.partition import friendly_size, multiple_of
     from dynagroup.plan import BatchPlan
     from dynagroup.refine import RefinementCollator
@@ -26,9 +27,11 @@ _HOME = {
     "Budget": "budget",
     "BudgetError": "errors",
     "ConfigError": "errors",
+    "LearningBudget": "oom",
     "LengthAwareBatchSampler": "sampler",
     "MemoryBudget": "budget",
     "OnlineDataLoader": "loader",
+    "OomSafeBackward": "oom",
     "RefinementCollator": "refine",
     "Share": "step",
     "StateError": "errors",
@@ -37,6 +40,7 @@ _HOME = {
     "friendly_size": "partition",
     "measure_lengths": "lengths",
     "multiple_of": "partition",
+    "run_with_oom_retry": "oom",
     "text_dataloader": "text",
 }
 

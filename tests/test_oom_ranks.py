@@ -50,7 +50,7 @@ def several_places(rank: int, size: int) -> list[Any]:
         learned = LearningBudget() if learns else loop.Forgetful()
         limit = limits[rank % len(limits)]
         parameters, backward, failures = loop.train_with_failures(place, limit, rank=rank, size=size, learned=learned)
-        answers.append((parameters, failures, backward.learned.state_dict()["numbers_kept"]))
+        answers.append((parameters, failures, backward.learned.state_dict()["allowed"]))
     return answers
 
 

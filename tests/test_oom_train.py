@@ -224,7 +224,7 @@ def test_all_ranks_raise_alike_and_learn_alike() -> None:
         backward(loss, X, ends_update=False, indices=range(5))
         with pytest.raises(BudgetError) as caught:
             backward(loss, X, indices=range(5, 10))
-        return str(caught.value), float(backward.learned.state_dict()["numbers_kept"][1])
+        return str(caught.value), float(backward.learned.state_dict()["allowed"][1])
 
     first, second = run_ranks(2, rank)
     assert first == second

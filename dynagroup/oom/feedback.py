@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableSequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -196,8 +196,10 @@ class LearningBudget(Budget):
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned, for a checkpoint."""
-        kept = asdict(self._learned)
-        kept["numbers_kept"] = list(self._learned.numbers)
+        learned = self._learned
+        kept = {f.name: getattr(learned, f.name) for f in fields(learned) if f.name != "numbers_kept"}
+        kept |= {"first": _or_none(learned.first), "allowed": [_or_none(x) for x in learned.numbers]}
+        kept["curve"] = list(learned.curve)
         return {"version": _VERSION, "budget": None if self.budget is None else self.budget.fingerprint, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,8 +215,9 @@ class LearningBudget(Budget):
                 f"{_VERSION} and budget {own!r}; start without it, or with the budget it was learned for"
             )
         learned = self._learned
-        learned.set(*state["numbers_kept"])
-        for name in ("calm", "first", "num_batches", "num_ooms", "num_retries", "num_skipped", "wasted_s"):
+        learned.set(*(_or_inf(x) for x in state["allowed"]))
+        learned.first = _or_inf(state["first"])
+        for name in ("calm", "num_batches", "num_ooms", "num_retries", "num_skipped", "wasted_s"):
             setattr(learned, name, state[name])
         learned.curve = [(int(at), float(limit)) for at, limit in state["curve"]]
 
@@ -258,6 +261,14 @@ class _Learned:
         self.curve.append((self.num_batches, self.numbers[0]))
 
 
+def _or_none(value: float) -> float | None:
+    return None if math.isinf(value) else value  # JSON knows no infinity
+
+
+def _or_inf(value: float | None) -> float:
+    return math.inf if value is None else float(value)
+
+
 def _cost(budget: Budget | None, shape: BatchShape) -> np.ndarray:
     if isinstance(budget, AllOf):
         heavy = [part for kind in (MemoryBudget, TokenBudget) for part in budget.parts if isinstance(part, kind)]
@@ -265,7 +276,9 @@ def _cost(budget: Budget | None, shape: BatchShape) -> np.ndarray:
     if isinstance(budget, LearningBudget):
         return budget.cost(shape)
     if isinstance(budget, MemoryBudget):
-        return np.asarray(budget.predict(shape), dtype=np.float64)
+        # what does not grow with the batch stays out: `backoff` of it would forbid every batch
+        static = 0.0 if budget.limit_bytes is None else getattr(budget.model, "static_bytes", 0) / budget.limit_bytes
+        return np.asarray(budget.predicted(shape), dtype=np.float64) - static
     return np.asarray(padded_tokens(shape, budget or _ONE), dtype=np.float64)
 
 
