@@ -25,6 +25,9 @@ class DynagroupConfig:
 
     budget: Budget
     """What a batch may be."""
+    mode: Literal["offline", "online"] = "offline"
+    """"offline": lengths are known beforehand and every update is planned. "online": samples are measured after
+    processing, in the workers; ``lengths`` may then be approximate, and stochastic or streamed data is welcome."""
     updates: Literal["preserved", "free"] = "preserved"
     """"preserved": every update holds the samples that fixed batches would give it, the host's sampler deciding.
     "free": an update is ``gradient_accumulation_steps`` rows of batches as large as fit."""
@@ -32,6 +35,8 @@ class DynagroupConfig:
     """An int or a schedule. None: per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks."""
     lengths: Any = None
     """Tokens of each training sample, or a dict of streams. None: the length column, else measured from ``input_ids``."""
+    length_of: Callable[[Any], Any] | None = None
+    """Online: processed sample -> tokens, or -> {stream: units}. None: the length of its ``input_ids``."""
     weigh: Literal["auto", "samples"] | Callable[[Any], float] = "auto"
     """What a loss that is a mean is a mean of. "auto": label tokens if labels have a token dimension, else samples.
     Losses that are divided by ``num_items_in_batch`` need no weight."""
@@ -50,6 +55,7 @@ class DynagroupConfig:
 
     def __post_init__(self) -> None:
         choices = {
+            "mode": ("offline", "online"),
             "updates": ("preserved", "free"),
             "learning_rate_schedule": ("updates", "samples"),
             "learning_rate_scaling": ("linear", "sqrt", "none"),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from dynagroup.budget import Budget
 from dynagroup.errors import ConfigError, StateError
@@ -26,11 +27,17 @@ from dynagroup.integrations.host import (
     data_parallel_world,
     host_order,
     ignores_num_items,
+    is_stream,
     loader_kwargs,
     mean_weight,
+    read_states,
     refuse_unsupported,
     train_lengths,
+    unsharded,
+    write_state,
 )
+from dynagroup.integrations.online import OnlineUpdates
+from dynagroup.loader import OnlineDataLoader
 from dynagroup.schedule import scale_learning_rate
 from dynagroup.step import Step
 from dynagroup.update_plan import UpdateStats
@@ -62,8 +69,14 @@ class DynagroupCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         loader = self.trainer.update_loader if self.trainer is not None else None
-        saved = self.loader_state if loader is None else loader.state_dict()
+        saved = loader.state_dict() if isinstance(loader, UpdateLoader) else self.loader_state
         return {"args": {}, "attributes": {"loader_state": saved}}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        loader = self.trainer.update_loader if self.trainer is not None else None
+        if isinstance(loader, OnlineUpdates):
+            folder = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            write_state(folder, loader.world.rank, loader.state_dict())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is not None:
@@ -104,7 +117,7 @@ class DynagroupTrainerMixin(_Base):
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
         refuse_unsupported(self, config.world)
         self.dynagroup = config
-        self.update_loader: UpdateLoader[Any] | None = None
+        self.update_loader: UpdateLoader[Any] | OnlineUpdates | None = None
         self.accumulation = int(self.args.gradient_accumulation_steps)
         self._fixed_samples = super().get_total_train_batch_size(self.args)
         self.args = copy.copy(self.args)
@@ -127,31 +140,64 @@ class DynagroupTrainerMixin(_Base):
 
     def get_train_dataloader(self) -> Any:
         """Our loader, made from the host's: its dataset, columns, collator, workers and sampler are kept."""
-        config = self.dynagroup
         host = super().get_train_dataloader()
+        online = self.dynagroup.mode == "online"
+        self.update_loader = self._online_updates(host) if online else self._offline_updates(host)
+        return self.update_loader
+
+    def _offline_updates(self, host: Any) -> UpdateLoader[Any]:
+        config = self.dynagroup
         free = config.updates == "free"
-        wanted = config.samples_per_update
-        weigh = mean_weight(self) if config.weigh == "auto" else config.weigh
-        self.update_loader = UpdateLoader(
+        return UpdateLoader(
             host.dataset,
             train_lengths(self) if config.lengths is None else config.lengths,
             config.budget,
-            samples_per_update=None if free else wanted if wanted is not None else self._fixed_samples,
+            samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
             accumulation=self.accumulation if free else 1,
             order=None if free else host_order(host),
-            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            weigh="samples" if self.compute_loss_func is not None else weigh,
+            seed=self._data_seed,
+            weigh=self._weigh,
             drop_last=self.args.dataloader_drop_last and not free,
             plan=config.plan,
             world=data_parallel_world(self, config.world),
             **loader_kwargs(host),
         )
-        return self.update_loader
+
+    def _online_updates(self, host: Any) -> OnlineUpdates:
+        config = self.dynagroup
+        free = config.updates == "free"
+        world = data_parallel_world(self, config.world)
+        dataset = unsharded(host.dataset)
+        loader = OnlineDataLoader(
+            dataset,
+            config.budget,
+            sampler=None if is_stream(dataset) else host_order(host),
+            length_of=config.length_of,
+            length_hint=config.lengths,
+            samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
+            accumulation=self.accumulation if free else 1,
+            seed=self._data_seed,
+            weigh=self._weigh,
+            world=world,
+            **{**config.plan, **loader_kwargs(host)},
+        )
+        return OnlineUpdates(loader, world)
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.data_seed if self.args.data_seed is not None else self.args.seed
+
+    @property
+    def _weigh(self) -> Any:
+        wanted = self.dynagroup.weigh
+        if wanted != "auto":
+            return wanted
+        return "samples" if self.compute_loss_func is not None else mean_weight(self)
 
     # How long: an epoch ends when its samples are used, however many updates that takes.
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        if not isinstance(dataloader, UpdateLoader):
+        if dataloader is not self.update_loader or not has_length(dataloader):
             return super().set_initial_training_values(args, dataloader)
         num_samples = dataloader.num_samples
         max_steps, num_epochs = self._training_length(dataloader)
@@ -162,7 +208,7 @@ class DynagroupTrainerMixin(_Base):
             train_samples = num_samples * args.num_train_epochs
         return num_epochs, most_updates, num_samples, train_samples, self.samples_per_update, most_updates, max_steps
 
-    def _training_length(self, loader: UpdateLoader[Any]) -> tuple[int, int]:
+    def _training_length(self, loader: UpdateLoader[Any] | OnlineUpdates) -> tuple[int, int]:
         """(updates, epochs begun) of the whole run."""
         args, most_samples = self.args, self.dynagroup.max_samples
         updates, samples, epoch = 0, 0, 0
@@ -195,6 +241,8 @@ class DynagroupTrainerMixin(_Base):
         if checkpoint is None or not self.state.global_step:
             return resumed
         state = saved["attributes"].get("loader_state")
+        if isinstance(loader, OnlineUpdates):
+            state = read_states(checkpoint)
         if state is not None:
             loader.load_state_dict(state)
         else:
@@ -203,7 +251,7 @@ class DynagroupTrainerMixin(_Base):
             loader.restart_epoch()
         return loader.next_epoch, 0
 
-    def _continue_fixed_batches(self, loader: UpdateLoader[Any]) -> None:
+    def _continue_fixed_batches(self, loader: UpdateLoader[Any] | OnlineUpdates) -> None:
         per_epoch = loader.num_updates(0)
         epoch, updates = divmod(self.state.global_step, per_epoch)
         if loader.num_updates(epoch) != per_epoch or callable(self.dynagroup.samples_per_update):
@@ -374,7 +422,7 @@ def _figures(stats: UpdateStats, seconds: float) -> dict[str, float]:
     }
 
 
-def _by_samples(function: Callable[[int], float], loader: UpdateLoader[Any]) -> Callable[[int], float]:
+def _by_samples(function: Callable[[int], float], loader: UpdateLoader[Any] | OnlineUpdates) -> Callable[[int], float]:
     def of_samples(update: int) -> float:
         return function(loader.cursor.samples_seen if update else 0)
 

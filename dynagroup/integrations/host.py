@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,14 @@ __all__ = [
     "data_parallel_world",
     "host_order",
     "ignores_num_items",
+    "is_stream",
     "loader_kwargs",
     "mean_weight",
+    "read_states",
     "refuse_unsupported",
     "train_lengths",
+    "unsharded",
+    "write_state",
 ]
 
 KEPT = (
@@ -90,6 +96,30 @@ def loader_kwargs(loader: Any) -> dict[str, Any]:
     kept = {name: getattr(loader, name) for name in KEPT}
     kept["pin_memory"] = bool(loader.pin_memory) and torch.cuda.is_available()
     return kept
+
+
+def is_stream(dataset: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return isinstance(dataset, IterableDataset)
+
+
+def unsharded(dataset: Any) -> Any:
+    """The stream inside accelerate's sharding wrapper: the online loader shards it itself."""
+    from accelerate.data_loader import IterableDatasetShard
+
+    return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
+
+def write_state(folder: str, rank: int, state: dict[str, Any]) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, f"dynagroup-rank{rank}.json").write_text(json.dumps(state))
+
+
+def read_states(folder: str) -> list[dict[str, Any]] | None:
+    """All ranks' states in a checkpoint, None if there is none."""
+    found = sorted(Path(folder).glob("dynagroup-rank*.json"))
+    return [json.loads(path.read_text()) for path in found] or None
 
 
 def data_parallel_world(trainer: Any, world: World | None) -> World:
