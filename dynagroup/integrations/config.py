@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from dynagroup.budget import Budget
 from dynagroup.errors import ConfigError
+from dynagroup.oom.split import Splitter
+from dynagroup.oom.train import OomMode
 from dynagroup.schedule import BatchSizeSchedule, ScalingRule, checked_samples
 from dynagroup.world import World
 
@@ -48,6 +50,10 @@ class DynagroupConfig:
     """Scale each update's learning rate by its number of samples, relative to ``base_samples_per_update``."""
     base_samples_per_update: int | None = None
     """What the learning rate was tuned for. None: per_device_train_batch_size x accumulation x ranks."""
+    out_of_memory: OomMode = None
+    """"retry" a batch that runs out of memory in parts, or "skip" it; see :class:`~dynagroup.oom.OomSafeBackward`."""
+    splitter: Splitter[Any] | None = None
+    """How such a batch is cut; names the batch dimension of inputs that are not text."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the plan: ``window`` (free), ``oversize``, ``round_batch``."""
     world: World | None = None
@@ -55,6 +61,7 @@ class DynagroupConfig:
 
     def __post_init__(self) -> None:
         choices = {
+            "out_of_memory": ("retry", "skip", None),
             "mode": ("offline", "online"),
             "updates": ("preserved", "free"),
             "learning_rate_schedule": ("updates", "samples"),
