@@ -14,7 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 @pytest.mark.parametrize("kind", ["causal", "classifier"])
 def test_batches_that_run_out_of_memory_are_repeated_in_parts(kind, tmp_path):
     def run(folder, config, limit=None):
-        found = trainer(kind, tmp_path / folder, fits=True, exact_loss=kind == "causal", max_steps=4, logging_steps=4, config=config)
+        changes = {"exact_loss": kind == "causal", "max_steps": 4, "logging_steps": 4}
+        found = trainer(kind, tmp_path / folder, fits=True, config=config, **changes)
         if limit is not None:
             forward = found.model.forward
 
