@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_padding", "fixed_padding", "format_table", "plot_plan", "report_plan"]
+__all__ = ["draw_padding", "environment", "fixed_padding", "format_table", "plot_plan", "report_plan"]
 
 REAL, PADDING, LINE = "#3b6ea5", "#f0b49e", "#444444"
 SAMPLES_SHOWN = 2000  # more are thinner than a pixel of a page
@@ -156,7 +161,7 @@ def draw_padding(axes: Axes, batches: Sequence[NDArray[np.integer]]) -> None:
     axes.stairs(padded, edges, fill=True, color=PADDING, label="padding")
     axes.stairs(real, edges, fill=True, color=REAL, label="tokens")
     axes.set(xlabel="samples, batch after batch", ylabel="tokens", xlim=(0, len(real)), ylim=(0, None))
-    axes.legend(loc="upper right", frameon=False)
+    axes.legend(loc="upper right", framealpha=0.9)
 
 
 def _evenly(batches: Sequence[NDArray[np.integer]]) -> list[NDArray[np.integer]]:
@@ -164,3 +169,32 @@ def _evenly(batches: Sequence[NDArray[np.integer]]) -> list[NDArray[np.integer]]
     total = sum(map(len, filled))
     keep = max(1, min(len(filled), len(filled) * SAMPLES_SHOWN // max(total, 1)))
     return [filled[i] for i in np.linspace(0, len(filled) - 1, keep).astype(int)] if filled else []
+
+
+def environment() -> dict[str, str]:
+    """Hardware, versions and date, for every file of figures.
+
+    >>> sorted(environment())
+    ['date', 'hardware', 'versions']
+    """
+    packages = ("dynagroup", "torch", "numpy", "transformers")
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "hardware": f"{os.cpu_count()}-core {_processor()}",
+        "versions": ", ".join([f"python {platform.python_version()}", *map(_versioned, packages)]),
+    }
+
+
+def _versioned(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"{package} not installed"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,81 @@
+"""The command line says what the library says, and a user's mistake in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dynagroup.budget import TokenBudget
+from dynagroup.cli import main
+from dynagroup.sampler import LengthAwareBatchSampler
+
+LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    return str(tmp_path / "lengths.npy")
+
+
+def test_plan_prints_the_plans_report(lengths_file, capsys):
+    assert main(["plan", "--lengths", lengths_file, "--max-tokens", "800", "--world-size", "4"]) == 0
+    expected = LengthAwareBatchSampler(LENGTHS, TokenBudget(800), rank=0, world_size=4).plan.report()
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_plan_prints_figures_for_machines(lengths_file, capsys):
+    arguments = ["--max-tokens", "800", "--shuffle", "--epoch", "3", "--samples-per-update", "32", "--json"]
+    assert main(["plan", "--lengths", lengths_file, *arguments]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["num_samples"] == 200
+    assert figures["num_updates"] == 7
+
+
+@pytest.mark.parametrize("kind", ["npz", "txt"])
+def test_lengths_come_in_several_kinds_of_files(tmp_path, kind, capsys):
+    path = tmp_path / f"lengths.{kind}"
+    if kind == "npz":
+        np.savez(path, tokens=LENGTHS, patches=LENGTHS)
+    else:
+        np.savetxt(path, LENGTHS, fmt="%d")
+    assert main(["plan", "--lengths", str(path), "--batch-size", "8", "--max-length", "50", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["real_tokens"] == int(np.minimum(LENGTHS, 50).sum())
+
+
+def test_plan_saves_a_picture(lengths_file, tmp_path):
+    picture = tmp_path / "plan.png"
+    assert main(["plan", "--lengths", lengths_file, "--max-tokens", "800", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "nowhere.npy", "--max-tokens", "8"], "names no file"),
+        (["--texts", "nowhere.txt", "--max-tokens", "8"], "needs `--tokenizer`"),
+        (["--lengths", "LENGTHS", "--max-tokens", "-8"], "`max_tokens` must be greater than 0"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(lengths_file, arguments, message, capsys):
+    arguments = [lengths_file if a == "LENGTHS" else a for a in arguments]
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dynagroup plan: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_package_is_named_with_what_to_install(lengths_file, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", "--lengths", lengths_file, "--max-tokens", "800", "--plot", "x.png"]) == 2
+    assert "install dynagroup[viz]" in capsys.readouterr().err
+
+
+def test_python_m_dynagroup_runs():
+    shown = subprocess.run([sys.executable, "-m", "dynagroup", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in shown.stdout for command in ("plan", "profile", "demo"))
