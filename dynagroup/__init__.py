@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.lengths import measure_lengths
     from dynagroup.loader import OnlineDataLoader
-    from dynagroup.oom import LearningBudget, OomSafeBackward, run_with_oom_retry
+    from dynagroup.oom import LearningBudget, OomSafeBackward, generate_with_oom_retry, run_with_oom_retry
     from dynagroup.partition import friendly_size, multiple_of
     from dynagroup.plan import BatchPlan
     from dynagroup.refine import RefinementCollator
@@ -38,6 +38,7 @@ _HOME = {
     "Step": "step",
     "TokenBudget": "budget",
     "friendly_size": "partition",
+    "generate_with_oom_retry": "oom",
     "measure_lengths": "lengths",
     "multiple_of": "partition",
     "run_with_oom_retry": "oom",

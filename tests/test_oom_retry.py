@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import run_with_oom_retry
+from tests.oom_fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
 
 
 def padded(mask: torch.Tensor) -> int:

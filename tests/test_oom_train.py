@@ -13,6 +13,7 @@ from dynagroup.step import Share, Step
 from dynagroup.testing import run_ranks
 from tests import oom_training as loop
 from tests.allocator import Allocator
+from tests.oom_fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
 
 PLACES = ["forward", "third layer", "start of backward", "backward"]
 

@@ -2,6 +2,7 @@
 
 from dynagroup.oom.detect import is_out_of_memory
 from dynagroup.oom.feedback import LearningBudget, OomReport
+from dynagroup.oom.generate import Generated, generate_with_oom_retry
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.train import BackwardResult, OomSafeBackward
@@ -10,11 +11,13 @@ from dynagroup.oom.vision import VisionTokens
 __all__ = [
     "BackwardResult",
     "BatchSplitter",
+    "Generated",
     "LearningBudget",
     "OomReport",
     "OomSafeBackward",
     "Splitter",
     "VisionTokens",
+    "generate_with_oom_retry",
     "is_out_of_memory",
     "run_with_oom_retry",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom.detect import is_out_of_memory
 from dynagroup.oom.split import BatchSplitter, Splitter, describe
 
-__all__ = ["Outcome", "attempt", "free_memory", "halves", "run_with_oom_retry"]
+__all__ = ["Outcome", "attempt", "free_memory", "halves", "run_ranges", "run_with_oom_retry"]
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -117,24 +118,43 @@ def run_with_oom_retry(
         return [outcome.value]  # type: ignore[list-item]
     splitter = split if split is not None else BatchSplitter()
     num_samples = splitter.num_samples(batch)
-    done: list[T] = []
-    waiting = _cut_or_give_up(batch, splitter, 0, num_samples, min_samples, outcome.error)
+    if num_samples < 2 * min_samples:
+        give_up(batch, splitter, 0, num_samples, outcome.error)
+    return [
+        value
+        for _, _, value in run_ranges(
+            lambda start, stop: fn(splitter.take(batch, start, stop)),
+            halves(0, num_samples),
+            min_samples=min_samples,
+            retry_on=retry_on,
+            hopeless=lambda start, stop, message: give_up(batch, splitter, start, stop, message),
+        )
+    ]
+
+
+def run_ranges(
+    run: Callable[[int, int], T],
+    waiting: list[tuple[int, int]],
+    *,
+    min_samples: int,
+    hopeless: Callable[[int, int, str], NoReturn],
+    retry_on: Callable[[BaseException], bool] = is_out_of_memory,
+    failed: Callable[[int, int, str, float], None] = lambda start, stop, message, seconds: None,
+) -> list[tuple[int, int, T]]:
+    """Run ranges of samples in order, cutting in halves what fails; ``failed`` is told of each failure and its seconds."""
+    done: list[tuple[int, int, T]] = []
     while waiting:
-        start, stop = waiting.pop(0)
-        outcome = attempt(lambda a=start, b=stop: fn(splitter.take(batch, a, b)), retry_on)
+        (start, stop), waiting = waiting[0], waiting[1:]
+        started = time.perf_counter()
+        outcome = attempt(lambda a=start, b=stop: run(a, b), retry_on)
         if outcome.error is None:
-            done.append(outcome.value)  # type: ignore[arg-type]
-        else:
-            waiting = _cut_or_give_up(batch, splitter, start, stop, min_samples, outcome.error) + waiting
+            done.append((start, stop, outcome.value))  # type: ignore[arg-type]
+            continue
+        failed(start, stop, outcome.error, time.perf_counter() - started)
+        if stop - start < 2 * min_samples:
+            hopeless(start, stop, outcome.error)
+        waiting = halves(start, stop) + waiting
     return done
-
-
-def _cut_or_give_up(
-    batch: Any, splitter: Splitter[Any], start: int, stop: int, min_samples: int, message: str
-) -> list[tuple[int, int]]:
-    if stop - start >= 2 * min_samples:
-        return halves(start, stop)
-    give_up(batch, splitter, start, stop, message)
 
 
 def give_up(batch: Any, splitter: Splitter[Any], start: int, stop: int, message: str) -> NoReturn:

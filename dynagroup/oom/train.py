@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom.feedback import LearningBudget
 from dynagroup.oom.gradients import GradientExchange, RngState, broadcast_buffers, find_ddp, local_gradients
+from dynagroup.oom.peak import PeakWatch
 from dynagroup.oom.retry import attempt, check_min_samples, halves
 from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of
 from dynagroup.oom.weigh import Weigh, weigher
@@ -159,6 +160,7 @@ class OomSafeBackward:
         self._backward = backward if backward is not None else lambda loss: loss.backward()
         self._update: _Update | None = None
         self._began = False
+        self._peak = PeakWatch(_device_of(model))
         self.skipped_indices: list[int] = []
 
     @property
@@ -280,8 +282,9 @@ class OomSafeBackward:
         outcome = attempt(lambda: self._run(part, exchange))
         if outcome.error is None:
             part.loss = outcome.value
-            if self._learned.has_learned:
-                self._learned.record_pass(self._shape(part))
+            peak, size = self._peak.new_peak()
+            if self._learned.has_learned or peak is not None:
+                self._learned.record_pass(self._shape(part), peak_bytes=peak, device_bytes=size)
             return True
         self._note(update, part, outcome.error, time.perf_counter() - started)
         return False

@@ -1,0 +1,223 @@
+"""``model.generate`` that goes on in parts when memory runs out, with the output it would have had."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from dynagroup.errors import ConfigError
+from dynagroup.oom.cache import cache_samples, is_cache, take_cache
+from dynagroup.oom.feedback import LearningBudget
+from dynagroup.oom.merge import Layout, merge_outputs
+from dynagroup.oom.peak import PeakWatch
+from dynagroup.oom.retry import check_min_samples, give_up, halves, run_ranges
+from dynagroup.oom.split import BatchSplitter, describe, longest_of
+from dynagroup.oom.vision import VisionTokens
+from dynagroup.shapes import BatchShape
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Generated", "generate_with_oom_retry"]
+
+_log = logging.getLogger(__name__)
+
+# Options whose effect depends on padding tokens in the prompt (they look at token ids, or count positions from the left):
+# with one of them a part keeps its batch's width, so that it generates what the whole would have.
+_SEES_PADDING = {
+    "repetition_penalty": (None, 1.0), "no_repeat_ngram_size": (None, 0), "encoder_repetition_penalty": (None, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0), "bad_words_ids": (None,), "sequence_bias": (None,), "guidance_scale": (None, 1.0),
+    "min_length": (None, 0), "penalty_alpha": (None,), "prompt_lookup_num_tokens": (None,), "watermarking_config": (None,),
+    "dola_layers": (None,), "stop_strings": (None,), "forced_eos_token_id": (None,), "exponential_decay_length_penalty": (None,),
+    "begin_suppress_tokens": (None,),
+}  # fmt: skip
+_CALLABLES = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate", "assistant_model")
+_REFUSED = {
+    "streamer": "tokens of a failed attempt cannot be taken back from a stream",
+    "synced_gpus": "ranks that generate in step cannot repeat a part alone",
+    "output_attentions": "attentions of parts of different widths cannot be put together",
+    "output_hidden_states": "hidden states of parts of different widths cannot be put together",
+}
+_learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
+
+
+class Generated(NamedTuple):
+    """What ``generate`` gives for the whole batch, and how often the batch was split for it.
+
+    >>> output, num_splits = Generated(output=[1, 2], num_splits=0)
+    """
+
+    output: Any
+    num_splits: int
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """The token ids, with or without ``return_dict_in_generate``."""
+        return getattr(self.output, "sequences", self.output)
+
+
+def generate_with_oom_retry(
+    model: Any,
+    batch: Any,
+    *,
+    min_samples: int = 1,
+    pad_token_id: int | None = None,
+    learned: LearningBudget | None = None,
+    **generate_kwargs: Any,
+) -> Generated:
+    """``model.generate(**batch, **generate_kwargs)``, in parts where the whole does not fit.
+
+    The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam
+    search give the same tokens (up to what another batch size changes in the last bits of half-precision logits);
+    sampling draws other random numbers after a split. With ``return_dict_in_generate``, steps that only other parts
+    needed hold scores that are certain of the padding token, and ``past_key_values`` is None after a split.
+
+    It learns: what has run out of memory for a model is split beforehand from then on.
+
+    Args:
+        batch: what the tokenizer or processor returned, or input ids (samples, tokens).
+        min_samples: a part of fewer than twice as many samples is not cut any more.
+        pad_token_id: fills finished samples; default: the model's, else its first end-of-sequence token.
+        learned: what to learn into; default: one for each model, kept as long as the model.
+
+    Raises:
+        BudgetError: a part that cannot be cut further does not fit; names the samples and their shapes.
+        ConfigError: options that cannot be honoured in parts: a streamer, ``synced_gpus``, attentions, hidden states.
+    """
+    check_min_samples(min_samples)
+    job = _Job(model, batch, pad_token_id, generate_kwargs)
+    if learned is None:
+        learned = _learned_by_model.setdefault(model, LearningBudget())
+    waiting = _cut_beforehand(job, learned, min_samples)
+    peak = PeakWatch(model.device)
+
+    def run(start: int, stop: int) -> Any:
+        output = job.generate(start, stop)
+        if learned.has_learned or peak is not None:
+            learned.record_pass(
+                job.shape(start, stop), **dict(zip(("peak_bytes", "device_bytes"), peak.new_peak(), strict=True))
+            )
+        return output
+
+    def failed(start: int, stop: int, message: str, seconds: float) -> None:
+        _log.warning(
+            "out of memory generating for %s; going on in halves. %s", describe(job.part(start, stop)), message
+        )
+        learned.record_oom(job.shape(start, stop), wasted_s=seconds)
+
+    parts = run_ranges(
+        run, waiting, min_samples=min_samples, failed=failed,
+        hopeless=lambda start, stop, message: give_up(job.batch, job.splitter, start, stop, message),
+    )  # fmt: skip
+    if len(parts) == 1:
+        return Generated(parts[0][2], 0)
+    return Generated(merge_outputs(parts, job.layout), len(parts) - 1)
+
+
+def _cut_beforehand(job: _Job, learned: LearningBudget, min_samples: int) -> list[tuple[int, int]]:
+    waiting, ready = [(0, job.num_samples)], []
+    while waiting:
+        (start, stop), waiting = waiting[0], waiting[1:]
+        if stop - start < 2 * min_samples or not learned.has_learned or learned.allows(job.shape(start, stop))[0]:
+            ready.append((start, stop))
+        else:
+            waiting = halves(start, stop) + waiting
+    return ready
+
+
+class _Job:
+    """One batch to generate for: how it splits, what each part is given, and how the parts' outputs fit together."""
+
+    def __init__(self, model: Any, batch: Any, pad_token_id: int | None, kwargs: dict[str, Any]) -> None:
+        for name, why in _REFUSED.items():
+            if kwargs.get(name):
+                raise ConfigError(
+                    f"`{name}` cannot be used with out-of-memory retry: {why}; call model.generate for it"
+                )
+        self.model = model
+        self.batch: dict[str, Any] = {**batch} if isinstance(batch, Mapping) else {"input_ids": batch}
+        self.batch |= {name: value for name, value in kwargs.items() if _is_data(value)}
+        self.kwargs = {name: value for name, value in kwargs.items() if not _is_data(value)}
+        if pad_token_id is not None:
+            self.kwargs["pad_token_id"] = pad_token_id
+
+    @cached_property
+    def is_causal(self) -> bool:
+        return not self.model.config.is_encoder_decoder
+
+    @cached_property
+    def splitter(self) -> BatchSplitter:
+        return BatchSplitter(trim=self._trim(), vision=VisionTokens.from_config(self.model.config))
+
+    @cached_property
+    def num_samples(self) -> int:
+        return BatchSplitter().num_samples(self.batch)
+
+    def part(self, start: int, stop: int) -> dict[str, Any]:
+        if stop - start < self.num_samples:
+            return self.splitter.take(self.batch, start, stop)
+        # An attempt extends the cache it is given: it gets a copy, so that the next finds the cache as it was.
+        return {k: take_cache(v, start, stop) if is_cache(v) and cache_samples(v) else v for k, v in self.batch.items()}
+
+    def generate(self, start: int, stop: int) -> Any:
+        kwargs = self.kwargs
+        allowed = kwargs.get("prefix_allowed_tokens_fn")
+        if start and allowed is not None:  # it is asked by position in the batch
+            kwargs = {**kwargs, "prefix_allowed_tokens_fn": lambda sample, ids: allowed(sample + start, ids)}
+        return self.model.generate(**self.part(start, stop), **kwargs)
+
+    def shape(self, start: int, stop: int) -> BatchShape:
+        """What memory grows with: every beam and returned sequence, at its full length in the end."""
+        first, last = self.splitter.columns(self.batch, start, stop)
+        copies = max(self._option("num_beams") or 1, self._option("num_return_sequences") or 1)
+        return BatchShape.of((stop - start) * copies, last - first + self._max_new_tokens())
+
+    @property
+    def layout(self) -> Layout:
+        prompt = self.batch.get("input_ids") if self.is_causal else None
+        return Layout(
+            prompt=prompt,
+            columns=lambda start, stop: self.splitter.columns(self.batch, start, stop),
+            num_return_sequences=self._option("num_return_sequences") or 1,
+            num_beams=self._option("num_beams") or 1,
+            pad_token_id=self._pad_token_id(),
+        )
+
+    def _trim(self) -> Any:
+        """On which sides padding may be cut off without any effect on what is generated."""
+        depends = any(self._option(name) not in neutral for name, neutral in _SEES_PADDING.items())
+        if depends or any(self.kwargs.get(name) for name in _CALLABLES) or "decoder_input_ids" in self.batch:
+            return "none"
+        if self.is_causal:  # `max_length` counts the prompt's padding; `max_new_tokens` does not
+            return "none" if self._option("max_new_tokens") is None else "left"
+        return "right"
+
+    def _option(self, name: str) -> Any:
+        for source in (self.kwargs, self.kwargs.get("generation_config"), self.model.generation_config):
+            value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+            if value is not None:
+                return value
+        return None
+
+    def _max_new_tokens(self) -> int:
+        new, total = self._option("max_new_tokens"), self._option("max_length")
+        if new is not None or total is None:
+            return new if new is not None else 20  # transformers' default
+        return max(total - longest_of(self.batch), 0) if self.is_causal else total
+
+    def _pad_token_id(self) -> int | None:
+        pad, eos = self._option("pad_token_id"), self._option("eos_token_id")
+        first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
+        if pad is None or (pad == 0 and (self._option("num_beams") or 1) > 1 and first_eos is not None):
+            pad = first_eos  # transformers' beam search takes a padding token 0 for none: `pad_token_id or eos_token_id`
+        return None if pad is None else int(pad)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a keyword of ``generate`` has an entry per sample, and belongs to the batch."""
+    return (
+        is_cache(value) or (hasattr(value, "untyped_storage") and value.ndim > 0) or hasattr(value, "last_hidden_state")
+    )
