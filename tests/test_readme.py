@@ -1,0 +1,90 @@
+"""Every python block of README and quickstart runs as printed on a tiny real dataset; figures are those of the results."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dynagroup.demo.corpus import docstrings, train_tokenizer
+from dynagroup.text import TokenizingCollator
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+
+
+@pytest.fixture
+def names() -> dict[str, Any]:
+    """What the pages take for granted: texts, a tokenizer, a tokenized dataset, a model and its optimizer."""
+    torch.manual_seed(0)
+    texts = [text[:200] for text in docstrings(at_least=40)[:40]]
+    tokenizer = train_tokenizer(texts, vocabulary=400)
+    dataset = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+    tokenize = TokenizingCollator(tokenizer, None, 1, labels=True)
+
+    def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        return tokenize([tokenizer.decode(s["input_ids"], skip_special_tokens=True) for s in samples])
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return {
+        **{"texts": texts, "tokenizer": tokenizer, "dataset": dataset, "collate": collate, "model": model},
+        **{"optimizer": optimizer, "DataLoader": DataLoader, "__name__": "page"},
+    }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_every_block_runs_as_printed(page, names):
+    found = blocks(page)
+    assert len(found) >= 3
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    for block in found:
+        exec(compile(block, page, "exec"), names)
+    if page == "README.md":
+        assert any(not torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+        assert names["output"].shape[0] == 8
+
+
+def test_a_broken_block_would_be_noticed(names):
+    with pytest.raises(ImportError):
+        exec("from dynagroup import no_such_name", names)
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_table_of_padding_is_that_of_the_results():
+    rows = runpy.run_path(str(ROOT / "scripts" / "readme_padding.py"))["rows"]()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for row in rows:
+        assert row in readme, "run scripts/readme_padding.py and put its rows into README.md"
+
+
+def test_named_scripts_and_commands_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for script in set(re.findall(r"bash (scripts/\S+\.sh)", readme)):
+        assert (ROOT / script).exists()
