@@ -1,0 +1,108 @@
+"""Steps under Accelerate: ``prepare`` a loader of dynagroup, and write the training loop by hand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dynagroup.errors import ConfigError, StateError
+from dynagroup.loader import OnlineDataLoader
+from dynagroup.sampler import LengthAwareBatchSampler
+from dynagroup.step import Step
+from dynagroup.updates import UpdateLoader
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["AcceleratedSteps", "prepare"]
+
+
+class AcceleratedSteps:
+    """A loader's steps on the accelerator's device. Made by :func:`prepare`.
+
+    Its state is part of ``accelerator.save_state`` and ``load_state``.
+    """
+
+    def __init__(self, accelerator: Accelerator, loader: UpdateLoader[Any] | OnlineDataLoader) -> None:
+        self.accelerator = accelerator
+        self.loader = loader
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    def __len__(self) -> int:
+        """Updates of an epoch, where they are known beforehand: what a learning-rate scheduler counts."""
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Step[Any]]:
+        from accelerate.utils import send_to_device
+
+        def moved(batch: Any) -> Any:
+            return send_to_device(batch, self.accelerator.device, non_blocking=self.accelerator.non_blocking)
+
+        updates = self.loader if isinstance(self.loader, UpdateLoader) else self.loader.updates()
+        for update in updates:
+            for step in update:
+                yield step.map(moved)
+
+    def local_until_update(self, model: Any, step: Step[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Around forward and backward: gradients are exchanged between ranks only on an update's last step."""
+        return contextlib.nullcontext() if step.ends_update else self.accelerator.no_sync(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands. Collective with an online loader, whose ranks differ: it holds all ranks' states."""
+        if isinstance(self.loader, UpdateLoader):
+            return self.loader.state_dict()
+        from accelerate.utils import gather_object
+
+        return {"ranks": gather_object([self.loader.state_dict()])}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if isinstance(self.loader, UpdateLoader):
+            self.loader.load_state_dict(state_dict)
+        elif "ranks" in state_dict:
+            self.loader.load_state_dict(state_dict["ranks"])
+        else:
+            raise StateError("this state was saved with an UpdateLoader; this run has an OnlineDataLoader")
+
+
+def prepare(accelerator: Accelerator, loader: Any) -> Any:
+    """A loader for a training loop of your own: an :class:`UpdateLoader`, an :class:`OnlineDataLoader`, or a ``DataLoader``
+    whose batch sampler is a :class:`LengthAwareBatchSampler`.
+
+    The first two become :class:`AcceleratedSteps` and are registered for checkpointing. A ``DataLoader`` goes through
+    ``accelerator.prepare`` once it is sure that no sample gets lost there.
+
+    Raises:
+        ConfigError: the accelerator or the sampler would shard, split or scale a second time.
+    """
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) would divide losses that "
+            "`loss_scale` weighs already; leave it 1, an update takes as many steps as its samples need"
+        )
+    if isinstance(loader, (UpdateLoader, OnlineDataLoader)):
+        steps = AcceleratedSteps(accelerator, loader)
+        accelerator.register_for_checkpointing(steps)
+        return steps
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, LengthAwareBatchSampler):
+        raise ConfigError(
+            f"`loader` must be an UpdateLoader, an OnlineDataLoader, or a DataLoader with a LengthAwareBatchSampler, but is "
+            f"{loader!r}"
+        )
+    for setting in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator.dataloader_config, setting):
+            raise ConfigError(f"{setting}=True cuts batches of one fixed size; set it to False")
+    world_size = accelerator.num_processes
+    emitted = len(sampler)
+    if world_size > 1 and emitted % world_size:
+        raise ConfigError(
+            f"the sampler emits {emitted} batches for {world_size} ranks; build it with world_size={world_size} and rank=None"
+        )
+    return accelerator.prepare(loader)

@@ -1,0 +1,143 @@
+"""The Accelerate adapter against the real Accelerate, and the facts about it that shaped it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+accelerate = pytest.importorskip("accelerate")
+from accelerate import Accelerator, skip_first_batches  # noqa: E402
+from accelerate.data_loader import BatchSamplerShard  # noqa: E402
+
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget  # noqa: E402
+from dynagroup.integrations.accelerate import prepare  # noqa: E402
+from dynagroup.updates import UpdateLoader  # noqa: E402
+from tests.integrations import toys  # noqa: E402
+from tests.integrations.jobs import parameters  # noqa: E402
+from tests.integrations.ranks import on_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+ROWS = toys.samples("classifier", 48)
+
+
+def loader(online=False, budget=160):
+    if online:
+        return OnlineDataLoader(
+            ROWS, TokenBudget(budget), collate_fn=toys.collate, samples_per_update=12, weigh="samples", shuffle=True
+        )
+    return UpdateLoader(ROWS, toys.lengths(ROWS), TokenBudget(budget), collate_fn=toys.collate, samples_per_update=12)
+
+
+def train(steps, accelerator, model, optimizer, epochs=(0, 1), stop=None):
+    done = 0
+    for epoch in epochs:
+        steps.set_epoch(epoch)
+        for step in steps:
+            with steps.local_until_update(model, step):
+                accelerator.backward(model(**step.batch).loss * step.loss_scale)
+            if step.ends_update:
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                if done == stop:
+                    return
+
+
+def run(online, budget=160, **settings):
+    accelerator = Accelerator(cpu=True)
+    model = toys.classifier()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = prepare(accelerator, loader(online, budget))
+    train(steps, accelerator, model, optimizer, **settings)
+    return accelerator, model, optimizer, steps
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_a_state_saved_within_an_epoch_resumes_exactly(tmp_path, online):
+    whole = parameters(run(online)[1])
+    accelerator, *_ = run(online, stop=6)
+    accelerator.save_state(tmp_path)
+    accelerator, model, optimizer, steps = run(online, epochs=())
+    accelerator.load_state(tmp_path)
+    train(steps, accelerator, model, optimizer, epochs=(1,))
+    assert (parameters(model) - whole).abs().max() < 1e-12
+
+
+def on_one_rank_and_many():
+    return [parameters(run(online)[1]) for online in (False, True)]
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_updates_of_one(tmp_path):
+    expected = parameters(run(False, budget=10**6)[1])
+    for offline, online in on_ranks(2, on_one_rank_and_many, tmp_path):
+        assert (offline - expected).abs().max() < 1e-8
+        assert (online - expected).abs().max() < 1e-8
+
+
+def test_misuse_is_named():
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2. would divide losses"):
+        prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), loader())
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="must be an UpdateLoader, an OnlineDataLoader, or a DataLoader"):
+        prepare(accelerator, DataLoader(range(4)))
+    lengths = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
+    prepared = prepare(accelerator, DataLoader(ROWS, batch_sampler=lengths, collate_fn=toys.collate))
+    assert sum(len(batch["labels"]) for batch in prepared) == 48
+    accelerator.dataloader_config.split_batches = True
+    with pytest.raises(ConfigError, match="split_batches=True"):
+        prepare(accelerator, DataLoader(ROWS, batch_sampler=lengths))
+
+
+class Varying(BatchSampler):
+    def __init__(self, sizes, batch_size):
+        self.sizes, self.drop_last = sizes, False
+        if batch_size:
+            self.batch_size = max(sizes)
+
+    def __iter__(self):
+        start = 0
+        for size in self.sizes:
+            yield list(range(start, start + size))
+            start += size
+
+    def __len__(self):
+        return len(self.sizes)
+
+
+@pytest.mark.parametrize(("batch_size", "lost"), [(True, True), (False, False)])
+def test_fact_a_numeric_batch_size_makes_accelerate_lose_samples(batch_size, lost):
+    """Why no sampler of dynagroup has one. When this fails, upstream has changed."""
+    sizes = [5, 3, 4, 2, 5, 1, 3, 2]
+    shards = [list(BatchSamplerShard(Varying(sizes, batch_size), 4, rank)) for rank in range(4)]
+    seen = {i for shard in shards for batch in shard for i in batch}
+    assert (seen != set(range(sum(sizes)))) == lost
+    sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160), rank=None, world_size=4)
+    assert getattr(sampler, "batch_size", None) is None
+    ours = [list(BatchSamplerShard(sampler, 4, rank)) for rank in range(4)]
+    assert sorted(i for shard in ours for batch in shard for i in batch) == list(range(48))
+    assert len({len(shard) for shard in ours}) == 1
+
+
+class Counted(DataLoader):
+    def __iter__(self):
+        yield "mine"
+
+
+def test_fact_prepare_rebuilds_a_subclass_of_dataloader_and_leaves_ours_alone():
+    """Why our loaders are no DataLoaders. When this fails, upstream has changed."""
+    accelerator = Accelerator(cpu=True)
+    assert next(iter(accelerator.prepare(Counted(range(4))))) != "mine"
+    ours = loader()
+    assert accelerator.prepare(ours) is ours
+
+
+def test_fact_skipping_batches_rebuilds_a_plain_dataloader():
+    """Why resuming is our own: what is skipped this way forgets the epoch. When this fails, upstream has changed."""
+    original = Counted(range(4))
+    assert type(skip_first_batches(original, 1)) is not Counted
+    with pytest.raises(AttributeError):
+        skip_first_batches(copy.copy(iter([1, 2])), 1)

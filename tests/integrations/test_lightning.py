@@ -1,0 +1,116 @@
+"""The Lightning adapter against the real Lightning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+lightning = pytest.importorskip("lightning.pytorch")
+from dynagroup import ConfigError, OnlineDataLoader, TokenBudget  # noqa: E402
+from dynagroup.integrations.lightning import LightningSteps, UpdateCallback, update_loss  # noqa: E402
+from dynagroup.updates import UpdateLoader  # noqa: E402
+from tests.integrations import toys  # noqa: E402
+from tests.integrations.jobs import parameters  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROWS = toys.samples("causal", 48)
+
+
+def loss_of(model, batch):
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    flat, labels = logits[:, :-1].reshape(-1, toys.VOCAB), batch["labels"][:, 1:].reshape(-1)
+    return torch.nn.functional.cross_entropy(flat, labels, ignore_index=-100)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, automatic=True):
+        super().__init__()
+        self.model, self.automatic_optimization, self.seen = toys.causal_lm(), automatic, []
+
+    def training_step(self, step, batch_idx):
+        self.seen.append((self.current_epoch, sorted(step.indices)))
+        loss = loss_of(self.model, step.batch)
+        if self.automatic_optimization:
+            return update_loss(self, step, loss)
+        optimizer = self.optimizers()
+        self.manual_backward(loss * step.loss_scale)
+        if step.ends_update:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def tokens(batch):
+    return float(batch["labels"][:, 1:].ne(-100).sum())
+
+
+def loader(online=False, budget=160):
+    if online:
+        return OnlineDataLoader(ROWS, TokenBudget(budget), collate_fn=toys.collate, samples_per_update=16, shuffle=True)
+    return UpdateLoader(
+        ROWS, toys.lengths(ROWS), TokenBudget(budget), collate_fn=toys.collate, samples_per_update=16, weigh=tokens
+    )
+
+
+def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
+    trainer = lightning.Trainer(
+        **{"max_epochs": 2, **settings}, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
+        enable_model_summary=False, callbacks=[UpdateCallback(), *callbacks], precision="64-true",
+        enable_checkpointing=bool(callbacks),
+    )  # fmt: skip
+    trainer.fit(module, LightningSteps(source), ckpt_path=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
+    whole, parts = Module(automatic), Module(automatic)
+    assert fit(tmp_path, whole, loader(budget=10**6)).global_step == 6
+    assert fit(tmp_path, parts, loader()).global_step == 6
+    assert len(parts.seen) > len(whole.seen) == 6
+    assert (parameters(whole) - parameters(parts)).abs().max() < 1e-10
+    assert (parameters(whole) - parameters(Module())).abs().max() > 1e-2
+
+
+def test_epochs_differ_and_hold_every_sample(tmp_path):
+    module = Module()
+    fit(tmp_path, module, loader(online=True))
+    by_epoch = [[i for epoch, indices in module.seen if epoch == e for i in indices] for e in (0, 1)]
+    assert [sorted(indices) for indices in by_epoch] == [list(range(48))] * 2
+    assert by_epoch[0] != by_epoch[1]
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_a_checkpoint_within_an_epoch_resumes_exactly(tmp_path, online):
+    saving = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1)
+    whole = Module()
+    fit(tmp_path, whole, loader(online), callbacks=[saving])
+    [saved] = tmp_path.glob("*.ckpt")
+    resumed = Module()
+    fit(tmp_path, resumed, loader(online), resume=str(saved))
+    assert whole.seen[-len(resumed.seen) :] == resumed.seen
+    assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
+
+
+def test_misuse_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="accumulate_grad_batches=2"):
+        fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
+    with pytest.raises(ConfigError, match="must be an UpdateLoader or an OnlineDataLoader"):
+        LightningSteps([1, 2])
+
+
+def test_lightning_hands_a_distributed_sampler_to_batch_samplers_in_place_of_lengths():
+    """FACTS: why LightningSteps is no DataLoader. When this fails, upstream has changed."""
+    from lightning.fabric.utilities.data import _update_dataloader
+
+    class ByLength(torch.utils.data.BatchSampler):
+        def __init__(self, lengths, batch_size=4, drop_last=False):
+            self.lengths = lengths
+            super().__init__(range(len(lengths)), batch_size, drop_last)
+
+    data = torch.utils.data.DataLoader(range(8), batch_sampler=ByLength([1] * 8))
+    other = torch.utils.data.SequentialSampler(range(8))
+    assert _update_dataloader(data, other).batch_sampler.lengths is other
