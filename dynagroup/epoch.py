@@ -120,6 +120,7 @@ class EpochRun:
     def finish(self) -> None:
         """After the last step: name what was left."""
         self._ended = True
+        self.feed.close()
         self.facts.stats.exchanged_bytes += self.exchange.num_bytes
         if self.facts.config.uneven == "stop" and isinstance(self.runner, FreeRunner):
             self._count_left()
@@ -232,9 +233,8 @@ class EpochRun:
             spots = None if progress is None else {"epoch": self.facts.epoch, "workers": progress["workers"]}
             return StreamFeed(partial(self._open_stream, spots))
         first = [] if progress is None else self._first(progress)
-        feed = MapFeed(
-            self._queue, self._open_map, self.order, self.facts.epoch, first=first, source=self._source(progress)
-        )
+        source = self._source(progress)
+        feed = MapFeed(self._queue, self._open_map, self.order, self.facts.epoch, first=first, source=source)
         if self.mode == "windows" and progress is not None:
             closed = progress["handout"][0] >= progress["handout"][1]
             for start, stop, keep in progress["pending"]:

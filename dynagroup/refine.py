@@ -210,15 +210,11 @@ class RefinementCollator:
             columns = {TOKENS: measured}
         return {name: _as_lengths(values, indices) for name, values in columns.items()}
 
-    def collate(self, samples: list[Any], indices: Sequence[int], offsets: Sequence[int], lengths: Streams) -> Refined:
+    def collate(self, samples: list[Any], indices: list[int], offsets: list[int], lengths: Streams) -> Refined:
         """One batch of these samples, checked against the budget."""
-        shape = BatchShape.of_samples(lengths)
-        batch = self._run_collate(samples, indices)
-        fits = bool(self.budget.fits(shape)[0])
-        self._check_width(batch, shape, indices, fits)
-        padded = int(padded_tokens(shape, self.budget)[0])
-        weight = self._weight_of(batch, len(samples))
-        return Refined(batch, list(indices), list(offsets), lengths, weight, padded, oversize=not fits)
+        one = Batches(np.arange(len(samples)), np.array([0, len(samples)]))
+        (refined,) = self._collate_all(one, [0], lengths, WindowRequest(0, indices, None, 0), samples)
+        return replace(refined, offsets=list(offsets))
 
     def split(self, refined: Refined, parts: int) -> list[Refined]:
         """The batch in so many parts; its samples must have been kept. Parts of a batch that fits also fit."""
@@ -253,15 +249,34 @@ class RefinementCollator:
     def _collate_all(
         self, batches: Batches, groups: list[int], lengths: Streams, request: WindowRequest, samples: list[Any]
     ) -> list[Refined]:
-        sizes = batches.sizes
-        kept = set(np.argsort(-sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
+        shapes = shapes_of(batches, lengths)
+        fits = self.budget.fits(shapes).tolist()
+        padded = padded_tokens(shapes, self.budget).tolist()
+        longest = shapes.longest[TOKENS].tolist()
+        kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
         made = []
         for number, members in enumerate(batches):
             places = members.tolist()
             chosen = [samples[p] for p in places]
             indices = [request.indices[p] for p in places]
-            refined = self.collate(chosen, indices, places, {n: v[members] for n, v in lengths.items()})
-            made.append(replace(refined, group=groups[number], samples=chosen if number in kept else None))
+            batch = self._run_collate(chosen, indices)
+            if not fits[number]:
+                self._check_alone(indices, longest[number])
+            else:
+                self._check_width(batch, longest[number], indices, lengths, members)
+            made.append(
+                Refined(
+                    batch=batch,
+                    indices=indices,
+                    offsets=places,
+                    lengths={name: values[members] for name, values in lengths.items()},
+                    weight=self._weight_of(batch, len(places)),
+                    padded=padded[number],
+                    group=groups[number],
+                    oversize=not fits[number],
+                    samples=chosen if number in kept else None,
+                )
+            )
         return made
 
     def _run_collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
@@ -275,28 +290,28 @@ class RefinementCollator:
                 f"collate_fn failed on the batch of dataset indices {shorten(indices)}: {type(error).__name__}: {error}"
             ) from error
 
-    def _check_width(self, batch: Any, shape: BatchShape, indices: Sequence[int], fits: bool) -> None:
+    def _check_alone(self, indices: Sequence[int], longest: int) -> None:
+        if len(indices) > 1:
+            raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
+        if self.oversize == "error":
+            raise BudgetError(
+                f"sample {indices[0]} ({longest} tokens) does not fit even alone; "
+                "truncate it, filter it out, raise the budget, or pass oversize='alone'"
+            )
+
+    def _check_width(
+        self, batch: Any, longest: int, indices: Sequence[int], lengths: Streams, members: IntArray
+    ) -> None:
         """A padded batch is as wide as its longest sample, or lengths were measured wrong."""
-        if not fits:
-            if len(indices) > 1:
-                raise BudgetError(
-                    f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law"
-                )
-            if self.oversize == "error":
-                raise BudgetError(
-                    f"sample {indices[0]} ({int(shape.longest[TOKENS][0])} tokens) does not fit even alone; "
-                    "truncate it, filter it out, raise the budget, or pass oversize='alone'"
-                )
-            return
         width = _width_of(batch, len(indices))
-        longest = int(shape.longest[TOKENS][0])
         multiple = self.budget.pad_to_multiple_of
         if width is None or self.budget.layout == "packed" or width <= -(-longest // multiple) * multiple:
             return
         said = (
             f"collate_fn made a batch {width} tokens wide of dataset indices {shorten(indices)}, whose longest sample "
+            f"measures {longest}"
         )
-        said += f"measures {longest}"
+        shape = BatchShape.of_samples({name: values[members] for name, values in lengths.items()})
         wide = BatchShape(shape.num_samples, {**shape.longest, TOKENS: np.array([width])}, shape.total)
         if not self.budget.fits(wide)[0]:
             raise BudgetError(
@@ -342,8 +357,3 @@ def _width_of(batch: Any, num_samples: int) -> int | None:
     except (TypeError, KeyError, IndexError, AttributeError):
         return None
     return int(shape[1]) if len(shape) == 2 and shape[0] == num_samples else None
-
-
-def positions_of(batches: Sequence[Refined]) -> IntArray:
-    """All places of these batches, flat: int64."""
-    return np.asarray([p for b in batches for p in b.offsets], np.int64)

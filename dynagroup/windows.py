@@ -289,6 +289,10 @@ class MapFeed:
         planned = self._sent.pop(window.number)
         return queued_of(window, planned)
 
+    def close(self) -> None:
+        """Let go of the workers; a later fork must not inherit them."""
+        self._iterator = None
+
     def _from_source(self) -> Iterator[WindowRequest]:
         assert self._source is not None
         while self.upcoming is not None:
@@ -338,6 +342,10 @@ class StreamFeed:
             return None
         self.opened.setdefault(window.worker, deque()).append({**window.resume})
         return [Queued(r, tuple(r.indices)) for r in window]
+
+    def close(self) -> None:
+        """Let go of the workers; a later fork must not inherit them."""
+        self._iterator = None
 
 
 def smallest_of(batches: Iterable[Refined]) -> Refined | None:
