@@ -76,6 +76,7 @@ class DistributedWorld:
         self._group = dist.new_group(
             ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=group is not None
         )
+        self._timeout_s = timeout_s
         self.rank = dist.get_rank(self._group)
         self.size = len(ranks)
 
@@ -98,7 +99,8 @@ class DistributedWorld:
             dist.all_reduce(vector, op=op, group=self._group)
         except RuntimeError as error:
             raise AlignmentError(
-                f"rank {self.rank} of {self.size} lost contact with the other ranks during an exchange: {error}"
+                f"rank {self.rank} of {self.size} lost contact with the other ranks during an exchange: a rank was killed, "
+                f"raised an error, stopped iterating early, or did not answer within {self._timeout_s:g} s ({error})"
             ) from error
         return vector.tolist()
 
