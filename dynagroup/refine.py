@@ -99,8 +99,6 @@ class RefinedWindow:
 
     number: int
     batches: list[Refined]
-    splits: int = 0
-    merges: int = 0
     resume: Any = None
     worker: int = 0
 
@@ -191,11 +189,11 @@ class RefinementCollator:
             window = WindowSamples(WindowRequest(0, range(len(samples)), (len(samples),)), samples)
         request, samples = window.request, window.samples
         if not samples:
-            return RefinedWindow(request.number, [], 0, 0, window.resume, window.worker)
+            return RefinedWindow(request.number, [], window.resume, window.worker)
         lengths = self.measure(samples, request.indices)
-        batches, groups, splits = self._divide(lengths, request.groups)
+        batches, groups = self._divide(lengths, request.groups)
         refined = self._collate_all(batches, groups, lengths, request, samples)
-        return RefinedWindow(request.number, refined, splits, 0, window.resume, window.worker)
+        return RefinedWindow(request.number, refined, window.resume, window.worker)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """True lengths of these samples: stream -> int32 (N,)."""
@@ -229,22 +227,21 @@ class RefinementCollator:
             made.append(replace(part, group=refined.group, samples=refined.samples[start:stop]))
         return made
 
-    def _divide(self, lengths: Streams, groups: tuple[int, ...] | None) -> tuple[Batches, list[int], int]:
+    def _divide(self, lengths: Streams, groups: tuple[int, ...] | None) -> tuple[Batches, list[int]]:
         if groups is None:
             batches = cut(lengths, self.budget)
-            return batches, [0] * len(batches), 0
+            return batches, [0] * len(batches)
         planned = Batches(np.arange(sum(groups)), np.concatenate([[0], np.cumsum(groups)]).astype(np.int64))
         fits = self.budget.fits(shapes_of(planned, lengths)).tolist()
-        parts, numbers, splits = [], [], 0
+        parts, numbers = [], []
         for number, (members, whole) in enumerate(zip(planned, fits, strict=True)):
             if whole or len(members) == 1:
                 made = Batches(members, np.array([0, len(members)]))
             else:
                 made = cut({n: v[members] for n, v in lengths.items()}, self.budget).map(members)
-                splits += len(made) - 1
             parts.append(made)
             numbers += [number] * len(made)
-        return Batches.concatenate(parts), numbers, splits
+        return Batches.concatenate(parts), numbers
 
     def _collate_all(
         self, batches: Batches, groups: list[int], lengths: Streams, request: WindowRequest, samples: list[Any]
@@ -347,7 +344,7 @@ def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _width_of(batch: Any, num_samples: int) -> int | None:

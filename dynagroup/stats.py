@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from dynagroup.world import World
 
@@ -32,8 +33,6 @@ class LoaderStats:
     """Padded tokens of all ranks over the same steps, divided by the number of ranks."""
     splits: int = 0
     """Batches that came of splitting planned or collated ones."""
-    merges: int = 0
-    """Planned batches that disappeared by merging."""
     oversize: int = 0
     """Samples that did not fit even alone and were emitted by themselves."""
     left_samples: int = 0
@@ -68,6 +67,7 @@ class LoaderStats:
         """The sum over ranks. Collective: every rank calls it."""
         scale = {f.name: 1_000_000 if f.name.endswith("_s") else 1 for f in fields(self)}
         found = world.all_sum([round(getattr(self, name) * unit) for name, unit in scale.items()])
-        return LoaderStats(
-            **{n: v / unit if unit > 1 else v for (n, unit), v in zip(scale.items(), found, strict=True)}
-        )
+        summed: dict[str, Any] = {
+            name: value / unit if unit > 1 else value for (name, unit), value in zip(scale.items(), found, strict=True)
+        }
+        return LoaderStats(**summed)

@@ -77,7 +77,7 @@ class DistributedWorld:
             ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=group is not None
         )
         self._timeout_s = timeout_s
-        self.rank = dist.get_rank(self._group)
+        self.rank = dist.get_rank(self._group)  # pyright: ignore[reportArgumentType] - we are in the group
         self.size = len(ranks)
 
     def all_max(self, values: Sequence[int], /) -> list[int]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_S = 120.0
@@ -71,8 +74,6 @@ def test_real_ranks_keep_the_laws(tmp_path):
     ],
 )
 def test_a_fault_reaches_every_rank(fault, of_faulty, of_others, tmp_path):
-    import re
-
     found = reports(fault, 3, tmp_path)
     texts = [report.get("text", str(report)) for report in found.values()]
     assert sum(bool(re.search(of_others, text, re.S)) for text in texts) >= 2, texts
@@ -99,3 +100,9 @@ def test_a_rank_that_starts_over_is_told_apart(tmp_path):
     found = reports("iterates_again", 2, tmp_path)
     for report in found.values():
         assert "different places" in report["text"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_gradients_of_updates_equal_those_of_one_process(size):
+    for report in torchrun("online_gradient.py", ranks=size):
+        assert all(difference < 1e-6 for difference in report["difference"].values()), report
