@@ -149,7 +149,7 @@ class Planner:
             size = config.window
         elif config.shuffle:
             wanted = max(BATCHES_PER_WINDOW, 25 * world_size) * self.batch_size
-            size = int(max(1, min(wanted, self.num_samples / 4)))
+            size = int(max(1, min(wanted, self.num_samples / 2)))
         else:
             size = max(self.num_samples, 1)
         return -(-size // world_size) * world_size

@@ -212,7 +212,9 @@ class _Job:
         pad, eos = self._option("pad_token_id"), self._option("eos_token_id")
         first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
         if pad is None or (pad == 0 and (self._option("num_beams") or 1) > 1 and first_eos is not None):
-            pad = first_eos  # transformers' beam search takes a padding token 0 for none: `pad_token_id or eos_token_id`
+            pad = (
+                first_eos  # transformers' beam search takes a padding token 0 for none: `pad_token_id or eos_token_id`
+            )
         return None if pad is None else int(pad)
 
 
