@@ -13,7 +13,7 @@ from dynagroup.oom.cache import cache_samples, is_cache, take_cache
 from dynagroup.oom.feedback import LearningBudget
 from dynagroup.oom.merge import Layout, merge_outputs
 from dynagroup.oom.peak import PeakWatch
-from dynagroup.oom.retry import check_min_samples, give_up, halves, run_ranges
+from dynagroup.oom.retry import check_min_samples, cut_beforehand, give_up, run_ranges
 from dynagroup.oom.split import BatchSplitter, describe, longest_of
 from dynagroup.oom.vision import VisionTokens
 from dynagroup.shapes import BatchShape
@@ -91,7 +91,12 @@ def generate_with_oom_retry(
     job = _Job(model, batch, pad_token_id, generate_kwargs)
     if learned is None:
         learned = _learned_by_model.setdefault(model, LearningBudget())
-    waiting = _cut_beforehand(job, learned, min_samples)
+    budget = learned
+
+    def allowed(start: int, stop: int) -> bool:
+        return not budget.has_learned or bool(budget.allows(job.shape(start, stop))[0])
+
+    waiting = cut_beforehand(0, job.num_samples, allowed, min_samples)
     peak = PeakWatch(model.device)
 
     def run(start: int, stop: int) -> Any:
@@ -115,17 +120,6 @@ def generate_with_oom_retry(
     if len(parts) == 1:
         return Generated(parts[0][2], 0)
     return Generated(merge_outputs(parts, job.layout), len(parts) - 1)
-
-
-def _cut_beforehand(job: _Job, learned: LearningBudget, min_samples: int) -> list[tuple[int, int]]:
-    waiting, ready = [(0, job.num_samples)], []
-    while waiting:
-        (start, stop), waiting = waiting[0], waiting[1:]
-        if stop - start < 2 * min_samples or not learned.has_learned or learned.allows(job.shape(start, stop))[0]:
-            ready.append((start, stop))
-        else:
-            waiting = halves(start, stop) + waiting
-    return ready
 
 
 class _Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 import traceback
 from collections.abc import Callable
@@ -11,13 +12,16 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom.detect import is_out_of_memory
-from dynagroup.oom.split import BatchSplitter, Splitter, describe
+from dynagroup.oom.feedback import LearningBudget
+from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of
+from dynagroup.shapes import BatchShape
 
-__all__ = ["Outcome", "attempt", "free_memory", "halves", "run_ranges", "run_with_oom_retry"]
+__all__ = ["Outcome", "attempt", "cut_beforehand", "free_memory", "halves", "run_ranges", "run_with_oom_retry"]
 
 B = TypeVar("B")
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 _BACKENDS = ("cuda", "xpu", "mps", "npu")
 
 
@@ -89,6 +93,7 @@ def run_with_oom_retry(
     split: Splitter[B] | None = None,
     min_samples: int = 1,
     retry_on: Callable[[BaseException], bool] = is_out_of_memory,
+    learned: LearningBudget | None = None,
 ) -> list[T]:
     """``fn(batch)``, in parts where the whole does not fit; the parts' results in input order.
 
@@ -101,6 +106,7 @@ def run_with_oom_retry(
         split: how to count and cut a batch; default: :class:`~dynagroup.oom.BatchSplitter`.
         min_samples: a part of fewer than twice as many samples is not cut any more.
         retry_on: which errors count as out of memory.
+        learned: a budget to teach; what it has learned not to fit is cut before it fails.
 
     Raises:
         BudgetError: a part that cannot be cut further failed; names the samples and their shapes.
@@ -113,23 +119,55 @@ def run_with_oom_retry(
     [[2, 4], [6], [8, 10]]
     """
     check_min_samples(min_samples)
-    outcome = attempt(lambda: fn(batch), retry_on)
-    if outcome.error is None:
-        return [outcome.value]  # type: ignore[list-item]
+    failure, seconds = None, time.perf_counter()
+    if learned is None or not learned.has_learned:
+        outcome = attempt(lambda: fn(batch), retry_on)
+        if outcome.error is None:
+            return [outcome.value]  # type: ignore[list-item]
+        failure, seconds = outcome.error, time.perf_counter() - seconds
     splitter = split if split is not None else BatchSplitter()
     num_samples = splitter.num_samples(batch)
-    if num_samples < 2 * min_samples:
-        give_up(batch, splitter, 0, num_samples, outcome.error)
-    return [
-        value
-        for _, _, value in run_ranges(
-            lambda start, stop: fn(splitter.take(batch, start, stop)),
-            halves(0, num_samples),
-            min_samples=min_samples,
-            retry_on=retry_on,
-            hopeless=lambda start, stop, message: give_up(batch, splitter, start, stop, message),
+
+    def shape(start: int, stop: int) -> BatchShape:
+        return BatchShape.of(stop - start, longest_of(splitter.take(batch, start, stop)))
+
+    def failed(start: int, stop: int, message: str, seconds: float) -> None:
+        _log.warning(
+            "out of memory at %s; going on in halves. %s", describe(splitter.take(batch, start, stop)), message
         )
-    ]
+        if learned is not None:
+            learned.record_oom(shape(start, stop), wasted_s=seconds)
+
+    def run(start: int, stop: int) -> T:
+        value = fn(splitter.take(batch, start, stop))
+        if learned is not None and learned.has_learned:
+            learned.record_pass(shape(start, stop))
+        return value
+
+    if failure is not None:
+        failed(0, num_samples, failure, seconds)
+        if num_samples < 2 * min_samples:
+            give_up(batch, splitter, 0, num_samples, failure)
+    allowed = (lambda a, b: True) if learned is None else (lambda a, b: bool(learned.allows(shape(a, b))[0]))
+    waiting = [(0, num_samples)] if failure is None else halves(0, num_samples)
+    parts = run_ranges(
+        run,
+        [part for a, b in waiting for part in cut_beforehand(a, b, allowed, min_samples)],
+        min_samples=min_samples,
+        retry_on=retry_on,
+        failed=failed,
+        hopeless=lambda start, stop, message: give_up(batch, splitter, start, stop, message),
+    )
+    return [value for _, _, value in parts]
+
+
+def cut_beforehand(
+    start: int, stop: int, allowed: Callable[[int, int], bool], min_samples: int
+) -> list[tuple[int, int]]:
+    """A range in parts that are all allowed, or too small to cut."""
+    if stop - start < 2 * min_samples or allowed(start, stop):
+        return [(start, stop)]
+    return [part for a, b in halves(start, stop) for part in cut_beforehand(a, b, allowed, min_samples)]
 
 
 def run_ranges(
