@@ -1,5 +1,6 @@
 """Running out of memory as an event, not the end: split, run again, learn."""
 
+from dynagroup.oom.dataset import classify_dataset, embed_dataset, generate_dataset
 from dynagroup.oom.detect import is_out_of_memory
 from dynagroup.oom.feedback import LearningBudget, OomReport
 from dynagroup.oom.generate import Generated, generate_with_oom_retry
@@ -17,6 +18,9 @@ __all__ = [
     "OomSafeBackward",
     "Splitter",
     "VisionTokens",
+    "classify_dataset",
+    "embed_dataset",
+    "generate_dataset",
     "generate_with_oom_retry",
     "is_out_of_memory",
     "run_with_oom_retry",

@@ -226,8 +226,11 @@ class _Run:
         short = {} if self._max_length is None else {"truncation": True, "max_length": self._max_length}
         encoded = self._tokenizer([self._texts[i] for i in indices], **short)
         multiple = self._budget.pad_to_multiple_of
+        # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
+        width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
         padded = self._tokenizer.pad(
             encoded,
+            **width,
             padding_side=self.padding_side,
             pad_to_multiple_of=multiple if multiple > 1 else None,
             return_tensors="pt",
@@ -238,7 +241,7 @@ class _Run:
         crc = 0
         for text in self._texts:
             crc = zlib.crc32(text.encode(), crc)
-        name = getattr(self._model.config, "_name_or_path", "") or type(self._model).__name__
+        name = getattr(self._model.config, "name_or_path", "") or type(self._model).__name__
         return f"{job} {name} {len(self._texts)} texts {crc:08x} max_length={self._max_length}"
 
 

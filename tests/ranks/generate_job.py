@@ -1,0 +1,44 @@
+"""Generate for a dataset; optionally die without a word after some batches. Under torchrun, or alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+from dynagroup.budget import TokenBudget
+from dynagroup.oom import dataset, journal
+from tests.oom_texts import TEXTS, small_llama, small_tokenizer
+
+
+def main(output: str, die_after: int) -> None:
+    torch.set_num_threads(1)
+    rank = 0
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+    append, count = journal.Journal.append, 0
+
+    def dying(self: journal.Journal, indices: list[int], results: list[str]) -> None:
+        nonlocal count
+        count += 1
+        if count == die_after and rank == 0:
+            self._file.write('{"index":0,"resu')  # killed in the middle of a write
+            self._file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(self, indices, results)
+
+    journal.Journal.append = dying  # type: ignore[method-assign]
+    results = dataset.generate_dataset(
+        small_llama(), small_tokenizer(), TEXTS, budget=TokenBudget(40), output=output, max_new_tokens=4, progress=False
+    )
+    print("REPORT " + json.dumps({"rank": rank, "results": results, "batches": count}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+main(sys.argv[1], int(sys.argv[2]))
