@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.lengths import measure_lengths
     from dynagroup.loader import OnlineDataLoader
-    from dynagroup.oom import LearningBudget, OomSafeBackward, generate_with_oom_retry, run_with_oom_retry
+    from dynagroup.oom import (
+        LearningBudget,
+        OomSafeBackward,
+        classify_dataset,
+        embed_dataset,
+        generate_dataset,
+        generate_with_oom_retry,
+        run_with_oom_retry,
+    )
     from dynagroup.partition import friendly_size, multiple_of
     from dynagroup.plan import BatchPlan
     from dynagroup.refine import RefinementCollator
@@ -37,7 +45,10 @@ _HOME = {
     "StateError": "errors",
     "Step": "step",
     "TokenBudget": "budget",
+    "classify_dataset": "oom",
+    "embed_dataset": "oom",
     "friendly_size": "partition",
+    "generate_dataset": "oom",
     "generate_with_oom_retry": "oom",
     "measure_lengths": "lengths",
     "multiple_of": "partition",

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(
     assert got == expected
     assert 1 <= len(allocator.failures) <= 4
     assert learned.report.num_ooms == len(allocator.failures)
-    assert all(a > b for a, b in zip(allocator.failures, allocator.failures[1:]))  # never the same twice
+    assert all(a > b for a, b in pairwise(allocator.failures))  # never the same twice
 
 
 def test_several_sequences_a_text_come_as_lists(model: Any, tokenizer: Any) -> None:

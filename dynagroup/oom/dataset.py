@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -171,23 +172,27 @@ class _Run:
         shares = list(self._batches([i for i in range(len(self._texts)) if i not in finished]))[
             world.rank :: world.size
         ]
-        with _Bar(
-            self._lengths, len(finished), [i for batch in shares for i in batch], progress and world.rank == 0
-        ) as bar:
-            for indices, values in self._process(process, shares):
-                if journal is not None:
-                    journal.append(indices, values)
-                else:
-                    results.update(zip(indices, values, strict=True))
-                bar.add(indices)
+        with closing(journal) if journal is not None else nullcontext():
+            kept = results if journal is None else journal
+            self._work(process, shares, kept, len(finished), progress and world.rank == 0)
         if journal is None:
             return [results[i] for i in range(len(self._texts))]
-        journal.close()
         world.all_max([0])  # all have finished
         if world.rank == 0:
             journal.publish()
         world.all_max([0])  # the output is there
         return read_results(Path(output or ""))
+
+    def _work(
+        self, process: Process, shares: list[list[int]], kept: Journal | dict[int, Any], num_finished: int, shown: bool
+    ) -> None:
+        with _Bar(self._lengths, num_finished, [i for batch in shares for i in batch], shown) as bar:
+            for indices, values in self._process(process, shares):
+                if isinstance(kept, Journal):
+                    kept.append(indices, values)
+                else:
+                    kept.update(zip(indices, values, strict=True))
+                bar.add(indices)
 
     def forward(self, outputs: Callable[[dict[str, Any]], torch.Tensor]) -> Process:
         """Run a forward pass without gradients; one row of its output a sample."""
