@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,25 +171,26 @@ def _evenly(batches: Sequence[NDArray[np.integer]]) -> list[NDArray[np.integer]]
     return [filled[i] for i in np.linspace(0, len(filled) - 1, keep).astype(int)] if filled else []
 
 
-def environment() -> dict[str, str]:
-    """Hardware, versions and date, for every file of figures.
+def environment(*packages: str) -> dict[str, Any]:
+    """Hardware, versions of what is installed of ``packages``, and the date: for every file of figures.
 
-    >>> sorted(environment())
-    ['date', 'hardware', 'versions']
+    >>> sorted(environment("numpy"))
+    ['date', 'hardware', 'python', 'versions']
     """
-    packages = ("dynagroup", "torch", "numpy", "transformers")
+    installed = {name: _version(name) for name in ("torch", "numpy", *packages)}
     return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
         "hardware": f"{os.cpu_count()}-core {_processor()}",
-        "versions": ", ".join([f"python {platform.python_version()}", *map(_versioned, packages)]),
+        "python": platform.python_version(),
+        "versions": {name: found for name, found in installed.items() if found is not None},
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
 
 
-def _versioned(package: str) -> str:
+def _version(package: str) -> str | None:
     try:
-        return f"{package} {version(package)}"
+        return version(package)
     except PackageNotFoundError:
-        return f"{package} not installed"
+        return None
 
 
 def _processor() -> str:

@@ -28,8 +28,6 @@ LAYERS = [
 ]
 # Methods of a plan that show it ask the module that knows how, when they are called.
 DOWNSTREAM_ON_PURPOSE = {("batch_plan", "report")}
-# A worker's Step must pin its batch as DataLoader does, and DataLoader's function for it has no public name.
-PRIVATE_ON_PURPOSE = {("step", "torch.utils.data._utils.pin_memory")}
 HEAVY = ("torch", "xgboost", "transformers", "datasets", "matplotlib", "accelerate", "lightning")
 PRIVATE_LOADER_NAMES = {
     *("_BaseDataLoaderIter", "_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter", "_DatasetKind"),
@@ -112,8 +110,7 @@ def test_no_environment_variable_and_no_private_loader_name(path):
     own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
     assert not (named - own) & PRIVATE_LOADER_NAMES, "only public PyTorch: batch_sampler, collate_fn, iteration"
     private = {name for name in imported_modules(tree) if any(part.startswith("_") for part in name.split("."))}
-    found = {(layer_of(path), name) for name in private if not name.startswith(("dynagroup", "__future__"))}
-    assert found <= PRIVATE_ON_PURPOSE
+    assert not {name for name in private if not name.startswith(("dynagroup", "__future__"))}
 
 
 def _is_self(node: ast.expr) -> bool:

@@ -87,12 +87,12 @@ def test_same_updates_same_loss_less_padding(text_file, tmp_path, capsys, monkey
 
 def test_time_ends_both_runs_after_the_same_update(text_file, tmp_path):
     figures = run_demo(small(text_file, tmp_path, seconds=1e-9))
-    assert [found["updates"] for found in figures["runs"].values()] == [2, 2]
+    assert [found["updates"] for found in figures["runs"].values()] == [1, 1]
 
 
 def test_a_time_limit_gives_every_run_the_same_answers():
     limit = TimeLimit(1e-9)
-    assert [limit.allows(number) for number in range(3)] == [True, True, False]
+    assert [limit.allows(number) for number in (0, 1, 0, 1)] == [True, False, True, False]
     generous = TimeLimit(1000)
     assert all(generous.allows(number) for number in (0, 1, 2, 3, 0, 1, 2, 3))
 

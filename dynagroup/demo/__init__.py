@@ -48,7 +48,7 @@ class DemoConfig:
     """Tokens that a text is truncated to."""
     samples: int = 4096
     """Texts to train on, if there is time."""
-    seconds: float = 50.0
+    seconds: float = 45.0
     """Training stops, after the same update in both runs, when it has taken so long."""
     samples_per_update: int = 128
     """Texts in one optimizer update, in both runs."""
@@ -204,7 +204,7 @@ def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32]
 
     fixed, ours = (np.asarray(run.seconds) for run in runs)
     return {
-        **environment(),
+        **environment("transformers"),
         "device": device,
         "budget": config.budget,
         "max_length": config.max_length,

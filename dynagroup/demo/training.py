@@ -54,7 +54,7 @@ class Run:
 class TimeLimit:
     """Says before each update whether there is still time for it; all runs hear the same answers.
 
-    The first two updates always happen. The clock starts with the first question.
+    The first update always happens. The clock starts with the first question.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -67,7 +67,7 @@ class TimeLimit:
         now = time.perf_counter()
         self._started = now if self._started is None else self._started
         if number == len(self._answers):
-            self._answers.append(number < 2 or now - self._started < self._seconds)
+            self._answers.append(number == 0 or now - self._started < self._seconds)
         return self._answers[number]
 
 
