@@ -3,7 +3,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=.venv/bin/python
 
 find_python() {
-  for candidate in "${DYNAGROUP_PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10; do
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
     if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
       echo "$candidate"
       return
@@ -17,9 +17,11 @@ find_python() {
 stamp_of() { cat pyproject.toml constraints.txt | cksum; }
 
 if [ ! -x "$PYTHON" ] || [ "$(cat .venv/stamp 2>/dev/null)" != "$(stamp_of)" ]; then
-  echo "first use: installing into .venv (a few minutes; later calls skip this)"
-  found=$(find_python)
-  [ -x "$PYTHON" ] || "$found" -m venv .venv
+  echo "installing into .venv (a few minutes; later calls skip this)"
+  if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+    found=$(find_python)
+    "$found" -m venv --clear .venv
+  fi
   "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
   stamp_of > .venv/stamp
 fi

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -51,6 +54,19 @@ def test_workers_change_nothing(tokenizer, num_workers):
     assert [seen(batch) for batch in loader] == [
         [texts[i] for i in batch] for batch in text_dataloader(texts, tokenizer, TokenBudget(18)).batch_sampler
     ]
+
+
+def test_a_datasets_column_is_read_by_workers(tokenizer):
+    texts = numbered([7, 3, 9, 1])
+    column = Dataset.from_dict({"text": texts})["text"]
+    batches = list(text_dataloader(column, tokenizer, TokenBudget(18), num_workers=2))
+    assert sorted(text for batch in batches for text in seen(batch)) == sorted(texts)
+
+
+def test_what_workers_need_can_be_sent_to_them(tokenizer):
+    loader = text_dataloader(numbered([3, 2]), tokenizer, TokenBudget(18), labels=True)
+    collate, dataset = pickle.loads(pickle.dumps((loader.collate_fn, loader.dataset)))
+    assert collate([dataset[0]])["labels"].tolist() == [[2, 2, 2]]
 
 
 def test_longer_texts_are_truncated_before_they_are_measured(tokenizer):

@@ -200,12 +200,15 @@ def _model_maker(config: DemoConfig, tokenizer: Any) -> Callable[[], torch.nn.Mo
 
 
 def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32], device: str) -> dict[str, Any]:
+    import torch
+
     from dynagroup.report import environment
 
     fixed, ours = (np.asarray(run.seconds) for run in runs)
     return {
         **environment("transformers"),
         "device": device,
+        "threads": torch.get_num_threads(),
         "budget": config.budget,
         "max_length": config.max_length,
         "samples_per_update": config.samples_per_update,
