@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ def test_the_table_of_padding_is_that_of_the_results():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for row in rows:
         assert row in readme, "run scripts/readme_padding.py and put its rows into README.md"
+
+
+def test_names_in_tables_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if line.startswith("|") and " from `dynagroup" in line]
+    assert len(rows) >= 4
+    for row in rows:
+        cell = row.split("|")[2]
+        (module,) = re.findall(r" from `(dynagroup[\w.]*)`", cell)
+        names = re.findall(r"`([A-Za-z_]\w*)", cell.split(" from `")[0])
+        assert names
+        assert all(hasattr(import_module(module), name) for name in names), row
 
 
 def test_named_scripts_and_commands_exist():
