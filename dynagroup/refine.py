@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget import Budget, padded_tokens
 from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.packing import pack_tensors, unpack_tensors
 from dynagroup.partition import Batches, cut, shapes_of
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.step import pin
@@ -108,9 +109,22 @@ class RefinedWindow:
     def __len__(self) -> int:
         return len(self.batches)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes all tensors travel in one block; what cannot be pickled so goes the usual way."""
+        fields = (self.number, self.batches, self.resume, self.worker)
+        try:
+            packed = pack_tensors(fields)
+        except Exception:  # noqa: BLE001 - torch's own pickler knows more types
+            return RefinedWindow, fields
+        return _unpacked, packed
+
     def pin_memory(self) -> RefinedWindow:
         """The same window with its batches' tensors in pinned memory; DataLoader calls it."""
         return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
+
+
+def _unpacked(*packed: Any) -> RefinedWindow:
+    return RefinedWindow(*unpack_tensors(*packed))
 
 
 def measure_sample(sample: Any) -> int:
