@@ -254,7 +254,7 @@ class EpochRun:
             known = {"lengths": self._lengths, "hint": self._rough}
             return update_plans(self.schedule, len(self.order), who, budget=budget, **known, start=at)
         if self._lengths is not None:
-            window = exact_window(self._lengths, budget, who.size, config.shuffle)
+            window = exact_window(self._lengths, budget, who.size, config)
             return exact_plans(
                 self._lengths, budget, who, window=window, shuffle=config.shuffle, start=tuple(start or (0, 0))
             )
@@ -418,7 +418,7 @@ class EpochRun:
         if self.schedule is not None:
             return [np.arange(mark[1], len(self.order))] if rank == 0 else []
         if self._lengths is not None:
-            window = exact_window(self._lengths, facts.budget, size, config.shuffle)
+            window = exact_window(self._lengths, facts.budget, size, config)
             plans = exact_plans(
                 self._lengths, facts.budget, who, window=window, shuffle=config.shuffle, start=tuple(mark)
             )
@@ -455,9 +455,13 @@ def _set_epoch(sampler: Any, epoch: int) -> None:
         set_epoch(epoch)
 
 
-def exact_window(lengths: Streams, budget: Budget, size: int, shuffle: bool) -> int:
-    """Samples planned together, as the offline sampler chooses them."""
-    return Planner(lengths, budget, PlanConfig(shuffle=shuffle)).window_size(size)
+def exact_window(lengths: Streams, budget: Budget, size: int, config: Any) -> int:
+    """Samples planned together: all ranks' windows, at least what the offline sampler would choose.
+
+    With ``shuffle`` at most a quarter of an epoch, so that batches differ from epoch to epoch.
+    """
+    offline = Planner(lengths, budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
+    return max(offline, min(config.window * size, len(lengths[TOKENS]) // 4))
 
 
 def split_queued(collator: RefinementCollator, queued: Queued, parts: int) -> list[Queued]:

@@ -29,7 +29,9 @@ from results import save  # noqa: E402
 
 from dynagroup import OnlineDataLoader, TokenBudget  # noqa: E402
 from dynagroup.align import Offer, agree, hand_out, level  # noqa: E402
+from dynagroup.epoch import exact_window  # noqa: E402
 from dynagroup.exchange import WIDTH  # noqa: E402
+from dynagroup.loader import OnlineConfig  # noqa: E402
 from dynagroup.partition import cut, shapes_of  # noqa: E402
 from dynagroup.planned import Rank, exact_plans  # noqa: E402
 
@@ -303,24 +305,22 @@ def learned(ranks: int, samples: int) -> dict[str, Any]:
     """An epoch planned from known lengths: rows of the exact plan against all its batches."""
     tokens = np.load(LENGTHS / f"{CV_ONE}.npz")["tokens"]
     lengths = {"tokens": np.random.default_rng(ranks).choice(tokens, ranks * samples)}
-    from dynagroup.epoch import exact_window
-
-    window = exact_window(lengths, TokenBudget(BUDGET), ranks, True)
+    window = exact_window(lengths, TokenBudget(BUDGET), ranks, OnlineConfig(shuffle=True))
     counts = []
     for rank in sorted({0, ranks // 2, ranks - 1}):
         plans = exact_plans(lengths, TokenBudget(BUDGET), Rank(rank, ranks, 0, 0), window=window, shuffle=True)
         counts.append(sum(len(p.groups or ()) for p in plans))
-    return {
-        "ranks": ranks,
-        "samples_a_rank": samples,
-        "steps": max(counts),
-        "above_fewest": max(counts) / min(counts) - 1,
-    }
+    total = sum(
+        len(cut_evenly({TOKENS: lengths[TOKENS][s : s + window]}, TokenBudget(BUDGET), ranks))
+        for s in range(0, ranks * samples, window)
+    )
+    above = max(counts) / (total / ranks) - 1
+    return {"ranks": ranks, "samples_a_rank": samples, "steps": max(counts), "above_all_batches_over_ranks": above}
 
 
 def many_ranks(quick: bool) -> dict[str, Any]:
     level([0], 0)
-    figures: dict[str, Any] = {"windows": {}, "learned": []}
+    figures: dict[str, Any] = {"windows": {}}
     for path in sorted(LENGTHS.glob("*.npz")):
         rows = []
         sizes = [1, 8, 64] if quick else [1, 8, 64, 512, 1024]
@@ -332,9 +332,6 @@ def many_ranks(quick: bool) -> dict[str, Any]:
                 rows.append(simulated(path.stem, ranks, 64_000))
                 print(path.stem, json.dumps(rows[-1]), flush=True)
         figures["windows"][path.stem] = rows
-    for ranks in [8] if quick else [8, 64]:
-        figures["learned"].append(learned(ranks, 16_000))
-        print(json.dumps(figures["learned"][-1]), flush=True)
     return figures
 
 
@@ -356,7 +353,7 @@ def train() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=["speed", "fill", "overhead", "ranks", "train", []])
+    parser.add_argument("parts", nargs="*", choices=["speed", "fill", "overhead", "ranks", "learned", "train", []])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer ranks")
     arguments = parser.parse_args()
@@ -367,6 +364,9 @@ def main() -> None:
         "overhead": lambda: overhead(arguments.repeats),
         "ranks": lambda: many_ranks(arguments.quick),
         "train": train,
+        "learned": lambda: {
+            "rows": [learned(8, 16_000), learned(64, 16_000), learned(512, 16_000), learned(8, 64_000)]
+        },
     }
     for part in arguments.parts or runs:
         figures = runs[part]()
