@@ -34,6 +34,8 @@ from dynagroup.exchange import WIDTH  # noqa: E402
 from dynagroup.loader import OnlineConfig  # noqa: E402
 from dynagroup.partition import cut, shapes_of  # noqa: E402
 from dynagroup.planned import Rank, exact_plans  # noqa: E402
+from dynagroup.rows import cut_evenly  # noqa: E402
+from dynagroup.shapes import TOKENS  # noqa: E402
 
 LENGTHS = Path(__file__).parent.parent / "benchmarks" / "lengths"
 CV_ONE = "synth_sharegpt4o"
