@@ -78,11 +78,16 @@ def test_links_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_table_of_padding_is_that_of_the_results():
-    rows = runpy.run_path(str(ROOT / "scripts" / "readme_padding.py"))["rows"]()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for row in rows:
-        assert row in readme, "run scripts/readme_padding.py and put its rows into README.md"
+def test_figures_are_those_of_the_results():
+    tables = runpy.run_path(str(ROOT / "scripts" / "doc_tables.py"))
+    readme, benchmarks = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/benchmarks.md"))
+    message = "run scripts/doc_tables.py and copy its rows"
+    for row in tables["padding_rows"]():
+        assert row in readme, message
+    for row in tables["demo_rows"]():
+        assert row in benchmarks, message
+    assert tables["demo_sentence"]() in readme, message
+    assert tables["demo_sentence"]() in benchmarks, message
 
 
 def test_names_in_tables_exist():
