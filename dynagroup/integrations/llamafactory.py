@@ -1,0 +1,84 @@
+"""Batches that fit in LLaMA-Factory's SFT, PT, DPO and RM stages.
+
+A LLaMA-Factory workflow builds its own Trainer. :func:`dynamic_batching` makes the workflows build ours while its block
+runs, and nothing else; afterwards everything is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from dynagroup.budget import Budget
+from dynagroup.errors import ConfigError
+from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.integrations.hf import dynagroup_trainer
+from dynagroup.shapes import IntArray
+
+__all__ = ["STAGES", "dynamic_batching", "pair_lengths", "stage_trainer"]
+
+STAGES = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer", "dpo": "CustomDPOTrainer", "rm": "PairwiseTrainer"}
+PAIRWISE = ("dpo", "rm")
+
+
+def pair_lengths(dataset: Any) -> IntArray:
+    """Tokens of each preference pair: chosen and rejected are two rows of a batch, padded to the longer one.
+
+    >>> pair_lengths([{"chosen_input_ids": [1, 2, 3], "rejected_input_ids": [1]}]).tolist()
+    [6]
+    """
+    pairs = ((len(row["chosen_input_ids"]), len(row["rejected_input_ids"])) for row in dataset)
+    return np.asarray([2 * max(pair) for pair in pairs], np.int64)
+
+
+def stage_trainer(stage: str, dynagroup: Budget | DynagroupConfig) -> Any:
+    """LLaMA-Factory's Trainer of a stage, with batches that fit; call it like the original.
+
+    Raises:
+        ConfigError: the stage is not one of ``STAGES``. KTO compares the samples of a batch with each other, and PPO makes
+            its own batches.
+    """
+    if stage not in STAGES:
+        raise ConfigError(f"`stage` must be one of {sorted(STAGES)}, but is {stage!r}")
+    original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), STAGES[stage])
+    return partial(_make, original, stage, dynagroup)
+
+
+def _make(original: type, stage: str, dynagroup: Budget | DynagroupConfig, *args: Any, **kwargs: Any) -> Any:
+    config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
+    if stage in PAIRWISE:
+        weigh = "samples" if config.weigh == "auto" else config.weigh
+        lengths = pair_lengths(kwargs["train_dataset"]) if config.lengths is None else config.lengths
+        config = replace(config, weigh=weigh, lengths=lengths)
+    return dynagroup_trainer(original)(*args, dynagroup=config, **kwargs)
+
+
+@contextlib.contextmanager
+def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
+    """Within the block, LLaMA-Factory's workflows train with batches that fit: ``with dynamic_batching(budget): run_exp(args)``.
+
+    Args:
+        dynagroup: a budget, or a whole configuration. In the DPO and RM stages the budget counts the tokens of both answers.
+    """
+    # Some workflows import their Trainer when they run, others when they are imported.
+    places = [
+        (stage, module)
+        for stage in STAGES
+        for module in (import_module(f"llamafactory.train.{stage}.{part}") for part in ("trainer", "workflow"))
+        if hasattr(module, STAGES[stage])
+    ]
+    originals = [getattr(module, STAGES[stage]) for stage, module in places]
+    ours = {stage: stage_trainer(stage, dynagroup) for stage in STAGES}
+    try:
+        for stage, module in places:
+            setattr(module, STAGES[stage], ours[stage])
+        yield
+    finally:
+        for (stage, module), original in zip(places, originals, strict=True):
+            setattr(module, STAGES[stage], original)

@@ -1,0 +1,125 @@
+"""LLaMA-Factory's own trainers, template and collators. Needs an environment of its own: scripts/test_llamafactory.sh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip(
+    "llamafactory", reason="LLaMA-Factory has an environment of its own: bash scripts/test_llamafactory.sh"
+)
+from datasets import Dataset  # noqa: E402
+from llamafactory.data import PairwiseDataCollatorWithPadding, SFTDataCollatorWith4DAttentionMask  # noqa: E402
+from llamafactory.data.template import get_template_and_fix_tokenizer  # noqa: E402
+from llamafactory.hparams import DataArguments, FinetuningArguments  # noqa: E402
+from llamafactory.hparams.training_args import TrainingArguments  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+from dynagroup import ConfigError, TokenBudget  # noqa: E402
+from dynagroup.integrations.llamafactory import STAGES, dynamic_batching, stage_trainer  # noqa: E402
+from tests.integrations import toys  # noqa: E402
+from tests.integrations.jobs import parameters  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tokenizer():
+    words = {f"w{i}": i for i in range(4, toys.VOCAB)} | {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def rows(stage, template, tok):
+    rng = np.random.default_rng(0)
+
+    def encoded(size):
+        text = " ".join(f"w{i}" for i in rng.integers(4, toys.VOCAB, size))
+        prompt, answer = template.encode_oneturn(
+            tok, [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text}]
+        )
+        return {
+            "input_ids": prompt + answer,
+            "attention_mask": [1] * len(prompt + answer),
+            "labels": [-100] * len(prompt) + answer,
+        }
+
+    found = []
+    for size in rng.integers(2, 40, 32):
+        if stage in ("dpo", "rm"):
+            pair = {"chosen": encoded(int(size)), "rejected": encoded(int(size) // 2 + 1)}
+            found.append(
+                {f"{side}_{k}": v for side, row in pair.items() for k, v in row.items()}
+                | {"images": None, "videos": None, "audios": None}
+            )
+        else:
+            found.append(encoded(int(size)))
+    return Dataset.from_list(found)
+
+
+class ValueHead(torch.nn.Module):
+    """The reward model's interface: (logits, loss, values)."""
+
+    def __init__(self):
+        super().__init__()
+        self.pretrained_model = toys.causal_lm().double()
+        self.config, self.v_head = self.pretrained_model.config, torch.nn.Linear(16, 1).double()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        out = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        return out.logits, None, self.v_head(out.hidden_states[-1]).squeeze(-1)
+
+
+def trained(stage, folder, make):
+    tok = tokenizer()
+    template = get_template_and_fix_tokenizer(tok, DataArguments(template="empty"))
+    torch.manual_seed(0)
+    model = ValueHead() if stage == "rm" else toys.causal_lm()
+    args = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    collator = PairwiseDataCollatorWithPadding if stage in ("dpo", "rm") else SFTDataCollatorWith4DAttentionMask
+    given = {
+        "model": model,
+        "args": args,
+        "finetuning_args": FinetuningArguments(stage=stage, finetuning_type="full"),
+        "data_collator": collator(template=template, model=None, tokenizer=tok, label_pad_token_id=-100),
+        "train_dataset": rows(stage, template, tok),
+        "tokenizer": tok,
+        "processor": None,
+    }
+    if stage == "dpo":
+        given["ref_model"] = toys.causal_lm()
+    run = make(**given)
+    run.train()
+    return parameters(run.model), run
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_each_stage_makes_the_updates_of_fixed_batches(stage, tmp_path):
+    from importlib import import_module
+
+    original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), STAGES[stage])
+    fixed, _ = trained(stage, tmp_path / "fixed", original)
+    ours, run = trained(stage, tmp_path / "ours", stage_trainer(stage, TokenBudget(320)))
+    assert run.update_loader.stats.batches > 4, "updates were divided"
+    assert (fixed - ours).abs().max() < 1e-5
+
+
+def test_workflows_are_as_they_were_after_the_block():
+    from llamafactory.train.dpo import trainer as dpo
+    from llamafactory.train.sft import workflow as sft
+
+    before = sft.CustomSeq2SeqTrainer, dpo.CustomDPOTrainer
+    with dynamic_batching(TokenBudget(128)):
+        assert sft.CustomSeq2SeqTrainer is not before[0]
+        assert dpo.CustomDPOTrainer is not before[1]
+    assert (sft.CustomSeq2SeqTrainer, dpo.CustomDPOTrainer) == before
+    with pytest.raises(ConfigError, match="`stage` must be one of"):
+        stage_trainer("kto", TokenBudget(128))
