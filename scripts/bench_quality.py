@@ -1,0 +1,101 @@
+"""Does training on batches that fit learn as much? The demo model, three seeds, held-out loss after equal samples.
+
+usage: python scripts/bench_quality.py [--samples 4096] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import numpy as np
+import results
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dynagroup import TokenBudget, measure_lengths, text_dataloader
+from dynagroup.demo.corpus import load_texts, train_tokenizer
+from dynagroup.text import TokenizingCollator
+from dynagroup.updates import UpdateLoader
+from dynagroup.weights import count_label_tokens
+
+LONGEST, BUDGET = 96, 2048
+
+
+def model_of(vocab: int, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=LONGEST, bos_token_id=None, eos_token_id=None,
+        )
+    )  # fmt: skip
+
+
+def train(loader: UpdateLoader[Any], vocab: int, seed: int) -> tuple[LlamaForCausalLM, int]:
+    model = model_of(vocab, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    updates = 0
+    for update in loader:
+        for step in update:
+            (model(**step.batch).loss * step.loss_scale).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        updates += 1
+    return model, updates
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, loader: Any) -> float:
+    total, tokens = 0.0, 0
+    for batch in loader:
+        count = count_label_tokens(batch)
+        total, tokens = total + float(model(**batch).loss) * count, tokens + count
+    return total / tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    texts = load_texts(None, None, None, "train")
+    order = np.random.default_rng(0).permutation(len(texts))[: given.samples + 256]
+    train_texts, held_out = [texts[i] for i in order[256:]], [texts[i] for i in order[:256]]
+    tokenizer = train_tokenizer(train_texts)
+    lengths = np.minimum(measure_lengths(train_texts, tokenizer), LONGEST)
+    collate = TokenizingCollator(tokenizer, LONGEST, 1, labels=True)
+    evaluation = text_dataloader(held_out, tokenizer, TokenBudget(BUDGET), max_length=LONGEST, labels=True)
+
+    def loader(seed: int, size: int | None) -> UpdateLoader[Any]:
+        return UpdateLoader(
+            train_texts, lengths, TokenBudget(BUDGET), samples_per_update=size, seed=seed, collate_fn=collate,
+            weigh=count_label_tokens,
+        )  # fmt: skip
+
+    size = round(given.samples / len(loader(0, None)))  # fixed updates of as many samples as a free one has on average
+    losses: dict[str, list[float]] = {"fixed": [], "free": []}
+    counts = {}
+    for seed in range(given.seeds):
+        for name, wanted in (("fixed", size), ("free", None)):
+            model, counts[name] = train(loader(seed, wanted), len(tokenizer), seed)
+            losses[name].append(held_out_loss(model.eval(), evaluation))
+            print(seed, name, counts[name], losses[name][-1], flush=True)
+    differences = [free - fixed for free, fixed in zip(losses["free"], losses["fixed"], strict=True)]
+    figures = {
+        "setup": {"model": "Llama, 2 layers of 64", "samples": given.samples, "budget": BUDGET, "longest": LONGEST},
+        "updates": counts,
+        "samples_per_fixed_update": size,
+        "held_out_loss": losses,
+        "mean": {name: statistics.mean(values) for name, values in losses.items()},
+        "spread_of_seeds": {name: max(values) - min(values) for name, values in losses.items()},
+        "mean_difference": statistics.mean(differences),
+    }
+    print(results.save("quality", figures, "transformers"))
+
+
+if __name__ == "__main__":
+    main()
