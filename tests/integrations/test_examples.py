@@ -1,0 +1,48 @@
+"""The example programs run, and sharded or replicated ranks learn what one process learns."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def losses_of(script: str, ranks: int) -> list[float]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [float(word) for word in done.stdout.strip().splitlines()[-1].split()]
+
+
+def alone() -> list[float]:
+    torch.set_num_threads(1)
+    return runpy.run_path(str(ROOT / "scripts" / "train_plain.py"))["main"]()
+
+
+def test_the_plain_loop_learns():
+    losses = alone()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_plain.py", "train_fsdp2.py"])
+def test_two_ranks_learn_what_one_process_learns(script):
+    assert losses_of(f"scripts/{script}", 2) == pytest.approx(alone(), abs=2e-3)
+
+
+def test_images_fit_both_budgets_and_are_learned_from():
+    pytest.importorskip("PIL")
+    torch.set_num_threads(1)
+    losses, shapes = runpy.run_path(str(ROOT / "scripts" / "train_images.py"))["main"](epochs=2, num_workers=1)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert max(tokens for tokens, _ in shapes) <= 400
+    assert 400 < max(patches for _, patches in shapes) <= 600, "both budgets bind"
