@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from dynagroup.plan import BatchPlan
     from dynagroup.refine import RefinementCollator
     from dynagroup.sampler import LengthAwareBatchSampler
+    from dynagroup.schedule import scale_learning_rate
+    from dynagroup.shard import shard_micro_batches
     from dynagroup.step import Share, Step
     from dynagroup.text import text_dataloader
+    from dynagroup.updates import UpdateLoader
 
 __version__ = "0.1.0"
 
@@ -45,6 +48,7 @@ _HOME = {
     "StateError": "errors",
     "Step": "step",
     "TokenBudget": "budget",
+    "UpdateLoader": "updates",
     "classify_dataset": "oom",
     "embed_dataset": "oom",
     "friendly_size": "partition",
@@ -53,6 +57,8 @@ _HOME = {
     "measure_lengths": "lengths",
     "multiple_of": "partition",
     "run_with_oom_retry": "oom",
+    "scale_learning_rate": "schedule",
+    "shard_micro_batches": "shard",
     "text_dataloader": "text",
 }
 

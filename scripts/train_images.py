@@ -86,7 +86,7 @@ def model() -> Qwen2VLForConditionalGeneration:
 
 def main(epochs: int = 2, num_workers: int = 2) -> tuple[list[float], list[tuple[int, int]]]:
     """Losses by update, and (padded tokens, patches) by batch."""
-    budget = TokenBudget(400) & AdditiveCap("patches", 600)
+    budget = TokenBudget(400) & AdditiveCap("patches", 300)
     loader = OnlineDataLoader(
         Pictures(), budget, collate_fn=collate, length_of=lengths_of, samples_per_update=16, shuffle=True,
         num_workers=num_workers,
