@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,9 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    from dynagroup import memory
     from dynagroup.report import format_table
 
+    memory: Any = import_module("dynagroup.memory")  # its names load when they are used
     known = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens}
     known = {name: value for name, value in known.items() if value is not None}
     if args.gradient_checkpointing:
