@@ -97,14 +97,13 @@ def generate_with_oom_retry(
         return not budget.has_learned or bool(budget.allows(job.shape(start, stop))[0])
 
     waiting = cut_beforehand(0, job.num_samples, allowed, min_samples)
-    peak = PeakWatch(model.device)
+    watch = PeakWatch(model.device)
 
     def run(start: int, stop: int) -> Any:
         output = job.generate(start, stop)
-        if learned.has_learned or peak is not None:
-            learned.record_pass(
-                job.shape(start, stop), **dict(zip(("peak_bytes", "device_bytes"), peak.new_peak(), strict=True))
-            )
+        peak, size = watch.new_peak()
+        if budget.has_learned or peak is not None:
+            budget.record_pass(job.shape(start, stop), peak_bytes=peak, device_bytes=size)
         return output
 
     def failed(start: int, stop: int, message: str, seconds: float) -> None:
