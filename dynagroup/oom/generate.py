@@ -12,7 +12,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache
 from dynagroup.oom.feedback import LearningBudget
 from dynagroup.oom.merge import Layout, merge_outputs
-from dynagroup.oom.peak import PeakWatch
+from dynagroup.oom.peak import watch_of
 from dynagroup.oom.retry import check_min_samples, cut_beforehand, give_up, run_ranges
 from dynagroup.oom.split import BatchSplitter, describe, longest_of
 from dynagroup.oom.vision import VisionTokens
@@ -41,6 +41,7 @@ _REFUSED = {
     "output_attentions": "attentions of parts of different widths cannot be put together",
     "output_hidden_states": "hidden states of parts of different widths cannot be put together",
 }
+_COUNTER = BatchSplitter()
 _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 
@@ -90,18 +91,20 @@ def generate_with_oom_retry(
     check_min_samples(min_samples)
     job = _Job(model, batch, pad_token_id, generate_kwargs)
     if learned is None:
-        learned = _learned_by_model.setdefault(model, LearningBudget())
+        learned = _learned_by_model.get(model)
+        if learned is None:
+            learned = _learned_by_model[model] = LearningBudget()
     budget = learned
 
     def allowed(start: int, stop: int) -> bool:
         return not budget.has_learned or bool(budget.allows(job.shape(start, stop))[0])
 
     waiting = cut_beforehand(0, job.num_samples, allowed, min_samples)
-    watch = PeakWatch(model.device)
+    watch = watch_of(model)
 
     def run(start: int, stop: int) -> Any:
         output = job.generate(start, stop)
-        peak, size = watch.new_peak()
+        peak, size = watch.new_peak() if watch is not None else (None, None)
         if budget.has_learned or peak is not None:
             budget.record_pass(job.shape(start, stop), peak_bytes=peak, device_bytes=size)
         return output
@@ -147,7 +150,7 @@ class _Job:
 
     @cached_property
     def num_samples(self) -> int:
-        return BatchSplitter().num_samples(self.batch)
+        return _COUNTER.num_samples(self.batch)
 
     def part(self, start: int, stop: int) -> dict[str, Any]:
         if stop - start < self.num_samples:

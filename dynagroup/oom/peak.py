@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PeakWatch"]
+__all__ = ["PeakWatch", "watch_of"]
+
+
+def watch_of(model: Any) -> PeakWatch | None:
+    """A watch on the model's device; None where there is nothing to read."""
+    import torch
+
+    return PeakWatch(next(model.parameters()).device) if torch.cuda.is_initialized() else None
 
 
 class PeakWatch:

@@ -70,6 +70,7 @@ class _Part:
 class _Update:
     """The update in progress: what ran, what was in ``.grad`` before it, what its ranks must still agree on."""
 
+    device: torch.device
     parameters: list[torch.nn.Parameter]
     before: list[torch.Tensor | None]
     done: list[_Part] = field(default_factory=list)
@@ -211,8 +212,7 @@ class OomSafeBackward:
         if ends_update or (update.verdict is not None and self._world.size == 1):
             self._finish(update, indices)
         parts = [part for part in update.done if part.call == update.num_calls]
-        known = update.verdict is None and not skipped
-        loss = sum((p.loss * p.share for p in parts), _zero(self._model)) if known else _nan(self._model)
+        loss = _whole_loss(parts, update.device, math.nan if update.verdict is not None or skipped else 0.0)
         return BackwardResult(loss, len(parts), update.num_ooms, skipped)
 
     def _run_waiting(self, update: _Update, indices: Sequence[int], last: bool) -> None:
@@ -274,7 +274,7 @@ class OomSafeBackward:
 
     def _attempt(self, update: _Update, part: _Part, exchange: GradientExchange | None = None) -> bool:
         if part.rng is None:
-            part.rng = RngState.capture(_device_of(self._model))
+            part.rng = RngState.capture(update.device)
         else:
             part.rng.restore()
         self._began = False
@@ -399,7 +399,7 @@ class OomSafeBackward:
 
 def _begin(model: torch.nn.Module) -> _Update:
     parameters = [p for p in model.parameters() if p.requires_grad]
-    update = _Update(parameters, [p.grad for p in parameters])
+    update = _Update(_device_of(model), parameters, [p.grad for p in parameters])
     _clear(parameters)
     return update
 
@@ -413,14 +413,13 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _zero(model: torch.nn.Module) -> torch.Tensor:
+def _whole_loss(parts: Sequence[_Part], device: torch.device, otherwise: float) -> torch.Tensor:
+    """The loss of all parts together; ``otherwise`` if nothing was run."""
     import torch
 
-    return torch.zeros((), device=_device_of(model))
-
-
-def _nan(model: torch.nn.Module) -> torch.Tensor:
-    return _zero(model) + math.nan
+    if not parts or math.isnan(otherwise):
+        return torch.full((), otherwise, device=device)
+    return parts[0].loss if len(parts) == 1 and parts[0].share == 1 else sum(p.loss * p.share for p in parts)  # type: ignore[return-value]
 
 
 def _world_of(ddp: Any) -> World:
