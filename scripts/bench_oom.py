@@ -38,7 +38,7 @@ from dynagroup.oom import (  # noqa: E402
 from dynagroup.sampler import LengthAwareBatchSampler  # noqa: E402
 from dynagroup.shapes import TOKENS, BatchShape  # noqa: E402
 
-NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 16, 600
+NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 12, 800
 WORDS = [f"w{i}" for i in range(500)]
 
 
@@ -79,7 +79,7 @@ def small_model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 256}
+    sizes: Any = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
     return LlamaForCausalLM(LlamaConfig(vocab_size=504, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)).eval()
 
 
@@ -125,7 +125,7 @@ class Known(Budget):
         return shape.num_samples * (shape.longest[TOKENS] + NEW_TOKENS) <= self._limit
 
 
-def generation(repeats: int = 5) -> dict[str, Any]:
+def generation(repeats: int = 3) -> dict[str, Any]:
     """A run in which 5 % of the planned batches do not fit, against one that was planned with the limit."""
     torch.set_num_threads(1)
     model, tokenizer, texts = small_model(), small_tokenizer(), texts_of(NUM_TEXTS)
