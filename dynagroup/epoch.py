@@ -120,10 +120,13 @@ class EpochRun:
     def finish(self) -> None:
         """After the last step: name what was left."""
         self._ended = True
-        self.feed.close()
-        self.facts.stats.exchanged_bytes += self.exchange.num_bytes
         if self.facts.config.uneven == "stop" and isinstance(self.runner, FreeRunner):
             self._count_left()
+
+    def close(self) -> None:
+        """Let go of the workers, also when the loop was left early."""
+        self.feed.close()
+        self.facts.stats.exchanged_bytes += self.exchange.num_bytes
 
     def any_batch(self, dataset: Any, collator: RefinementCollator) -> Refined:
         """One sample of the dataset as a batch, for a rank that never had any."""

@@ -220,9 +220,12 @@ class OnlineDataLoader:
     def __iter__(self) -> Iterator[Step[Any]]:
         self._epoch, self._advance = self._epoch + self._advance, 1
         run = self._run = self._start()
-        for take in run:
-            yield self._step(take)
-        run.finish()
+        try:
+            for take in run:
+                yield self._step(take)
+            run.finish()
+        finally:
+            run.close()
 
     def updates(self) -> Iterator[list[Step[Any]]]:
         """The same steps, an update at a time."""

@@ -46,7 +46,7 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
 
 
 def _count(labels: Any) -> int:
-    if hasattr(labels, "device") and labels.device.type != "cpu":
+    if str(getattr(labels, "device", "cpu")) != "cpu":
         return int((labels != IGNORED).sum())
     return int(np.count_nonzero(np.asarray(labels) != IGNORED))  # five times faster than torch's sum of booleans
 

@@ -1,7 +1,7 @@
 """The online loader: speed, fill, overhead, many ranks, real training; peers in the same run.
 
     python scripts/bench_loader.py                 # everything, about half an hour on two cores
-    python scripts/bench_loader.py speed fill      # or some of: speed, fill, overhead, ranks, train
+    python scripts/bench_loader.py speed fill      # or some of: speed, fill, overhead, ranks, learned, balance, train
 
 ``online-dynamic-batching`` (extra ``bench``) is measured beside it in ``speed`` and ``fill``; where it is not installed,
 that is said. ``train`` starts four gloo ranks of scripts/bench_loader_train.py.
@@ -36,6 +36,8 @@ from dynagroup.partition import cut, shapes_of  # noqa: E402
 from dynagroup.planned import Rank, exact_plans  # noqa: E402
 from dynagroup.rows import cut_evenly  # noqa: E402
 from dynagroup.shapes import TOKENS  # noqa: E402
+from dynagroup.testing import run_ranks  # noqa: E402
+from dynagroup.world import World  # noqa: E402
 
 LENGTHS = Path(__file__).parent.parent / "benchmarks" / "lengths"
 CV_ONE = "synth_sharegpt4o"
@@ -223,6 +225,35 @@ def overhead(repeats: int) -> dict[str, Any]:
     return {"microseconds_a_step": spread(per_step), "milliseconds_to_cut_1024": spread(cuts)}
 
 
+def balance() -> dict[str, Any]:
+    """Four ranks: padded tokens of the fullest rank of each row over the mean, first and second epoch."""
+    lengths = lengths_of(CV_ONE, 40_000)
+
+    def run(world: World) -> list[list[int]]:
+        loader = OnlineDataLoader(
+            Nothing(lengths),
+            TokenBudget(BUDGET),
+            collate_fn=first_of,
+            length_of=same,
+            weigh="samples",
+            shuffle=True,
+            world=world,
+        )
+        cost = lambda step: 0 if step.idle else len(step.indices) * int(lengths[step.indices].max())  # noqa: E731
+        return [[cost(step) for step in loader] for _ in range(2)]
+
+    by_rank = run_ranks(4, run)
+    figures = {}
+    for epoch, name in enumerate(("windows", "learned lengths")):
+        costs = np.array([rank[epoch] for rank in by_rank])
+        shuffled = np.array([np.random.default_rng(r).permutation(row) for r, row in enumerate(costs)])
+        figures[name] = {
+            "row_imbalance": float(costs.max(0).sum() / costs.mean(0).sum() - 1),
+            "if_ranks_shuffled_apart": float(shuffled.max(0).sum() / shuffled.mean(0).sum() - 1),
+        }
+    return figures
+
+
 class Job:
     """Ranks as rows of arrays: the loader's decision functions on counts of batches alone."""
 
@@ -355,7 +386,9 @@ def train() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=["speed", "fill", "overhead", "ranks", "learned", "train", []])
+    parser.add_argument(
+        "parts", nargs="*", choices=["speed", "fill", "overhead", "ranks", "learned", "balance", "train", []]
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer ranks")
     arguments = parser.parse_args()
@@ -365,6 +398,7 @@ def main() -> None:
         "fill": fill,
         "overhead": lambda: overhead(arguments.repeats),
         "ranks": lambda: many_ranks(arguments.quick),
+        "balance": balance,
         "train": train,
         "learned": lambda: {
             "rows": [learned(8, 16_000), learned(64, 16_000), learned(512, 16_000), learned(8, 64_000)]

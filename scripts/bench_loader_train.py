@@ -9,6 +9,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ from dynagroup.weights import count_label_tokens
 VOCABULARY = 64
 SAMPLES = 2048
 PER_RANK = 8
+ACCUMULATION = 4
+EPOCHS = 2
+REPEATS = 2
 LONGEST = 256
 
 
@@ -73,16 +77,20 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits, batch["labels"][:, 1:].reshape(-1), ignore_index=-100)
 
 
-def fixed(data: Dataset) -> Iterator[Step[Any]]:
-    """A plain loader of eight samples a rank; its steps are weighed exactly, too."""
-    loader = DataLoader(data, batch_size=PER_RANK, sampler=DistributedSampler(data, seed=0), collate_fn=collate)
-    for batch in loader:
-        weight = torch.tensor([count_label_tokens(batch)])
-        local = int(weight)
-        dist.all_reduce(weight)
-        share = Share(local, int(weight))
-        samples = len(batch["input_ids"])
-        yield Step(batch, [], Share(samples, samples), share, loss_scale(share, dist.get_world_size()), True)
+def fixed(data: Dataset, epoch: int) -> Iterator[Step[Any]]:
+    """A plain loader of eight samples a rank, four batches an update; its steps are weighed exactly, too."""
+    sampler = DistributedSampler(data, seed=0)
+    sampler.set_epoch(epoch)
+    batches = list(DataLoader(data, batch_size=PER_RANK, sampler=sampler, collate_fn=collate))
+    for start in range(0, len(batches), ACCUMULATION):
+        update = batches[start : start + ACCUMULATION]
+        weights = [count_label_tokens(batch) for batch in update]
+        total = torch.tensor([sum(weights)])
+        dist.all_reduce(total)
+        for number, (batch, weight) in enumerate(zip(update, weights, strict=True)):
+            share, samples = Share(weight, int(total)), len(batch["input_ids"])
+            scale = loss_scale(share, dist.get_world_size())
+            yield Step(batch, [], Share(samples, samples), share, scale, number == len(update) - 1)
 
 
 def run(kind: str, data: Walks, held_out: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -91,17 +99,16 @@ def run(kind: str, data: Walks, held_out: dict[str, torch.Tensor]) -> dict[str, 
     model = DistributedDataParallel(Model())
     budget = TokenBudget(PER_RANK * LONGEST)  # what the fixed batches need at worst
     if kind == "fixed":
-        steps: Any = fixed(data)
+        epochs: Any = (fixed(data, epoch) for epoch in range(EPOCHS))
     else:
-        options: dict[str, Any] = {"samples_per_update": PER_RANK * ranks} if kind == "update" else {"window": 128}
-        steps = OnlineDataLoader(data, budget, collate_fn=collate, shuffle=True, **options)
-    # a free-running update holds more samples than a fixed one: its rate grows with the square root of the ratio
-    rate = 3e-3 if kind != "free" else 3e-3 * (budget.max_tokens / (PER_RANK * float(data.lengths.mean()))) ** 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        options: dict[str, Any] = {"samples_per_update": PER_RANK * ACCUMULATION * ranks} if kind == "update" else {"window": 128}
+        loader = OnlineDataLoader(data, budget, collate_fn=collate, shuffle=True, **options)
+        epochs = (loader for _ in range(EPOCHS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     used = updates = num_steps = 0
     dist.barrier()
     start = time.perf_counter()
-    for step in steps:
+    for step in chain.from_iterable(epochs):
         with contextlib.nullcontext() if step.ends_update else model.no_sync():
             (model(step.batch) * step.loss_scale).backward()
         used += 0 if step.idle else int(step.samples.local)
@@ -130,7 +137,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     data, held_out = Walks(SAMPLES, seed=1), collate([Walks(128, seed=2)[i] for i in range(128)])
     figures: dict[str, list[Any]] = {}
-    for _ in range(3):
+    for _ in range(REPEATS):
         for kind in ("fixed", "free", "update"):
             figures.setdefault(kind, []).append(run(kind, data, held_out))
     if dist.get_rank() == 0:
