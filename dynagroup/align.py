@@ -179,6 +179,7 @@ def _ranges(start: int, share: int, window: int, *, even: bool) -> tuple[tuple[i
 
 
 STRATA = 16
+DRAWN = 1024  # steps drawn at once
 
 
 def quantile(seed: int, epoch: int, step: int) -> float:
@@ -190,13 +191,14 @@ def quantile(seed: int, epoch: int, step: int) -> float:
     >>> sorted(int(16 * quantile(0, 0, step)) for step in range(16)) == list(range(16))
     True
     """
-    return _strata(seed, epoch, step // STRATA)[step % STRATA]
+    return _strata(seed, epoch, step // DRAWN)[step % DRAWN]
 
 
-@lru_cache(maxsize=256)
-def _strata(seed: int, epoch: int, block: int) -> list[float]:
-    rng = np.random.default_rng((seed, epoch, block))
-    return ((rng.permutation(STRATA) + rng.random(STRATA)) / STRATA).tolist()
+@lru_cache(maxsize=64)
+def _strata(seed: int, epoch: int, number: int) -> list[float]:
+    rng = np.random.default_rng((seed, epoch, number))
+    blocks = rng.permuted(np.tile(np.arange(STRATA), (DRAWN // STRATA, 1)), axis=1)
+    return ((blocks + rng.random(blocks.shape)) / STRATA).ravel().tolist()
 
 
 def split_share(amount: int, rank: int, size: int) -> tuple[int, int]:

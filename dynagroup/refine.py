@@ -70,6 +70,7 @@ class Refined:
         lengths: stream -> int32, true lengths after processing.
         weight: loss weight, see ``weigh``.
         padded: padded tokens.
+        real: tokens that are no padding.
         group: which planned batch it came from; the window's only group without planned batches.
         oversize: a single sample that does not fit even alone.
         samples: the processed samples, where they were asked for.
@@ -81,17 +82,13 @@ class Refined:
     lengths: Streams
     weight: float
     padded: int
+    real: int
     group: int = 0
     oversize: bool = False
     samples: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
-
-    @property
-    def real(self) -> int:
-        """Tokens that are no padding."""
-        return int(self.lengths[TOKENS].sum(dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +260,7 @@ class RefinementCollator:
         shapes = shapes_of(batches, lengths)
         fits = self.budget.fits(shapes).tolist()
         padded = padded_tokens(shapes, self.budget).tolist()
-        longest = shapes.longest[TOKENS].tolist()
+        longest, real = shapes.longest[TOKENS].tolist(), shapes.total[TOKENS].tolist()
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
         made = []
         for number, members in enumerate(batches):
@@ -283,6 +280,7 @@ class RefinementCollator:
                     lengths={name: values[members] for name, values in lengths.items()},
                     weight=self._weight_of(batch, len(places)),
                     padded=padded[number],
+                    real=real[number],
                     group=groups[number],
                     oversize=not fits[number],
                     samples=chosen if number in kept else None,
