@@ -76,6 +76,30 @@ def test_a_missing_package_is_named_with_what_to_install(lengths_file, capsys, m
     assert "install dynagroup[viz]" in capsys.readouterr().err
 
 
+def test_profile_says_what_simulate_says(tmp_path, capsys):
+    pytest.importorskip("dynagroup.memory.simulate")
+    from transformers import GPT2Config
+
+    from dynagroup.memory import Measurements, Workload, simulate
+
+    config = GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=500, bos_token_id=None, eos_token_id=None)
+    config.save_pretrained(tmp_path)
+    saved = tmp_path / "found.parquet"
+    arguments = ["--shapes", "2x32", "4x64", "--dtype", "bfloat16", "--output", str(saved)]
+    assert main(["profile", "--model", str(tmp_path), *arguments]) == 0
+    expected = simulate(config, Workload.from_model(config, "train", dtype="bfloat16"), [(2, 32), (4, 64)])
+    assert list(Measurements.from_parquet(saved)) == list(expected)
+    table = capsys.readouterr().out
+    assert "4 x 64" in table
+    assert "peak GiB" in table
+
+
+def test_a_shape_is_samples_x_tokens(capsys):
+    with pytest.raises(SystemExit):
+        main(["profile", "--model", "x", "--shapes", "8by512"])
+    assert "such as 8x512, but is '8by512'" in capsys.readouterr().err
+
+
 def test_python_m_dynagroup_runs():
     shown = subprocess.run([sys.executable, "-m", "dynagroup", "--help"], capture_output=True, text=True, check=True)
     assert all(command in shown.stdout for command in ("plan", "profile", "demo"))
