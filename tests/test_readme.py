@@ -78,6 +78,12 @@ def test_links_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()
+
+
 def test_figures_are_those_of_the_results():
     tables = runpy.run_path(str(ROOT / "scripts" / "doc_tables.py"))
     readme, benchmarks = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/benchmarks.md"))
