@@ -38,7 +38,7 @@ from dynagroup.oom import (  # noqa: E402
 from dynagroup.sampler import LengthAwareBatchSampler  # noqa: E402
 from dynagroup.shapes import TOKENS, BatchShape  # noqa: E402
 
-NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 12, 800
+NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800
 WORDS = [f"w{i}" for i in range(500)]
 
 

@@ -15,6 +15,7 @@ from dynagroup.budget import AdditiveCap, Budget, MemoryBudget, TokenBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.model import PaddedTokens
 from dynagroup.oom import LearningBudget
+from dynagroup.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_budget_law
 
@@ -58,7 +59,9 @@ def test_what_failed_and_all_that_is_predicted_as_heavy_never_fits_again(budget:
             learning.record_pass(shape, peak_bytes=int(share * 1000), device_bytes=1000)
         counts, longests = (a.ravel() for a in np.meshgrid(np.arange(1, 13), np.arange(1, 121, 7)))
         grid = BatchShape.of(counts, {"tokens": longests, "patches": 1})
+        learning.apply()
         ok = learning.fits(grid)
+        assert (ok | ~learning.allows(grid) | (budget is not None and ~budget.fits(grid))).all()
         assert not ok[learning.cost(grid) >= failed].any()
         assert not (ok & ~(np.ones(len(grid), bool) if budget is None else budget.fits(grid))).any()
 
@@ -67,6 +70,7 @@ def test_it_obeys_the_budget_law_before_and_after() -> None:
     learning = LearningBudget(TokenBudget(1000))
     assert_budget_law(learning, LENGTHS)
     learning.record_oom(BatchShape.of(5, 100))
+    learning.apply()
     assert_budget_law(learning, LENGTHS)
 
 
@@ -82,6 +86,7 @@ def test_largest_agrees_with_fits(budget: Budget) -> None:
             assert not count or learning.fits(BatchShape.of(count, tokens))[0]
             assert not learning.fits(BatchShape.of(count + 1, tokens))[0]
         learning.record_oom(BatchShape.of(4, 100))
+        learning.apply()
 
 
 def test_the_limit_falls_at_once_and_grows_slowly_up_to_what_failed() -> None:
@@ -107,13 +112,13 @@ def test_batches_far_from_the_limit_prove_nothing() -> None:
 def test_a_measured_peak_that_nearly_fills_the_device_stops_growth_before_an_error_does() -> None:
     learning = LearningBudget(TokenBudget(10_000))
     learning.record_pass(BatchShape.of(5, 1000), peak_bytes=97, device_bytes=100)
-    assert learning.fits(BatchShape.of([5, 6], 1000)).tolist() == [True, False]
+    assert learning.allows(BatchShape.of([5, 6], 1000)).tolist() == [True, False]
 
 
 def test_static_memory_is_no_reason_to_forbid_every_batch() -> None:
     learning = LearningBudget(MemoryBudget.from_bytes(1000, model=Bytes(), headroom=1.0))
     learning.record_oom(BatchShape.of(10, 100))
-    assert learning.fits(BatchShape.of([8, 9, 10], 100)).tolist() == [True, True, False]
+    assert learning.allows(BatchShape.of([8, 9, 10], 100)).tolist() == [True, True, False]
 
 
 def test_binding_shares_what_is_learned() -> None:
@@ -121,13 +126,15 @@ def test_binding_shares_what_is_learned() -> None:
     bound = learning.bind(LENGTHS)
     bound.record_oom(BatchShape.of(2, 100))
     assert learning.has_learned
-    assert not learning.bind(LENGTHS).fits(BatchShape.of(2, 100))[0]
+    assert not learning.bind(LENGTHS).allows(BatchShape.of(2, 100))[0]
 
 
 def test_state_goes_through_json_and_belongs_to_a_budget() -> None:
     learning = LearningBudget(TokenBudget(1000))
     before = learning.fingerprint
     learning.record_oom(BatchShape.of(8, 100), wasted_s=1.5)
+    assert learning.fingerprint == before  # plans are still made as before
+    learning.apply()
     assert learning.fingerprint != before
     state = json.loads(json.dumps(learning.state_dict(), allow_nan=False))
     again = LearningBudget(TokenBudget(1000))
@@ -157,6 +164,7 @@ def test_workers_see_shared_lessons_at_once_and_others_when_they_start(shared: b
         asked.put(1)
         got += answers.get()
         learning.record_oom(BatchShape.of(8, 100))
+        learning.apply()
     asked.put(None)
     worker.join()
     assert got == seen
@@ -165,6 +173,7 @@ def test_workers_see_shared_lessons_at_once_and_others_when_they_start(shared: b
 def test_it_pickles() -> None:
     for learning in (LearningBudget(TokenBudget(1000)), LearningBudget(TokenBudget(1000)).share_memory()):
         learning.record_oom(BatchShape.of(8, 100))
+        learning.apply()
         assert pickle.loads(pickle.dumps(learning)).fingerprint == learning.fingerprint
 
 
@@ -174,3 +183,27 @@ def test_it_pickles() -> None:
 def test_wrong_options(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LearningBudget(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_plan_in_progress_stays_as_it_was_also_across_a_resume(window: int | None) -> None:
+    lengths = np.random.default_rng(0).integers(5, 100, 400)
+
+    def sampler(learning: LearningBudget) -> LengthAwareBatchSampler:
+        return LengthAwareBatchSampler(lengths, learning, shuffle=True, window=window, rank=0, world_size=1)
+
+    learning = LearningBudget(TokenBudget(1000))
+    first = sampler(learning)
+    batches = iter(first)
+    seen = [i for _ in range(10) for i in next(batches)]
+    learning.record_oom(BatchShape.of(9, 100))
+    seen += [i for _ in range(3) for i in next(batches)]
+
+    again = LearningBudget(TokenBudget(1000))
+    again.load_state_dict(learning.state_dict())
+    resumed = sampler(again)
+    resumed.load_state_dict(first.state_dict())
+    assert sorted(seen + [i for batch in resumed for i in batch]) == list(range(400))
+    again.apply()
+    for batch in resumed:  # the next epoch
+        assert len(batch) * lengths[batch].max() <= 810

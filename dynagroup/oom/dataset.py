@@ -212,10 +212,10 @@ class _Run:
     def _process(self, process: Process, shares: list[list[int]]) -> Iterator[tuple[list[int], list[Any]]]:
         """Run this rank's batches; once something has been learned, plan what is left of them again."""
         while shares:
-            limit = self._learned.fingerprint
+            limit = self._learned.state_dict()["allowed"]
             for at, indices in enumerate(shares):
                 yield indices, process(self._encode(indices))
-                if self._learned.fingerprint != limit:
+                if self._learned.state_dict()["allowed"] != limit:
                     shares = list(self._batches([i for batch in shares[at + 1 :] for i in batch]))
                     break
             else:

@@ -52,7 +52,11 @@ class LearningBudget(Budget):
     ``patience`` batches that came close to the limit and passed, the limit grows by ``growth``, never up to c again.
     A measured peak above ``full`` of the device stops the growth there, before an error does.
 
-    All that is learned is two numbers. ``share_memory()`` lets worker processes see them at once; without it, a worker
+    What is learned guards the run at once: ``allows`` asks it, and :class:`~dynagroup.oom.OomSafeBackward` and generation
+    split beforehand what it speaks against. ``fits``, which plans are made by, follows with :meth:`apply`: call it
+    between epochs, so that a plan stays the one it was while it is carried out, also across a resume.
+
+    All of it is four numbers. ``share_memory()`` lets worker processes see them at once; without it, a worker
     keeps what was known when it started. On several ranks record the same facts on every rank
     (:class:`~dynagroup.oom.OomSafeBackward` does), or plans differ.
 
@@ -65,6 +69,9 @@ class LearningBudget(Budget):
 
     >>> budget = LearningBudget(TokenBudget(1000))
     >>> budget.record_oom(BatchShape.of(8, longest=100))
+    >>> budget.allows(BatchShape.of([7, 8, 9], longest=100)).tolist()
+    [True, False, False]
+    >>> budget.apply()
     >>> budget.fits(BatchShape.of([7, 8, 9], longest=100)).tolist()
     [True, False, False]
     """
@@ -97,8 +104,8 @@ class LearningBudget(Budget):
     @property
     def fingerprint(self) -> str:
         base = "everything" if self.budget is None else self.budget.fingerprint
-        limit, wall = self._learned.numbers
-        return base if not self.has_learned else f"{base}, cost <= {limit!r} and < {wall!r}"
+        limit, wall = self._learned.applied
+        return base if math.isinf(limit) and math.isinf(wall) else f"{base}, cost <= {limit!r} and < {wall!r}"
 
     @property
     def has_learned(self) -> bool:
@@ -107,12 +114,19 @@ class LearningBudget(Budget):
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = np.ones(len(shape), dtype=np.bool_) if self.budget is None else self.budget.fits(shape)
-        return ok & self.allows(shape)
+        return ok & self._within(self._learned.applied, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
-        """Which shapes nothing learned speaks against, whatever the budget itself says: bool (K,)."""
-        limit, wall = self._learned.numbers
-        if not self.has_learned:
+        """Which shapes nothing learned so far speaks against, whatever the budget itself says: bool (K,)."""
+        return self._within(self._learned.numbers, shape)
+
+    def apply(self) -> None:
+        """Plan by what has been learned so far. For between epochs."""
+        self._learned.apply()
+
+    def _within(self, numbers: tuple[float, float], shape: BatchShape) -> BoolArray:
+        limit, wall = numbers
+        if math.isinf(limit) and math.isinf(wall):
             return np.ones(len(shape), dtype=np.bool_)
         cost = self.cost(shape)
         return (cost <= limit) & (cost < wall)
@@ -122,9 +136,10 @@ class LearningBudget(Budget):
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         most = None if self.budget is None else self.budget.largest(longest)
-        if most is None or not self.has_learned:
+        applied = self._learned.applied
+        if most is None or all(math.isinf(x) for x in applied):
             return most
-        return _bisect(lambda count: self.allows(BatchShape.of(count, longest)), most)
+        return _bisect(lambda count: self._within(applied, BatchShape.of(count, longest)), most)
 
     def cost(self, shape: BatchShape, /) -> np.ndarray:
         """What the budget predicts for each shape: float64 (K,), never falling when a sample is added or lengthened."""
@@ -199,6 +214,7 @@ class LearningBudget(Budget):
         learned = self._learned
         kept = {f.name: getattr(learned, f.name) for f in fields(learned) if f.name != "numbers_kept"}
         kept |= {"first": _or_none(learned.first), "allowed": [_or_none(x) for x in learned.numbers]}
+        kept["applied"] = [_or_none(x) for x in learned.applied]
         kept["curve"] = list(learned.curve)
         return {"version": _VERSION, "budget": None if self.budget is None else self.budget.fingerprint, **kept}
 
@@ -215,6 +231,8 @@ class LearningBudget(Budget):
                 f"{_VERSION} and budget {own!r}; start without it, or with the budget it was learned for"
             )
         learned = self._learned
+        learned.set(*(_or_inf(x) for x in state["applied"]))
+        learned.apply()
         learned.set(*(_or_inf(x) for x in state["allowed"]))
         learned.first = _or_inf(state["first"])
         for name in ("calm", "num_batches", "num_ooms", "num_retries", "num_skipped", "wasted_s"):
@@ -243,7 +261,7 @@ class _Learned:
     curve: list[tuple[int, float]]
 
     def __init__(self) -> None:
-        self.numbers_kept = [math.inf, math.inf]
+        self.numbers_kept = [math.inf] * 4
         self.first = math.inf
         self.calm = self.num_batches = self.num_ooms = self.num_retries = self.num_skipped = 0
         self.wasted_s = 0.0
@@ -253,6 +271,14 @@ class _Learned:
     def numbers(self) -> tuple[float, float]:
         """(largest cost allowed, lowest cost that has failed)"""
         return float(self.numbers_kept[0]), float(self.numbers_kept[1])
+
+    @property
+    def applied(self) -> tuple[float, float]:
+        """The same, as plans know it."""
+        return float(self.numbers_kept[2]), float(self.numbers_kept[3])
+
+    def apply(self) -> None:
+        self.numbers_kept[2], self.numbers_kept[3] = self.numbers_kept[0], self.numbers_kept[1]
 
     def set(self, limit: float, wall: float) -> None:
         self.numbers_kept[0], self.numbers_kept[1] = limit, wall
