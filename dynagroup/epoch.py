@@ -17,12 +17,11 @@ from dynagroup.exchange import Exchange, fingerprint
 from dynagroup.learned import LearnedLengths
 from dynagroup.online_state import pack, pack_groups, unpack, unpack_groups
 from dynagroup.order import EpochOrder
-from dynagroup.plan import PlanConfig, Planner
-from dynagroup.planned import Rank, Schedule, exact_plans, rough_plans, update_plans
+from dynagroup.planned import Rank, Schedule, exact_plans, exact_window, rough_plans, update_plans
 from dynagroup.refine import Refined, RefinementCollator, shorten
-from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.shapes import TOKENS, IntArray
 from dynagroup.stats import LoaderStats
-from dynagroup.windows import IndexedDataset, MapFeed, Order, Planned, RequestQueue, StreamFeed
+from dynagroup.windows import IndexedDataset, MapFeed, Order, Planned, RequestQueue, StreamFeed, split_queued
 from dynagroup.world import World
 
 __all__ = ["EpochRun", "Facts"]
@@ -456,21 +455,3 @@ def _set_epoch(sampler: Any, epoch: int) -> None:
     set_epoch = getattr(sampler, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
-
-
-def exact_window(lengths: Streams, budget: Budget, size: int, config: Any) -> int:
-    """Samples planned together: all ranks' windows, at least what the offline sampler would choose.
-
-    With ``shuffle`` at most a quarter of an epoch, so that batches differ from epoch to epoch.
-    """
-    offline = Planner(lengths, budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
-    return max(offline, min(config.window * size, len(lengths[TOKENS]) // 4))
-
-
-def split_queued(collator: RefinementCollator, queued: Queued, parts: int) -> list[Queued]:
-    """A queued batch in parts; positions go with their samples."""
-    made, start = [], 0
-    for part in collator.split(queued.refined, parts):
-        made.append(Queued(part, queued.positions[start : start + len(part)], queued.late, queued.kept))
-        start += len(part)
-    return made

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from dynagroup.align import split_share
 from dynagroup.budget import Budget
 from dynagroup.errors import ConfigError
+from dynagroup.plan import PlanConfig, Planner
 from dynagroup.rows import cut_evenly, matched_by_cost
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.windows import Planned
 
-__all__ = ["SamplesPerUpdate", "Schedule", "exact_plans", "rough_plans", "update_plans"]
+__all__ = ["SamplesPerUpdate", "Schedule", "exact_plans", "exact_window", "rough_plans", "update_plans"]
 
 SamplesPerUpdate: TypeAlias = int | Callable[[int, int], int]
 """Samples of an update; or (number of the update, samples of the one before) -> samples."""
@@ -173,3 +174,12 @@ def update_plans(
 def _keep(who: Rank, number: int) -> int:
     """Samples are kept for splitting only where another rank may need more steps."""
     return number if who.size > 1 else 0
+
+
+def exact_window(lengths: Streams, budget: Budget, size: int, config: Any) -> int:
+    """Samples planned together: all ranks' windows, at least what the offline sampler would choose.
+
+    With ``shuffle`` at most a quarter of an epoch, so that batches differ from epoch to epoch.
+    """
+    offline = Planner(lengths, budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
+    return max(offline, min(config.window * size, len(lengths[TOKENS]) // 4))

@@ -15,10 +15,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dynagroup.engine import Queued, late
 from dynagroup.errors import ConfigError
 from dynagroup.order import EpochOrder
-from dynagroup.refine import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
+from dynagroup.refine import RefinedWindow, RefinementCollator, WindowRequest, WindowSamples, shorten
 from dynagroup.shapes import IntArray
 
-__all__ = ["IndexedDataset", "MapFeed", "Order", "Planned", "RequestQueue", "StreamDataset", "StreamFeed"]
+__all__ = [
+    "IndexedDataset",
+    "MapFeed",
+    "Order",
+    "Planned",
+    "RequestQueue",
+    "StreamDataset",
+    "StreamFeed",
+    "split_queued",
+]
 
 
 class _Forwarding:
@@ -348,7 +357,10 @@ class StreamFeed:
         self._iterator = None
 
 
-def smallest_of(batches: Iterable[Refined]) -> Refined | None:
-    """A batch with few padded tokens that weighs something, to idle on."""
-    weighing = [b for b in batches if b.weight > 0]
-    return min(weighing or batches, key=lambda b: b.padded, default=None)
+def split_queued(collator: RefinementCollator, queued: Queued, parts: int) -> list[Queued]:
+    """A queued batch in parts; positions go with their samples."""
+    made, start = [], 0
+    for part in collator.split(queued.refined, parts):
+        made.append(Queued(part, queued.positions[start : start + len(part)], queued.late, queued.kept))
+        start += len(part)
+    return made

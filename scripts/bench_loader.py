@@ -29,11 +29,10 @@ from results import save  # noqa: E402
 
 from dynagroup import OnlineDataLoader, TokenBudget  # noqa: E402
 from dynagroup.align import Offer, agree, hand_out, level  # noqa: E402
-from dynagroup.epoch import exact_window  # noqa: E402
 from dynagroup.exchange import WIDTH  # noqa: E402
-from dynagroup.loader import OnlineConfig  # noqa: E402
+from dynagroup.online_config import OnlineConfig  # noqa: E402
 from dynagroup.partition import cut, shapes_of  # noqa: E402
-from dynagroup.planned import Rank, exact_plans  # noqa: E402
+from dynagroup.planned import Rank, exact_plans, exact_window  # noqa: E402
 from dynagroup.rows import cut_evenly  # noqa: E402
 from dynagroup.shapes import TOKENS  # noqa: E402
 from dynagroup.testing import run_ranks  # noqa: E402
