@@ -212,10 +212,14 @@ def _chunks(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield chunk
 
 
-def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
+def _check_texts(texts: Sequence[Any], first: int) -> None:
     for index, text in enumerate(texts, first):
         if not isinstance(text, str):
             raise ConfigError(f"text {index} must be a string, but is {text!r}; correct or filter out that sample")
+
+
+def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
+    _check_texts(texts, first)
     if not texts:
         return []
     shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
@@ -243,9 +247,7 @@ def _measure_in_processes(
     from datasets import Dataset
 
     texts = list(texts)
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise ConfigError(f"text {index} must be a string, but is {text!r}; correct or filter out that sample")
+    _check_texts(texts, 0)
     return _map_counts(Dataset.from_dict({"text": texts}), "text", tokenizer, max_length, num_proc)
 
 
