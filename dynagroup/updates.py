@@ -31,7 +31,7 @@ __all__ = ["Update", "UpdateLoader", "UpdateSource", "Weigh"]
 
 B = TypeVar("B")
 Update: TypeAlias = list[Step[B]]
-Weigh: TypeAlias = Literal["samples"] | Callable[[Any], float]
+Weigh: TypeAlias = "Literal['samples'] | Callable[[Any], float]"
 
 STATE_VERSION = 1
 LARGEST_UPDATE = 1 << 40
@@ -281,8 +281,9 @@ class UpdateLoader(Generic[B]):
         counts = [0 if idle else len(b) for b, idle in zip(update.batches, update.idle, strict=True)]
         weights: Sequence[float] = counts
         total: float = update.num_samples
-        if self._weigh != "samples":
-            weights = [0.0 if idle else self._weigh(b) for b, idle in zip(batches, update.idle, strict=True)]
+        weigh = self._weigh
+        if callable(weigh):
+            weights = [0.0 if idle else weigh(b) for b, idle in zip(batches, update.idle, strict=True)]
             total = self.world.all_sum([round(sum(weights) * WEIGHT_UNIT)])[0] / WEIGHT_UNIT
         last = len(batches) - 1
         return [
@@ -361,8 +362,10 @@ class UpdateLoader(Generic[B]):
 
 
 def _checked_weigh(weigh: Any) -> Weigh:
-    if weigh == "samples" or callable(weigh):
+    if callable(weigh):
         return weigh
+    if weigh == "samples":
+        return "samples"
     raise ConfigError(f"`weigh` must be 'samples' or a function from a batch to its weight, but is {weigh!r}")
 
 
@@ -422,8 +425,8 @@ def _checked_state(state: Mapping[str, Any], planner: Planner) -> tuple[Cursor, 
         cursor = Cursor(**state["cursor"])
     except TypeError as error:
         raise StateError(f"the state is damaged: cursor {state['cursor']!r}") from error
-    if cursor.position is not None:
-        where = dict(cursor.position)  # type: ignore[call-overload]
+    if state["cursor"]["position"] is not None:
+        where = dict(state["cursor"]["position"])
         where["segments"] = tuple((int(ranks), int(rows)) for ranks, rows in where["segments"])
         cursor = replace(cursor, position=Position(**where))
     return cursor, [(int(update), int(samples)) for update, samples in state["changes"]]

@@ -22,7 +22,7 @@ from dynagroup import TokenBudget
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import DynagroupTrainer
 
-VOCAB, LONGEST, BATCH, ACCUMULATION = 2048, 256, 8, 4
+VOCAB, LONGEST, BATCH, ACCUMULATION = 2048, 128, 8, 4
 
 
 class Clock(TrainerCallback):

@@ -34,12 +34,17 @@ class Books(_Base):
     dynagroup: DynagroupConfig
     update_loader: Updates | None
     guard: OomSafeBackward | None
-    samples_per_update: int
     _fixed_samples: int
     _rates_before: list[Any] | None = None
     _changes_known = 0
     _since_log = 0.0
     _ooms_logged = 0
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples of an update, over all ranks; of the first one, where a schedule changes it."""
+        wanted = self.dynagroup.samples_per_update
+        return self._fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         if dataloader is not self.update_loader or not has_length(dataloader):

@@ -63,7 +63,7 @@ class DynagroupTrainerMixin(Books):
     def __init__(self, *args: Any, dynagroup: Budget | DynagroupConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
-        refuse_unsupported(self, config.world)
+        refuse_unsupported(self, config)
         self.dynagroup = config
         self.update_loader: Updates | None = None
         self.accumulation = int(self.args.gradient_accumulation_steps)
@@ -75,12 +75,6 @@ class DynagroupTrainerMixin(Books):
         self.guard: OomSafeBackward | None = None
         self._since_log = time.perf_counter()
         self.add_callback(DynagroupCallback())
-
-    @property
-    def samples_per_update(self) -> int:
-        """Samples of an update, over all ranks; of the first one, where a schedule changes it."""
-        wanted = self.dynagroup.samples_per_update
-        return self._fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.samples_per_update
@@ -155,10 +149,13 @@ class DynagroupTrainerMixin(Books):
         if checkpoint is None or not self.state.global_step:
             return resumed
         state = saved["attributes"].get("loader_state")
-        if isinstance(loader, OnlineUpdates):
-            state = read_states(checkpoint)
-        if state is not None:
+        states = read_states(checkpoint) if isinstance(loader, OnlineUpdates) else None
+        if isinstance(loader, OnlineUpdates) and states is not None:
+            loader.load_state_dict(states)
+        elif isinstance(loader, UpdateLoader) and state is not None:
             loader.load_state_dict(state)
+        elif self.args.ignore_data_skip:
+            loader.set_epoch(self.state.global_step // loader.num_updates(0))
         else:
             self._continue_fixed_batches(loader)
         if self.args.ignore_data_skip:

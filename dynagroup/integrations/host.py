@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import ConfigError
+from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.shapes import IntArray
 from dynagroup.world import SingleProcess, World, current_world
 
@@ -38,7 +39,7 @@ KEPT = (
 )
 
 
-def refuse_unsupported(trainer: Any, world: World | None) -> None:
+def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     """Combinations that would lose samples or weigh them wrongly.
 
     Raises:
@@ -47,12 +48,18 @@ def refuse_unsupported(trainer: Any, world: World | None) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     shards = accelerator.dataloader_config
     model_parallel = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     averaged = args.average_tokens_across_devices or args.world_size == 1
     wrong = [
         (args.auto_find_batch_size, "auto_find_batch_size=True", "the budget keeps batches within memory"),
         (shards.dispatch_batches, "dispatch_batches=True", "every rank loads its own batches; set it to False"),
         (shards.split_batches, "split_batches=True", "every rank loads its own batches; set it to False"),
         (not args.dataloader_in_order, "dataloader_in_order=False", "updates need their batches in order"),
+        (
+            plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
+            "DeepSpeed ZeRO-3 with mode='online'",
+            "its parameters are gathered in step on all ranks; use mode='offline'",
+        ),
         (args.n_gpu > 1, "nn.DataParallel", "launch one process a device, with torchrun or accelerate launch"),
         (
             str(args.train_sampling_strategy) == "batch_rebalance",
@@ -65,7 +72,7 @@ def refuse_unsupported(trainer: Any, world: World | None) -> None:
             "ranks hold batches of different size, so tokens must be counted over all of them",
         ),
         (
-            model_parallel > 1 and world is None,
+            model_parallel > 1 and config.world is None,
             f"tensor, context or sequence parallelism ({model_parallel} ranks share a sample)",
             "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group",
         ),

@@ -312,6 +312,35 @@ def test_tensor_parallelism_needs_to_say_who_shares_data(tmp_path, monkeypatch):
         trainer("causal", tmp_path, fits=True)
 
 
+def test_zero3_needs_planned_updates(tmp_path):
+    from types import SimpleNamespace
+
+    from dynagroup.integrations.host import refuse_unsupported
+
+    run = trainer("causal", tmp_path, fits=True)
+    run.accelerator = SimpleNamespace(
+        dataloader_config=run.accelerator.dataloader_config,
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)),
+        parallelism_config=None,
+    )
+    refuse_unsupported(run, run.dynagroup)
+    with pytest.raises(ConfigError, match="ZeRO-3 with mode='online' does not go with dynagroup"):
+        refuse_unsupported(run, DynagroupConfig(budget=TokenBudget(100), mode="online"))
+
+
+def test_ignore_data_skip_begins_the_epoch_anew(tmp_path):
+    changes = {"max_steps": 10, "save_strategy": "steps", "save_steps": 8}
+    trainer("causal", tmp_path / "a", fits=True, **changes).train()
+    recorder = Recorder()
+    again = recorder.attach(trainer("causal", tmp_path / "b", fits=True, max_steps=10, ignore_data_skip=True))
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-8"))
+    whole = again.update_loader
+    whole.set_epoch(1)
+    assert [sorted(u) for u in recorder.indices[:2]] == [
+        sorted(i for step in update for i in step.indices) for update in list(whole)[:2]
+    ]
+
+
 def test_config_errors_name_the_way_out():
     budget = TokenBudget(100)
     with pytest.raises(ConfigError, match="`updates` must be one of"):
