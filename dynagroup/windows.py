@@ -256,6 +256,7 @@ class MapFeed:
         self._iterator: Iterator[RefinedWindow] | None = None
         self._number = 0
         self._sent: dict[int, Planned] = {}
+        self._early: dict[int, RefinedWindow] = {}
         self._source = None if source is None else iter(source)
         self.upcoming = None if self._source is None else next(self._source, None)
         queue.reset(None if source is None else self._from_source())
@@ -288,15 +289,18 @@ class MapFeed:
         self._queue.closed = closed
 
     def take(self) -> list[Queued] | None:
+        """The next window's batches, in the order in which windows were opened, also where workers answer out of order."""
         if self._iterator is None:
             self._iterator = self._open()
-        while True:
+        turn = min(self._sent, default=-1)
+        if turn < 0:  # the next request was not pulled yet
+            turn = self._number
+        while turn not in self._early:
             window = next(self._iterator, None)
             assert window is not None, "the DataLoader ended with windows outstanding"
             if window.number >= 0:
-                break
-        planned = self._sent.pop(window.number)
-        return queued_of(window, planned)
+                self._early[window.number] = window
+        return queued_of(self._early.pop(turn), self._sent.pop(turn))
 
     def close(self) -> None:
         """Let go of the workers; a later fork must not inherit them."""
