@@ -1,0 +1,135 @@
+"""Operators as a CUDA device would run them, for tensors that have shapes but no data.
+
+PyTorch chooses kernels by device. On tensors without data it would choose the CPU's, which keep other things alive: a
+materialised score matrix under dropout or a mask, dropout masks as wide as their input, and copies for a wider softmax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["CudaKernels"]
+
+HALF = (torch.float16, torch.bfloat16)
+FLASH_HEAD_SIZE = 256  # largest that the flash kernel takes (aten/native/transformers/cuda/sdp_utils.cpp)
+MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
+
+# What torch.autocast runs in the lower precision, and what it lifts to float32, on CUDA (autocast_mode.h).
+LOWER = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm,
+         torch.einsum, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.mm, torch.Tensor.__matmul__,
+         torch.conv1d, torch.conv2d, torch.addbmm, F.scaled_dot_product_attention}  # fmt: skip
+HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy, F.nll_loss, torch.softmax,
+          torch.log_softmax, torch.layer_norm, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.sum, torch.cumsum,
+          torch.norm, torch.prod, torch.Tensor.pow, torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log,
+          torch.Tensor.sum, torch.Tensor.softmax, torch.Tensor.__pow__}  # fmt: skip
+
+
+class CudaKernels(TorchFunctionMode):
+    """Run attention, dropout and softmax as CUDA would.
+
+    A question about values ("is every entry of this mask true?", "is any of these infinite?") is answered with no: batches
+    have padding, and nothing overflows.
+
+    Args:
+        autocast: dtype of ``torch.autocast`` around the forward pass, or None.
+    """
+
+    def __init__(self, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.autocast = autocast
+        self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.autocast is not None:
+            args, kwargs = self._recast(func, args, kwargs)
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **kwargs)
+        if func is F.dropout:
+            return dropout(*args, **kwargs)
+        if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
+            return _softmax(func, *args, **kwargs)
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return False
+        return func(*args, **kwargs)
+
+    def end_forward(self) -> None:
+        """Leave the autocast region: drop its cache of cast weights."""
+        self.autocast = None
+        self._cast_weights.clear()
+
+    def _recast(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if func in LOWER:
+            return tuple(map(self._lower, args)), {k: self._lower(v) for k, v in kwargs.items()}
+        if func in HIGHER:
+            return tuple(map(_higher, args)), {k: _higher(v) for k, v in kwargs.items()}
+        return args, kwargs
+
+    def _lower(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return type(value)(map(self._lower, value))
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(self.autocast)
+        # Autocast casts a weight once a forward pass; the pair keeps the key's tensor alive.
+        return self._cast_weights.setdefault(id(value), (value, value.to(self.autocast)))[1]
+
+
+def _higher(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` with the kernel that CUDA takes: flash, else memory-efficient."""
+    same_heads = query.shape[-3] == key.shape[-3]
+    if attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE:
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if enable_gqa and not same_heads:  # the memory-efficient kernel has no grouped heads; the math path repeats them
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    if attn_mask is not None:
+        attn_mask = _bias(attn_mask, query, key)
+    needs_grad = torch.is_grad_enabled() and query.requires_grad
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The mask as the additive bias that the memory-efficient kernel reads; each call makes its own copy, as CUDA does."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    width = mask.shape[-1]
+    if width % MASK_ALIGNMENT:
+        mask = F.pad(mask, (0, MASK_ALIGNMENT - width % MASK_ALIGNMENT))[..., :width]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0.0:
+        return input
+    return torch.ops.aten.native_dropout(input, p, True)[0]  # its mask takes one byte an element
+
+
+def _softmax(func: Any, input: torch.Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    wider = kwargs.get("dtype") == torch.float32 and input.dtype in HALF
+    if not wider or dim is None:
+        return func(input, dim, *args, **kwargs)
+    fused = torch.ops.aten._log_softmax if func is F.log_softmax else torch.ops.aten._softmax
+    return fused(input, dim, True)  # CUDA reads half and writes float without a copy in between

@@ -1,0 +1,141 @@
+"""Rows of "this shape took that much memory", simulated or measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynagroup.errors import ConfigError
+from dynagroup.memory.workload import Workload
+from dynagroup.shapes import TOKENS, BatchShape
+
+__all__ = ["Measurement", "Measurements"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Peak memory of one batch. An out-of-memory run has no size: ``batch_bytes`` is None and ``oom`` is True."""
+
+    num_samples: int
+    longest: Mapping[str, int]
+    static_bytes: int
+    batch_bytes: int | None
+    oom: bool = False
+    reserved_bytes: int | None = None
+    """What the allocator had taken from the device at most; only measured."""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """``static_bytes + batch_bytes``."""
+        return None if self.batch_bytes is None else self.static_bytes + self.batch_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """One row a shape, for one workload.
+
+    Raises:
+        ConfigError: a row holds no number where it should, or a number where memory ran out.
+
+    >>> rows = Measurements((Measurement(2, {"tokens": 64}, static_bytes=100, batch_bytes=50),), Workload(mode="train"))
+    >>> [row.peak_bytes for row in rows]
+    [150]
+    """
+
+    rows: tuple[Measurement, ...]
+    workload: Workload
+    source: str = "simulated"
+    """"simulated" or "measured"."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """Hardware, versions, date."""
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            _check(number, row)
+
+    def __iter__(self) -> Iterator[Measurement]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __add__(self, other: Measurements) -> Measurements:
+        if self.workload != other.workload:
+            raise ConfigError("measurements of two workloads do not add up; keep them apart, in a list")
+        return Measurements(self.rows + other.rows, self.workload, self.source, self.about)
+
+    @property
+    def complete(self) -> tuple[Measurement, ...]:
+        """The rows that did not run out of memory."""
+        return tuple(row for row in self.rows if row.batch_bytes is not None)
+
+    def shapes(self) -> BatchShape:
+        """Shapes of the complete rows."""
+        rows = self.complete
+        names = rows[0].longest if rows else {TOKENS: 0}
+        return BatchShape.of([r.num_samples for r in rows], {k: [r.longest[k] for r in rows] for k in names})
+
+    def batch_bytes(self) -> np.ndarray:
+        """Bytes that grow with the batch, of the complete rows: float64 (K,)."""
+        return np.array([row.batch_bytes for row in self.complete], dtype=np.float64)
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write the rows, with workload, source and hardware in the file's metadata. Needs pyarrow."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        streams = sorted({name for row in self.rows for name in row.longest})
+        table = pa.table({
+            "num_samples": [r.num_samples for r in self.rows],
+            **{f"longest_{s}": [r.longest.get(s) for r in self.rows] for s in streams},
+            **{name: pa.array([getattr(r, name) for r in self.rows], type=pa.int64())
+               for name in ("static_bytes", "batch_bytes", "peak_bytes", "reserved_bytes")},
+            "oom": [r.oom for r in self.rows],
+        })  # fmt: skip
+        about = {"workload": self.workload.to_json(), "source": self.source, "about": json.dumps(dict(self.about))}
+        pq.write_table(table.replace_schema_metadata({f"dynagroup.{k}": v for k, v in about.items()}), path)
+
+    @classmethod
+    def from_parquet(cls, path: str | Path) -> Measurements:
+        """Read what :meth:`to_parquet` wrote."""
+        import pyarrow.parquet as pq
+
+        table = pq.read_table(path)
+        about = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+        if "dynagroup.workload" not in about:
+            raise ConfigError(f"{path} holds no dynagroup measurements: its metadata lacks 'dynagroup.workload'")
+        rows = tuple(_row(values) for values in table.to_pylist())
+        workload = Workload.from_json(about["dynagroup.workload"])
+        return cls(rows, workload, about["dynagroup.source"], json.loads(about["dynagroup.about"]))
+
+
+def _row(values: Mapping[str, Any]) -> Measurement:
+    streams = {k.removeprefix("longest_"): v for k, v in values.items() if k.startswith("longest_") and v is not None}
+    return Measurement(
+        num_samples=values["num_samples"],
+        longest=streams,
+        static_bytes=values["static_bytes"],
+        batch_bytes=values["batch_bytes"],
+        oom=values["oom"],
+        reserved_bytes=values["reserved_bytes"],
+    )
+
+
+def _check(number: int, row: Measurement) -> None:
+    if row.oom != (row.batch_bytes is None):
+        raise ConfigError(
+            f"row {number}: `batch_bytes` is {row.batch_bytes!r} and `oom` is {row.oom}; a run that ran out of memory has "
+            "no size (None), any other has one"
+        )
+    values = {"num_samples": row.num_samples, "static_bytes": row.static_bytes, "batch_bytes": row.batch_bytes}
+    values |= {f"longest[{name!r}]": value for name, value in row.longest.items()}
+    for name, value in values.items():
+        if value is not None and not (np.isfinite(value) and value >= (1 if name == "num_samples" else 0)):
+            raise ConfigError(f"row {number}: `{name}` must be a finite number, not negative, but is {value!r}; leave the row out")
+    if TOKENS not in row.longest:
+        raise ConfigError(f"row {number}: `longest` has streams {sorted(row.longest)}, but not 'tokens'")
