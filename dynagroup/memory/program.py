@@ -12,7 +12,6 @@ from dynagroup.memory.build import make_inputs
 from dynagroup.memory.kernels import CudaKernels
 from dynagroup.memory.tracer import BLOCK, LiveBytes
 from dynagroup.memory.workload import ELEMENT_BYTES, Workload
-from dynagroup.shapes import TOKENS
 
 __all__ = ["MakeInputs", "prepare", "static_bytes", "trace"]
 
@@ -80,7 +79,7 @@ def trace(
         if workload.mode == "train":
             _train(model, batch, kernels)
         elif workload.mode == "generate":
-            _generate(model, batch, longest, workload.max_new_tokens or 1, tracer)
+            _generate(model, batch, workload.max_new_tokens or 1, tracer)
         else:
             with torch.no_grad():
                 _held = model(**batch)
@@ -90,7 +89,10 @@ def trace(
 def _batch(model: torch.nn.Module, workload: Workload, num_samples: int, longest: Mapping[str, int]) -> dict[str, torch.Tensor]:
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, "target": 1}
-    return make_inputs(model, num_samples, longest, with_labels=workload.mode == "train")
+    batch = make_inputs(model, num_samples, longest, with_labels=workload.mode == "train")
+    if workload.attention == "flash":  # FlashAttention reads sequences without their padding: no mask reaches the kernel
+        batch.pop("attention_mask", None)
+    return batch
 
 
 def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor], kernels: CudaKernels) -> None:
@@ -102,9 +104,7 @@ def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor], kernels: Cuda
 
 
 @torch.no_grad()
-def _generate(
-    model: Any, batch: dict[str, torch.Tensor], longest: Mapping[str, int], new_tokens: int, tracer: LiveBytes
-) -> None:
+def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, tracer: LiveBytes) -> None:
     """Prefill, then the last decode step: its cache holds the input and every new token but one."""
     from transformers import DynamicCache, EncoderDecoderCache
 
@@ -113,14 +113,13 @@ def _generate(
     if encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
     keep = {} if encoder_decoder or not _takes(model, "logits_to_keep") else {"logits_to_keep": 1}
-    prompt = 1 if encoder_decoder else int(longest[TOKENS])
     outputs = model(**batch, past_key_values=cache, use_cache=True, **keep)
     encoded = getattr(outputs, "encoder_last_hidden_state", None)
     scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # as generate() keeps them
     del outputs
     words = scores.argmax(-1, keepdim=True)
     del scores
-    final = prompt + new_tokens - 1
+    final = int(cache.get_seq_length()) + new_tokens - 1
     tracer.mark("prefilled")
     stretch(cache.self_attention_cache if encoder_decoder else cache, final)
     tracer.mark("stretched")
@@ -130,7 +129,7 @@ def _generate(
             held["attention_mask"] = batch["attention_mask"]
     else:
         mask = torch.ones(words.shape[0], final + 1, dtype=torch.long)
-        held = {"input_ids": words, "attention_mask": mask}
+        held = {"input_ids": words, **({"attention_mask": mask} if "attention_mask" in batch else {})}
     outputs = model(**held, past_key_values=cache, use_cache=True, **keep)
     scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)
     scores.softmax(-1)  # sampling; greedy search keeps less
