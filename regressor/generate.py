@@ -34,20 +34,22 @@ def settings(family: Family, name: str, rng: np.random.Generator, variation: int
     fused = name not in ("bloom", "gemma2", "t5", "mt5")
     autocasts = name not in ("bloom", "mixtral", "qwen3_moe")
     chosen: list[dict[str, Any]] = []
-    count = 3 if family.kind in ("decoder", "encoder") else 2
+    count = {0: 3}.get(variation, 2) if family.kind in ("decoder", "encoder") else {0: 2}.get(variation, 1)
     for number in range(count):
         precision = str(rng.choice(["pure", "pure", "mixed", "full"])) if autocasts else "pure"
         dtype = "bfloat16" if precision == "pure" else "float32"
         attention = str(rng.choice(["sdpa", "sdpa", "sdpa", "eager", "flash"]))
         if attention == "flash" and (not fused or precision == "full" or family.kind != "decoder"):
             attention = "sdpa"
-        lora = family.kind == "decoder" and autocasts and number == 2 and variation % 2 == 1
+        lora = family.kind == "decoder" and autocasts and number == 1 and variation % 2 == 1
         chosen.append({"mode": "train", "dtype": dtype, "attention": attention, "lora": lora,
                        "autocast": "bfloat16" if precision == "mixed" else None,
                        "gradient_checkpointing": bool(rng.random() < 0.4)})  # fmt: skip
+    chosen = [setting for place, setting in enumerate(chosen) if setting not in chosen[:place]]
     plain = {"dtype": "bfloat16", "autocast": None, "lora": False, "gradient_checkpointing": False}
-    chosen.append({**plain, "mode": "forward", "attention": str(rng.choice(["sdpa", "sdpa", "eager"]))})
-    if family.kind != "encoder":
+    if variation == 0 or variation % 2 or family.kind == "encoder":
+        chosen.append({**plain, "mode": "forward", "attention": str(rng.choice(["sdpa", "sdpa", "eager"]))})
+    if family.kind != "encoder" and (variation == 0 or variation % 2 == 0):
         tokens = int(np.exp(rng.uniform(np.log(16), np.log(1024))))
         attention = str(rng.choice(["sdpa", "sdpa", "sdpa", "eager"]))
         chosen.append({**plain, "mode": "generate", "attention": attention, "max_new_tokens": tokens})
@@ -78,9 +80,9 @@ def simulate_workload(family: Family, sizes: Sizes, setting: dict[str, Any]) -> 
     known = {k: v for k, v in setting.items() if k not in ("mode", "lora") and v is not None}
     bare = Workload(mode=setting["mode"], **known)
     deep = build(family, sizes, setting, bare)
-    workload = Workload.from_model(deep if setting["lora"] or family.kind == "vision" else family.build(sizes), setting["mode"], **known)
-    shallow = prepare(build(family, replace(sizes, layers=TRACED_LAYERS), setting, bare), workload)
+    workload = Workload.from_model(deep, setting["mode"], **known)
     layers = {index: len(stack) for index, stack in enumerate(stacks(deep))}
+    shallow = prepare(build(family, replace(sizes, layers=TRACED_LAYERS), setting, bare), workload)
     two_streams = family.kind == "seq2seq" and setting["mode"] != "generate"
     phases = fit_phases(shallow, workload, two_streams=two_streams, layers=layers)
     return {
@@ -164,7 +166,7 @@ def main() -> None:
     parser.add_argument("--variations", type=int, default=5, help="random configs a family, beside the known one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then and write what there is")
-    parser.add_argument("--check-every", type=int, default=12, help="compare every n-th workload with traces of all its layers")
+    parser.add_argument("--check-every", type=int, default=25, help="compare every n-th workload with traces of all its layers")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)

@@ -54,9 +54,11 @@ def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
 class Deepen:
     """Watches the last of three layers in each stack, and raises the timeline as if there were ``layers`` of them."""
 
-    def __init__(self, model: torch.nn.Module, layers: Mapping[int, int]) -> None:
+    def __init__(self, model: torch.nn.Module, layers: Mapping[int, int], workload: Workload) -> None:
         self._stacks = stacks(model)
         self._layers = layers
+        # With checkpointing nothing but autocast's cache holds the cast weights, and that ends with the forward pass.
+        self._drops_casts = bool(workload.autocast and workload.gradient_checkpointing)
         self.spans: list[dict[str, int]] = [{} for _ in self._stacks]
 
     @contextmanager
@@ -92,9 +94,16 @@ class Deepen:
             kept = span["live2"] - span["live1"]
             added = self._layers[index] - TRACED_LAYERS
             line[span["start2"] : min(span.get("end", len(line)), prefilled)] += kept * added
+            if self._drops_casts:
+                line[tracer.marks["forward_ends"][0] : span.get("end", len(line))] -= _cast_bytes(self._stacks[index][1]) * added
             if kept:  # the stack that has the cache, which grows from the prompt's length to its last
                 line[prefilled:] += (kept + (at_full - at_prompt) / TRACED_LAYERS) * added
         return line
+
+
+def _cast_bytes(layer: torch.nn.Module) -> int:
+    linear = (m for m in layer.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2)
+    return sum(2 * p.numel() for m in linear for p in m.parameters(recurse=False) if p.dtype == torch.float32 and p.requires_grad)
 
 
 def fit_phases(
@@ -111,10 +120,10 @@ def fit_phases(
         ValueError: the program differs between shapes, or a size is no polynomial in them.
     """
     columns = len(MONOMIALS) if two_streams else _ONE_STREAM
-    probes = PROBES if two_streams else PROBES[: _ONE_STREAM + 2]
+    probes = PROBES[: len(MONOMIALS) + 1] if two_streams else PROBES[: _ONE_STREAM + 1]
     lines = []
     for n, length, target in probes:
-        deepen = Deepen(model, layers) if layers else None
+        deepen = Deepen(model, layers, workload) if layers else None
         longest = {"tokens": length, "target": target} if two_streams else {"tokens": length}
         tracer = trace(model, workload, n, longest, inputs=inputs, block=1, watch=deepen)
         lines.append(deepen.raised(tracer) if deepen else np.array(tracer.timeline, dtype=np.float64))

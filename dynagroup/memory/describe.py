@@ -49,6 +49,7 @@ def architecture(config: Any) -> dict[str, Any]:
         "tied_embeddings": bool(getattr(config, "tie_word_embeddings", True)),
         "encoder_decoder": encoder_decoder,
         "fixed_tokens": _fixed_tokens(config),
+        "score_bias": hasattr(config, "relative_attention_num_buckets") or getattr(config, "model_type", "") == "bloom",
     }
 
 
@@ -59,7 +60,7 @@ def run(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) 
     total = sum(n for n, _ in sizes.values())
     dtype = known.get("dtype") or _dtype_of(model_or_config, config)
     state = 2.0 * (2 if dtype in ("bfloat16", "float16") else 4)
-    stated = getattr(config, "_attn_implementation", None)
+    stated = getattr(model.config, "_attn_implementation", None)  # what the model runs, not what was asked for
     attention = stated if stated in ("eager", "sdpa") else "flash" if stated and "flash" in stated else "sdpa"
     return {
         "num_parameters": total,

@@ -77,7 +77,7 @@ def trace(
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
-            _train(model, batch, kernels)
+            _train(model, batch, kernels, tracer)
         elif workload.mode == "generate":
             _generate(model, batch, workload.max_new_tokens or 1, tracer)
         else:
@@ -95,10 +95,11 @@ def _batch(model: torch.nn.Module, workload: Workload, num_samples: int, longest
     return batch
 
 
-def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor], kernels: CudaKernels) -> None:
+def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor], kernels: CudaKernels, tracer: LiveBytes) -> None:
     # The outputs stay alive through the backward pass, as they do in a Trainer that returns them.
     outputs = model(**batch)
     loss = outputs["loss"]
+    tracer.mark("forward_ends")
     kernels.end_forward()
     torch.autograd.backward(loss)
 

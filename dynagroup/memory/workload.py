@@ -20,7 +20,8 @@ _CHOICES = {"mode": get_args(Mode), "attention": get_args(Attention), "dtype": g
 _COUNTS = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size",
            "intermediate_size", "experts_per_token", "vocabulary_size", "fixed_tokens", "num_parameters",
            "max_new_tokens")  # fmt: skip
-_FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "gradient_checkpointing", "ddp")
+_FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "score_bias",
+          "gradient_checkpointing", "ddp")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,8 @@ class Workload:
     autocast: Dtype | None = None
     """The lower precision of `torch.autocast`; None: not used."""
     attention: Attention | None = None
+    score_bias: bool | None = None
+    """Whether every score of attention gets a learnt or computed bias (T5, BLOOM), which materialises the scores."""
     gradient_checkpointing: bool | None = None
     optimizer_bytes: float | None = None
     """Bytes of optimizer state per trainable parameter."""
