@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.memory.closed_form import TARGET
 from dynagroup.memory.model import BytesMemoryModel, MemoryModel
+from dynagroup.memory.regressor import MemoryRegressor
+from dynagroup.memory.table import LargestTable
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
 
 __all__ = ["AdditiveCap", "AllOf", "Budget", "Layout", "MemoryBudget", "TokenBudget", "padded_tokens"]
@@ -285,14 +289,41 @@ class MemoryBudget(Budget):
         known_safe = padded.num_samples <= baseline.num_samples
         for name, longest in padded.longest.items():
             known_safe = known_safe & (longest <= baseline.longest[name])
-        ok = known_safe | (self._model.relative(padded, baseline) <= self.headroom)
+        ok = known_safe | self._grown(padded)
         return ok if self.max_growth is None else ok & (padded.num_samples <= int(self.batch_size * self.max_growth))  # type: ignore[operator]
 
-    @property
-    def _model(self) -> MemoryModel:
-        from dynagroup.memory.model import PaddedTokens
+    def largest(self, longest: IntArray, /) -> IntArray | None:
+        if self.limit_bytes is None and len(self._baseline.longest) > 1:
+            return None
+        low, high = np.zeros(len(longest), np.int64), np.full(len(longest), 2**40)
+        while (high - low > 1).any():  # by bisection over `fits`, so that the two always agree
+            middle = (low + high) // 2
+            fits = self.fits(BatchShape.of(middle, longest))
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+        return low
 
-        return self.model or PaddedTokens()
+    @property
+    def fingerprint(self) -> str:
+        return super().fingerprint if self.model is not None else replace(self, model=self._model).fingerprint
+
+    def _grown(self, padded: BatchShape) -> BoolArray:
+        """Shapes that are predicted to fit. A regressor is asked once, for a table; a formula is asked directly."""
+        table = self._table
+        if table is None:
+            return self._model.relative(padded, self._baseline) <= self.headroom
+        return padded.num_samples <= table.largest(padded.longest)
+
+    @cached_property
+    def _table(self) -> LargestTable | None:
+        model, baseline = self._model, self._baseline
+        if not isinstance(model, MemoryRegressor):
+            return None
+        known = {name: v for name, v in baseline.longest.items() if name in (TOKENS, TARGET)}
+        return LargestTable.of(model, BatchShape(baseline.num_samples, known, baseline.total), self.headroom)
+
+    @cached_property
+    def _model(self) -> MemoryModel:
+        return self.model or MemoryRegressor.pretrained()
 
     @property
     def _bytes_model(self) -> BytesMemoryModel:

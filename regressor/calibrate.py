@@ -15,7 +15,9 @@ __all__ = ["calibrate"]
 SHAPES = 10
 
 
-def calibrate(groups: Sequence[Group], *, start: Mapping[str, float] = CONSTANTS, seed: int = 0, rounds: int = 12) -> dict[str, float]:
+def calibrate(
+    groups: Sequence[Group], *, start: Mapping[str, float] = CONSTANTS, seed: int = 0, rounds: int = 12
+) -> dict[str, float]:
     """Constants under which the closed form is closest to the simulations in log bytes (a robust least-squares fit)."""
     names = list(CONSTANTS)
     rng = np.random.default_rng(seed)

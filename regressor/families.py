@@ -158,7 +158,7 @@ FAMILIES: dict[str, Family] = {
     "modernbert": Family(_encoder(hf.ModernBertConfig), B(768, 22, 12, 12, 1152, 50368), "encoder", False),
     "electra": Family(_encoder(hf.ElectraConfig, embedding_size=128), B(1024, 24, 16, 16, 4096, 30522), "encoder", False),
     "distilbert": Family(lambda s: hf.DistilBertConfig(dim=s.hidden, n_layers=s.layers, n_heads=s.heads, hidden_dim=s.ffn,
-                         vocab_size=s.vocabulary, max_position_embeddings=16384), B(768, 6, 12, 12, 3072, 30522), "encoder", False),
+                         vocab_size=s.vocabulary, max_position_embeddings=16384), B(768, 6, 12, 12, 3072, 30522), "encoder", False),  # noqa: E501
     "t5": Family(_t5_like(hf.T5Config), B(768, 12, 12, 12, 3072, 32128), "seq2seq", False),
     "mt5": Family(_t5_like(hf.MT5Config), B(1024, 24, 16, 16, 2816, 250112), "seq2seq", False),
     "bart": Family(_bart_like(hf.BartConfig), B(1024, 12, 16, 16, 4096, 50265), "seq2seq", False),

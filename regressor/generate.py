@@ -1,7 +1,8 @@
-"""Simulates the training set of the pretrained regressor: ``python -m regressor.generate``. Takes about half an hour on one core.
+"""Simulates the training set of the pretrained regressor: ``python -m regressor.generate``. About 40 minutes.
 
-Every row of ``data/simulated.parquet`` is one workload: its fields, and its phases (see phases.py), from which the memory
-of any batch shape follows. Finished workloads are kept in a JSON-lines file beside it, so that a stopped run goes on where it was.
+A row of ``data/simulated.parquet`` is one workload: its fields, and its phases (see phases.py), from which the memory
+of any batch shape follows. Finished workloads are kept in a
+JSON-lines file beside it, so that a stopped run goes on where it was.  # noqa: E501
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def build(family: Family, sizes: Sizes, setting: dict[str, Any], workload: Workl
     from peft import LoraConfig, get_peft_model
 
     with torch.device("meta"):
-        return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
+        return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]  # noqa: E501
 
 
 def simulate_workload(family: Family, sizes: Sizes, setting: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +103,9 @@ def check(family: Family, sizes: Sizes, setting: dict[str, Any], row: dict[str, 
     for n, length, target in CHECK_SHAPES:
         longest = {"tokens": length, **({"target": target} if row["two_streams"] else {})}
         direct = trace(model, workload, n, longest).peak
-        stated = peaks(np.array(row["phases"]), np.array([n]), np.array([length]), np.array([target * row["two_streams"]]))[0]
+        stated = peaks(
+            np.array(row["phases"]), np.array([n]), np.array([length]), np.array([target * row["two_streams"]])
+        )[0]
         worst = max(worst, abs(stated / direct - 1))
     return worst
 
@@ -148,7 +151,10 @@ def write_parquet(log: Path, out: Path) -> None:
 
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     good = sorted((r for r in rows if "error" not in r), key=lambda r: r["key"])
-    columns = {k: [r[k] for r in good] for k in ("key", "family", "variation", "workload", "static_bytes", "two_streams", "phases", "checked")}
+    columns = {
+        k: [r[k] for r in good]
+        for k in ("key", "family", "variation", "workload", "static_bytes", "two_streams", "phases", "checked")
+    }
     columns["sizes"] = [json.dumps(r["sizes"]) for r in good]
     columns["setting"] = [json.dumps(r["setting"]) for r in good]
     failed = {r["key"]: r["error"] for r in rows if "error" in r}
@@ -166,7 +172,9 @@ def main() -> None:
     parser.add_argument("--variations", type=int, default=5, help="random configs a family, beside the known one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then and write what there is")
-    parser.add_argument("--check-every", type=int, default=25, help="compare every n-th workload with traces of all its layers")
+    parser.add_argument(
+        "--check-every", type=int, default=25, help="compare every n-th workload with traces of all its layers"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)

@@ -37,7 +37,9 @@ class Judge:
             "regressor, workload known": known.relative,
             "closed form, workload known": lambda s, b: form.batch_bytes(s) / form.batch_bytes(b),
             "regressor, workload unknown": MemoryRegressor(regressor.boosters, regressor.card, Workload()).relative,
-            "regressor, only mode known": MemoryRegressor(regressor.boosters, regressor.card, Workload(mode=group.workload.mode)).relative,
+            "regressor, only mode known": MemoryRegressor(
+                regressor.boosters, regressor.card, Workload(mode=group.workload.mode)
+            ).relative,
             "padded tokens": PaddedTokens().relative,
         }
         if rival.available():
@@ -74,7 +76,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     accepted = predicted <= HEADROOM
     growth = np.concatenate([r["growth"] for r in rows])
     found = {
-        "rmse": np.sqrt(np.mean(error**2)), "bias": error.mean(),
+        "rmse": np.sqrt(np.mean(error**2)), "bias": error.mean(), "median_error": np.median(np.abs(error)),
         "unsafe_percent": 100 * np.mean(true[accepted] > 1.0) if accepted.any() else 0.0,
         "unsafe_choices_percent": 100 * np.mean(np.concatenate([r["choice_unsafe"] for r in rows])),
         "growth": np.minimum(growth, 1.0).mean(), "growth_uncapped": growth.mean(), "rows": len(true),
@@ -96,7 +98,9 @@ def _choices(group: Group, rng: np.random.Generator, size: int) -> tuple[Any, ..
     return group, n_b, len_b, tgt_b, len_c, tgt_c, best, limit
 
 
-def _grow(predict: Predict, group: Group, n_b: Any, len_b: Any, tgt_b: Any, len_c: Any, tgt_c: Any, best: Any, limit: Any) -> tuple[Any, Any]:
+def _grow(
+    predict: Predict, group: Group, n_b: Any, len_b: Any, tgt_b: Any, len_c: Any, tgt_c: Any, best: Any, limit: Any
+) -> tuple[Any, Any]:
     """By bisection, as the prediction is monotone in n."""
     low, high = n_b.copy(), np.maximum(4 * best, 80 * n_b * len_b // len_c)
     baseline = group.shape(n_b, len_b, tgt_b)

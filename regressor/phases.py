@@ -45,7 +45,11 @@ def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     found: list[torch.nn.ModuleList] = []
     for module in model.modules():
         nested = any(module is inner for outer in found for inner in outer.modules())
-        alike = isinstance(module, torch.nn.ModuleList) and len(module) >= TRACED_LAYERS and len({type(m) for m in module}) == 1
+        alike = (
+            isinstance(module, torch.nn.ModuleList)
+            and len(module) >= TRACED_LAYERS
+            and len({type(m) for m in module}) == 1
+        )
         if alike and not nested:
             found.append(module)  # type: ignore[arg-type]
     return found
@@ -95,7 +99,9 @@ class Deepen:
             added = self._layers[index] - TRACED_LAYERS
             line[span["start2"] : min(span.get("end", len(line)), prefilled)] += kept * added
             if self._drops_casts:
-                line[tracer.marks["forward_ends"][0] : span.get("end", len(line))] -= _cast_bytes(self._stacks[index][1]) * added
+                line[tracer.marks["forward_ends"][0] : span.get("end", len(line))] -= (
+                    _cast_bytes(self._stacks[index][1]) * added
+                )
             if kept:  # the stack that has the cache, which grows from the prompt's length to its last
                 line[prefilled:] += (kept + (at_full - at_prompt) / TRACED_LAYERS) * added
         return line
@@ -103,7 +109,12 @@ class Deepen:
 
 def _cast_bytes(layer: torch.nn.Module) -> int:
     linear = (m for m in layer.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2)
-    return sum(2 * p.numel() for m in linear for p in m.parameters(recurse=False) if p.dtype == torch.float32 and p.requires_grad)
+    return sum(
+        2 * p.numel()
+        for m in linear
+        for p in m.parameters(recurse=False)
+        if p.dtype == torch.float32 and p.requires_grad
+    )
 
 
 def fit_phases(

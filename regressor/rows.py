@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
+from regressor.families import FAMILIES
 from regressor.phases import design, peaks
 
 __all__ = ["Group", "Pairs", "draw", "largest", "load_groups"]
@@ -50,12 +51,20 @@ def load_groups(path: Path) -> list[Group]:
     groups = []
     for row in sorted(pq.read_table(path).to_pylist(), key=lambda r: r["key"]):
         workload = Workload.from_json(row["workload"])
-        if workload.score_bias is None:
-            workload = workload.replace(score_bias=row["family"] in ("t5", "mt5", "bloom"))
-        if row["family"] == "gemma2" :
-            workload = workload.replace(attention="eager")
-        groups.append(Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], np.array(row["phases"])))
+        workload = _completed(workload, row["family"])
+        groups.append(
+            Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], np.array(row["phases"]))
+        )
     return groups
+
+
+def _completed(workload: Workload, family: str) -> Workload:
+    """Fields that the first generation of the data did not record."""
+    if workload.causal is None:
+        workload = workload.replace(causal=FAMILIES[family].kind in ("decoder", "vision"))
+    if workload.attention == "flash":  # these were traced with the mask that FlashAttention does without
+        workload = workload.replace(attention="sdpa")
+    return workload.replace(num_kv_heads=1) if family == "falcon" else workload
 
 
 def _lengths(rng: np.random.Generator, size: int, least: float, most: NDArray | float) -> NDArray[np.int64]:
@@ -98,4 +107,3 @@ def _solve(group: Group, length: NDArray, target: NDArray, limit: NDArray) -> ND
     with np.errstate(divide="ignore", invalid="ignore"):
         n = np.where(per_sample > 0, (limit[:, None] - at_zero) / per_sample, np.inf)
     return np.clip(n.min(axis=1), 0, 2**40)
-

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dynagroup.memory.workload import Workload
 
-__all__ = ["as_config", "as_meta_model", "is_model", "make_inputs"]
+__all__ = ["as_config", "as_meta_model", "is_encoder", "is_model", "make_inputs"]
 
 
 def is_model(value: Any) -> bool:
@@ -74,16 +74,23 @@ def _from_config(config: Any, dtype: str | None, attention: str | None) -> torch
             return auto.from_config(config, attn_implementation="eager", **options)  # the model has no fused attention
 
 
+def is_encoder(config: Any) -> bool:
+    """Whether every token sees all others, and nothing is decoded (BERT and its kin)."""
+    import transformers as hf
+
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    return type(config) in hf.MODEL_FOR_MASKED_LM_MAPPING and not decodes
+
+
 def _auto_class(config: Any) -> Any:
     """The Auto class that trains or generates with this kind of model."""
     import transformers as hf
 
     kind = type(config)
-    encoder_only = kind in hf.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     order = [hf.AutoModelForSpeechSeq2Seq, hf.AutoModelForSeq2SeqLM, hf.AutoModelForImageTextToText]
     if not getattr(config, "is_encoder_decoder", False):
         order = [hf.AutoModelForImageTextToText, hf.AutoModelForCausalLM]
-    if encoder_only and not getattr(config, "is_encoder_decoder", False):
+    if is_encoder(config):
         order = [hf.AutoModelForMaskedLM, *order]
     for auto in [*order, hf.AutoModel]:
         if kind in auto._model_mapping:
@@ -103,9 +110,9 @@ def _without_data(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def make_inputs(
-    model: torch.nn.Module, num_samples: int, longest: Mapping[str, int], with_labels: bool
+    model: torch.nn.Module, num_samples: int, longest: Mapping[str, int], with_labels: bool, device: str = "meta"
 ) -> dict[str, torch.Tensor]:
-    """Arguments of a forward pass over ``num_samples`` samples, on the meta device, with a padding mask.
+    """Arguments of a forward pass over ``num_samples`` samples, with a padding mask.
 
     Streams: ``tokens`` is the input of the encoder or of the only stack, ``target`` (default: as long) what a decoder is
     taught. Speech models always read their full window of audio.
@@ -116,7 +123,7 @@ def make_inputs(
     length = int(longest[TOKENS])
     target = int(longest.get("target", length))
     speech = getattr(model, "main_input_name", "input_ids") == "input_features"
-    with torch.device("meta"):
+    with torch.device(device):
         ids = torch.zeros(num_samples, length, dtype=torch.long)
         if speech:
             frames = 2 * config.max_source_positions

@@ -26,19 +26,20 @@ COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 WIDTH = 7
 
 CONSTANTS: dict[str, float] = {
-    "keep_hidden": 8.0, "keep_query": 2.0, "keep_kv": 2.0, "keep_ffn": 2.0, "keep_gate": 2.0, "keep_dropout": 2.0,
-    "keep_lora": 0.6, "keep_wide": 2.0,
-    "run_hidden": 6.0, "run_ffn": 3.0, "run_query": 4.0,
-    "score_train": 3.0, "score_run": 3.0, "score_bias": 2.0, "mask_keep": 1.0, "mask_run": 2.0,
-    "logits_train": 3.0, "logits_wide": 1.0, "logits_run": 1.0, "logits_grad": 1.5, "last_logits": 3.0,
-    "weight_grad": 1.0, "cast_weights": 1.0, "cache": 1.0, "cache_layer": 1.0,
+    "cache": 0.9653, "cache_layer": 0.2369, "cast_weights": 0.8553, "keep_dropout": 5.8452,
+    "keep_ffn": 1.6466, "keep_gate": 3.6327, "keep_hidden": 0.4837, "keep_kv": 3.4212,
+    "keep_lora": 1.2466, "keep_query": 1.611, "keep_wide": 3.3868, "last_logits": 2.0958,
+    "logits_grad": 1.5, "logits_run": 1.0218, "logits_train": 4.7154, "logits_wide": 1.2982,
+    "mask_keep": 0.9933, "mask_run": 0.2461, "run_ffn": 1.4975, "run_hidden": 0.7566,
+    "run_query": 11.543, "score_bias": 1.6204, "score_run": 3.2944, "score_train": 2.1947,
+    "table_grad": 2.6617, "weight_grad": 0.9314,
 }  # fmt: skip
 
 # What an unknown field is taken to be: a middling decoder in training.
 USUAL: dict[str, Any] = {
     "mode": "train", "num_layers": 24, "num_encoder_layers": 0, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8,
     "head_size": 128, "intermediate_size": 7168, "experts_per_token": 1, "gated_mlp": True, "dropout": False,
-    "vocabulary_size": 65536, "lm_head": True, "tied_embeddings": True, "encoder_decoder": False, "fixed_tokens": 0,
+    "vocabulary_size": 65536, "lm_head": True, "tied_embeddings": True, "encoder_decoder": False, "causal": True, "fixed_tokens": 0,  # noqa: E501
     "num_parameters": None, "trainable_share": 1.0, "dtype": "bfloat16", "attention": "sdpa", "score_bias": False,
     "gradient_checkpointing": False, "max_new_tokens": 256,
 }  # fmt: skip
@@ -62,8 +63,8 @@ class ClosedForm:
         return cls(np.stack(_Builder(workload, constants).phases()))
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
-        """Bytes that grow with the batch: float64 (K,)."""
-        return (_columns(shape) @ self.phases.sum(axis=1).T).max(axis=1)
+        """Bytes that grow with the batch, at least one: float64 (K,)."""
+        return np.maximum((_columns(shape) @ self.phases.sum(axis=1).T).max(axis=1), 1.0)
 
     def shares(self, shape: BatchShape) -> FloatArray:
         """Of the largest phase of each shape: the share of each component, and of what is quadratic in length. (K, 6)."""
@@ -173,10 +174,16 @@ class _Builder:
         encoder = per_token * self.read, keep(self.read2)
         if w["encoder_decoder"]:
             decoder = 1.3 * decoder[0], decoder[1] + keep(self.cross)
-        one_layer = decoder[0] + (encoder[0] if self.encoders else 0.0), decoder[1] + (encoder[1] if self.encoders else 0.0)
+        one_layer = (
+            decoder[0] + (encoder[0] if self.encoders else 0.0),
+            decoder[1] + (encoder[1] if self.encoders else 0.0),
+        )
         if w["gradient_checkpointing"]:
             inputs = self.element * w["hidden_size"] * (self.layers * self.words + self.encoders * self.read)
-            stored, scores = inputs, self._scores(self.words2 + (self.read2 if self.encoders else 0.0), 0.0, c["mask_keep"])
+            stored, scores = (
+                inputs,
+                self._scores(self.words2 + (self.read2 if self.encoders else 0.0), 0.0, c["mask_keep"]),
+            )
         else:
             stored = self.layers * decoder[0] + self.encoders * encoder[0]
             scores = self.layers * decoder[1] + self.encoders * encoder[1]
@@ -184,15 +191,23 @@ class _Builder:
         table = c["weight_grad"] * w["vocabulary_size"] * w["hidden_size"] * self.parameter if trains_all else 0.0
         cast = self._cast_weights()
         head = w["vocabulary_size"] * self.words if w["lm_head"] else np.zeros(WIDTH)
-        copies = c["logits_train"] * self.element + 4 * c["logits_wide"]
+        copies = c["logits_train"] * self.element  # and in causal models a copy in float32
+        copies += 4 * c["logits_wide"] if w["causal"] and self.element < 4 else 0.0
         run = self.element * (c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn) * self.words
         extra = self._scores(self.words2, c["score_run"], c["mask_run"])
         layer = one_layer if w["gradient_checkpointing"] else (run, extra)
         return [
             self._phase(weights=cast, activations=stored, attention=scores, logits=copies * head),
-            self._phase(weights=cast + table, activations=stored, attention=scores, logits=c["logits_grad"] * self.element * head),
+            self._phase(
+                weights=cast + table,
+                activations=stored,
+                attention=scores,
+                logits=c["logits_grad"] * self.element * head,
+            ),
             self._phase(weights=cast, activations=stored + layer[0] + 0 * run, attention=scores + layer[1] + extra),
-            self._phase(weights=cast + table, activations=self.element * w["hidden_size"] * self.words),
+            self._phase(
+                weights=cast + table * c["table_grad"], activations=self.element * w["hidden_size"] * self.words
+            ),
         ]
 
     def _cast_weights(self) -> float:
@@ -208,7 +223,9 @@ class _Builder:
     def _running(self) -> tuple[FloatArray, FloatArray]:
         """What one layer holds while it runs without gradients: activations, scores."""
         w, c = self.w, self.c
-        wide = self.element * (c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query)
+        wide = self.element * (
+            c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
+        )
         tokens, squared = self.words, self.words2
         if self.encoders:
             tokens, squared = np.maximum(tokens, self.read), np.maximum(squared, self.read2)
@@ -219,16 +236,25 @@ class _Builder:
         running, scores = self._running()
         head = self.element * (w["vocabulary_size"] if w["lm_head"] else 0) * self.words
         encoded = self.element * w["hidden_size"] * (self.words + (self.read if self.encoders else 0.0))
+        cache = (
+            c["cache"] * 2 * self.kv * self.element * self.layers * self.words
+        )  # models return it unless told otherwise
+        if w["encoder_decoder"]:
+            cache = cache + c["cache"] * 2 * self.kv * self.element * self.layers * self.read
+        elif not w["causal"]:
+            cache = np.zeros(WIDTH)
         return [
-            self._phase(activations=running, attention=scores),
-            self._phase(activations=encoded, logits=c["logits_run"] * head),
+            self._phase(activations=running, attention=scores, cache=cache),
+            self._phase(activations=encoded, logits=c["logits_run"] * head, cache=cache),
         ]
 
     def _generation(self) -> list[FloatArray]:
         w, c = self.w, self.c
         running, scores = self._running()
         if w["encoder_decoder"]:  # only the encoder reads in parallel
-            wide = self.element * (c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query)
+            wide = self.element * (
+                c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
+            )
             running, scores = wide * self.read, self._scores(self.read2, c["score_run"], c["mask_run"])
         prompt = self.read if w["encoder_decoder"] else self.words
         new = self._unit(1, float(w["max_new_tokens"]))
@@ -242,6 +268,10 @@ class _Builder:
         mask = self._scores(self._unit(1) + prompt, c["score_run"], c["mask_run"])
         return [
             self._phase(activations=running, attention=scores, cache=self.layers * per_layer * prompt * 0.5),
-            self._phase(activations=self.element * w["hidden_size"] * prompt, cache=self.layers * per_layer * prompt, logits=last),
+            self._phase(
+                activations=self.element * w["hidden_size"] * prompt,
+                cache=self.layers * per_layer * prompt,
+                logits=last,
+            ),
             self._phase(activations=step, attention=mask, cache=grown, logits=last),
         ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.build import as_config, as_meta_model, is_model
+from dynagroup.memory.build import as_config, as_meta_model, is_encoder, is_model
 
 __all__ = ["describe"]
 
@@ -27,7 +27,9 @@ def architecture(config: Any) -> dict[str, Any]:
     nested = hasattr(config, "get_text_config") and not encoder_decoder
     text = config.get_text_config(decoder=True) if nested else config
     hidden = _first(text, "hidden_size", "d_model", "n_embd")
-    heads = _first(text, "decoder_attention_heads" if encoder_decoder else "", "num_attention_heads", "num_heads", "n_head")
+    heads = _first(
+        text, "decoder_attention_heads" if encoder_decoder else "", "num_attention_heads", "num_heads", "n_head"
+    )
     head_size = _first(text, "head_dim", "d_kv") or (hidden // heads if hidden and heads else None)
     layers = _first(text, "decoder_layers" if encoder_decoder else "", "num_decoder_layers" if encoder_decoder else "",
                     "num_hidden_layers", "num_layers", "n_layer")  # fmt: skip
@@ -39,7 +41,7 @@ def architecture(config: Any) -> dict[str, Any]:
         "num_encoder_layers": encoder_layers,
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": _first(text, "num_key_value_heads") or heads,
+        "num_kv_heads": 1 if getattr(text, "multi_query", False) else _first(text, "num_key_value_heads") or heads,
         "head_size": head_size,
         "intermediate_size": ffn or (4 * hidden if hidden else None),
         "experts_per_token": _first(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1,
@@ -48,6 +50,7 @@ def architecture(config: Any) -> dict[str, Any]:
         "vocabulary_size": _first(text, "vocab_size") or 0,
         "tied_embeddings": bool(getattr(config, "tie_word_embeddings", True)),
         "encoder_decoder": encoder_decoder,
+        "causal": not encoder_decoder and not is_encoder(config),
         "fixed_tokens": _fixed_tokens(config),
         "score_bias": hasattr(config, "relative_attention_num_buckets") or getattr(config, "model_type", "") == "bloom",
     }
@@ -76,7 +79,9 @@ def run(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) 
 
 
 def _checkpoints(model: Any) -> bool:
-    name = "is_activation_checkpointing" if hasattr(model, "is_activation_checkpointing") else "is_gradient_checkpointing"
+    name = (
+        "is_activation_checkpointing" if hasattr(model, "is_activation_checkpointing") else "is_gradient_checkpointing"
+    )
     return bool(getattr(model, name, False))
 
 

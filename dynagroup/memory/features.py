@@ -19,8 +19,8 @@ FloatArray = NDArray[np.float64]
 CANDIDATE = ("closed_form", "samples", "padded_tokens", "squared_tokens", "target_tokens")
 BASELINE = ("base_samples", "base_longest", "base_tokens", *(f"base_{name}" for name in COMPONENTS), "base_quadratic")
 WORKLOAD = ("generates", "trains", "layers", "encoder_layers", "hidden", "heads", "kv_share", "ffn_share", "vocabulary_share",
-            "gated", "experts", "dropout", "lm_head", "score_bias", "fixed_tokens", "parameters", "trainable_share",
-            "parameter_bytes", "autocast", "eager", "flash", "checkpointing", "new_tokens")  # fmt: skip
+            "gated", "experts", "dropout", "lm_head", "causal", "score_bias", "fixed_tokens", "parameters", "trainable_share",
+            "parameter_bytes", "autocast", "eager", "checkpointing", "new_tokens")  # fmt: skip
 FEATURES = (*CANDIDATE, *BASELINE, *WORKLOAD)
 MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
 
@@ -53,7 +53,13 @@ def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: 
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)
     samples = n - n_b
-    candidate = [ratio, samples, samples + length - length_b, samples + 2 * (length - length_b), samples + target - target_b]
+    candidate = [
+        ratio,
+        samples,
+        samples + length - length_b,
+        samples + 2 * (length - length_b),
+        samples + target - target_b,
+    ]
     shares = form.shares(baseline)
     base = [n_b, length_b, n_b + length_b, *shares.T]
     columns = [np.broadcast_to(c, size) for c in (*candidate, *base)]
@@ -87,12 +93,11 @@ def _workload_values(w: Workload) -> FloatArray:
         "ffn_share": share(w.intermediate_size, w.hidden_size),
         "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": flag(w.gated_mlp),
         "experts": log(w.experts_per_token), "dropout": flag(w.dropout), "lm_head": flag(w.lm_head),
-        "score_bias": flag(w.score_bias), "fixed_tokens": log(w.fixed_tokens), "parameters": log(w.num_parameters),
+        "causal": flag(w.causal), "score_bias": flag(w.score_bias), "fixed_tokens": log(w.fixed_tokens), "parameters": log(w.num_parameters),  # noqa: E501
         "trainable_share": np.nan if w.trainable_share is None else w.trainable_share,
         "parameter_bytes": np.nan if w.dtype is None else float(ELEMENT_BYTES[w.dtype]),
         "autocast": np.nan if w.dtype is None else float(w.autocast is not None),
         "eager": float(w.attention == "eager") if known_kind else np.nan,
-        "flash": float(w.attention == "flash") if known_kind else np.nan,
         "checkpointing": flag(w.gradient_checkpointing), "new_tokens": log(w.max_new_tokens),
     }  # fmt: skip
     return np.array([found[name] for name in WORKLOAD])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,10 @@ class TrainingRows:
     log_ratio: NDArray[np.float64]
 
 
-def pairs_of(measurements: Measurements, constants: Mapping[str, float]) -> TrainingRows:
+def pairs_of(measurements: Measurements, form: ClosedForm) -> TrainingRows:
     """Every complete row against every other one as its baseline."""
     shapes, size = measurements.shapes(), measurements.batch_bytes()
     first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
-    form = ClosedForm.of(measurements.workload, constants)
     candidate, baseline = _take(shapes, second), _take(shapes, first)
     ratio = np.log(np.maximum(size[second], 1.0)) - np.log(np.maximum(size[first], 1.0))
     return TrainingRows(features(candidate, baseline, measurements.workload, form), ratio)
@@ -53,6 +52,7 @@ def train_booster(
     quantile: float | None = None,
     learning_rate: float = 0.05,
     regularisation: float = 20.0,
+    least_weight: float = 30.0,
 ) -> xgboost.Booster:
     """Trees for what the closed form misses: they start from its log ratio, and rise with every candidate feature.
 
@@ -67,7 +67,7 @@ def train_booster(
     data = xgboost.QuantileDMatrix(values, label=target, base_margin=margin, weight=weight, max_bin=128, nthread=1)
     settings: dict[str, Any] = {
         "tree_method": "hist", "max_depth": max_depth, "eta": learning_rate, "lambda": regularisation, "seed": seed,
-        "min_child_weight": 30, "subsample": 0.7, "colsample_bytree": 0.7, "max_bin": 128, "nthread": 1, "base_score": 0.0,
+        "min_child_weight": least_weight, "subsample": 0.7, "colsample_bytree": 0.7, "max_bin": 128, "nthread": 1, "base_score": 0.0,  # noqa: E501
         "monotone_constraints": MONOTONE, "objective": "reg:squarederror",
     }  # fmt: skip
     if quantile is not None:

@@ -31,15 +31,17 @@ HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy,
 class CudaKernels(TorchFunctionMode):
     """Run attention, dropout and softmax as CUDA would.
 
-    A question about values ("is every entry of this mask true?", "is any of these infinite?") is answered with no: batches
-    have padding, and nothing overflows.
+    A question about values is answered: "is every entry of this mask true?" with no where batches have padding, "is any of
+    these infinite?" with no.
 
     Args:
         autocast: dtype of ``torch.autocast`` around the forward pass, or None.
+        padded: whether batches reach the model with a padding mask.
     """
 
-    def __init__(self, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, autocast: torch.dtype | None = None, padded: bool = True) -> None:
         super().__init__()
+        self.padded = padded
         self.autocast = autocast
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -53,8 +55,10 @@ class CudaKernels(TorchFunctionMode):
             return dropout(*args, **kwargs)
         if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
             return _softmax(func, *args, **kwargs)
+        if func in (torch.any, torch.Tensor.any) and len(args) == 1 and not kwargs and args[0].is_meta:
+            return torch.tensor(False, device="cpu")
         if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return False
+            return not self.padded
         return func(*args, **kwargs)
 
     def end_forward(self) -> None:

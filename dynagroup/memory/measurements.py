@@ -136,6 +136,8 @@ def _check(number: int, row: Measurement) -> None:
     values |= {f"longest[{name!r}]": value for name, value in row.longest.items()}
     for name, value in values.items():
         if value is not None and not (np.isfinite(value) and value >= (1 if name == "num_samples" else 0)):
-            raise ConfigError(f"row {number}: `{name}` must be a finite number, not negative, but is {value!r}; leave the row out")
+            raise ConfigError(
+                f"row {number}: `{name}` must be a finite number, not negative, but is {value!r}; leave the row out"
+            )
     if TOKENS not in row.longest:
         raise ConfigError(f"row {number}: `longest` has streams {sorted(row.longest)}, but not 'tokens'")

@@ -48,7 +48,10 @@ def static_bytes(model: torch.nn.Module, workload: Workload) -> int:
     def block(size: float) -> int:
         return -(-int(size) // BLOCK) * BLOCK
 
-    held = sum(block(t.numel() * t.element_size()) for t in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
+    held = sum(
+        block(t.numel() * t.element_size())
+        for t in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
+    )
     if workload.mode != "train":
         return held
     trained = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
@@ -73,7 +76,7 @@ def trace(
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracer = LiveBytes(apart, block=block)
     autocast = getattr(torch, workload.autocast) if workload.autocast else None
-    kernels = CudaKernels(autocast)
+    kernels = CudaKernels(autocast, padded=workload.attention != "flash")
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
@@ -86,11 +89,15 @@ def trace(
     return tracer
 
 
-def _batch(model: torch.nn.Module, workload: Workload, num_samples: int, longest: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def _batch(
+    model: torch.nn.Module, workload: Workload, num_samples: int, longest: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, "target": 1}
     batch = make_inputs(model, num_samples, longest, with_labels=workload.mode == "train")
-    if workload.attention == "flash":  # FlashAttention reads sequences without their padding: no mask reaches the kernel
+    if (
+        workload.attention == "flash"
+    ):  # FlashAttention reads sequences without their padding: no mask reaches the kernel
         batch.pop("attention_mask", None)
     return batch
 

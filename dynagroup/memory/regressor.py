@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
+from dynagroup.memory.closed_form import COMPONENTS, CONSTANTS, WIDTH, ClosedForm
 from dynagroup.memory.features import CANDIDATE, FEATURES, Features, features, is_sharp
 from dynagroup.memory.fitting import MIN_ROWS, pairs_of, train_booster
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.profiled import ProfiledMemory
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 
@@ -67,12 +68,19 @@ class MemoryRegressor:
         """
         path = Path(path)
         card = _read_card(path.with_suffix(".json"))
-        boosters = {name: _read_booster(file, card["hashes"][name]) for name, file in _files(path, card["hashes"]).items()}
+        boosters = {
+            name: _read_booster(file, card["hashes"][name]) for name, file in _files(path, card["hashes"]).items()
+        }
         return cls(boosters, card, workload or Workload.from_mapping(card.get("workload", {})))
 
     @classmethod
     def fit(
-        cls, measurements: Measurements | Sequence[Measurements], *, rounds: int = 120, max_depth: int = 3, seed: int = 0
+        cls,
+        measurements: Measurements | Sequence[Measurements],
+        *,
+        rounds: int = 120,
+        max_depth: int = 3,
+        seed: int = 0,
     ) -> MemoryRegressor:
         """A regressor for your own workload (or several), from simulated or measured rows.
 
@@ -90,10 +98,12 @@ class MemoryRegressor:
                 f"fit needs at least {MIN_ROWS} measurements of each workload that did not run out of memory, but got {least}; "
                 "simulate or measure more shapes"
             )
-        constants = dict(CONSTANTS)
-        parts = [pairs_of(table, constants) for table in tables]
-        booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed)
-        card = {**describe(parts, constants), "workload": json.loads(tables[0].workload.to_json())}
+        forms = [_profiled_form(table) for table in tables]
+        parts = [pairs_of(table, form) for table, form in zip(tables, forms, strict=True)]
+        few = {"least_weight": 1.0, "regularisation": 1.0}  # hundreds of rows, not hundreds of thousands
+        booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed, **few)
+        own = {"workload": json.loads(tables[0].workload.to_json()), "form": forms[0].phases.tolist()}
+        card = {**describe(parts, CONSTANTS), **own}
         return cls({"sharp": booster}, card, tables[0].workload)
 
     def save(self, path: str | Path) -> None:
@@ -123,12 +133,20 @@ class MemoryRegressor:
         """Predicted memory of each of K batches as a share of the baseline's: float64 (K,)."""
         found = features(shape, baseline, self.workload, self._form)
         booster = self.boosters["sharp" if self.sharp else "careful"]
-        trees = booster.inplace_predict(found.values.astype(np.float32), predict_type="margin", base_margin=np.zeros(len(shape)))
+        trees = booster.inplace_predict(
+            found.values.astype(np.float32), predict_type="margin", base_margin=np.zeros(len(shape))
+        )
+        bound = self.card.get("bound")
+        if self.sharp and bound is not None:  # clipping a rising function leaves it rising
+            trees = np.clip(trees, -bound, bound)
         predicted = np.exp(found.margin + trees)
         return self._clamped(predicted, found)
 
     @cached_property
     def _form(self) -> ClosedForm:
+        own = self.card.get("form")
+        if own is not None and self.workload == Workload.from_mapping(self.card["workload"]):
+            return ClosedForm(np.array(own))
         return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
@@ -141,7 +159,11 @@ class MemoryRegressor:
             strange = ((values < lowest - 1e-6) | (values > highest + 1e-6))[:, count:].any(axis=1)
         outside = above | strange
         if strange.any():
-            self._warn(FEATURES[count + int(((values < lowest - 1e-6) | (values > highest + 1e-6))[:, count:].any(axis=0).argmax())])
+            self._warn(
+                FEATURES[
+                    count + int(((values < lowest - 1e-6) | (values > highest + 1e-6))[:, count:].any(axis=0).argmax())
+                ]
+            )
         padded = values[:, CANDIDATE.index("padded_tokens")]
         floor = np.exp(np.maximum(found.margin, padded))
         return np.where(outside, np.maximum(predicted, floor), predicted)
@@ -155,6 +177,14 @@ class MemoryRegressor:
             "it predicts on the safe side. MemoryRegressor.fit(simulate(...)) makes one for your model",
             stacklevel=4,
         )
+
+
+def _profiled_form(table: Measurements) -> ClosedForm:
+    """The closed form that these rows themselves say: better than one from sizes alone."""
+    profile = ProfiledMemory.fit(table)
+    phases = np.zeros((len(profile.phases), len(COMPONENTS), WIDTH))
+    phases[:, COMPONENTS.index("activations"), : len(profile.phases[0])] = profile.phases
+    return ClosedForm(phases)
 
 
 def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, Any]:
@@ -199,10 +229,14 @@ def _read_card(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise StateError(f"{path} is not JSON ({error}); save the regressor again") from error
     if not isinstance(card, dict) or card.get("format") != FORMAT:
-        raise StateError(f"{path} has format {card.get('format') if isinstance(card, dict) else None!r}, expected {FORMAT}")
+        raise StateError(
+            f"{path} has format {card.get('format') if isinstance(card, dict) else None!r}, expected {FORMAT}"
+        )
     if tuple(card.get("features", ())) != FEATURES:
         differs = sorted(set(card.get("features", ())) ^ set(FEATURES)) or ["their order"]
-        raise StateError(f"{path}: this version of dynagroup computes other features ({', '.join(differs)}); fit it again")
+        raise StateError(
+            f"{path}: this version of dynagroup computes other features ({', '.join(differs)}); fit it again"
+        )
     return card
 
 
@@ -217,7 +251,9 @@ def _read_booster(path: Path, expected: str) -> xgboost.Booster:
         raise StateError(f"{path} is not UBJSON; a regressor is saved by MemoryRegressor.save, and never as a pickle")
     digest = hashlib.sha256(raw).hexdigest()
     if digest != expected:
-        raise StateError(f"{path} has hash {digest[:12]}, but its card says {expected[:12]}; the two do not belong together")
+        raise StateError(
+            f"{path} has hash {digest[:12]}, but its card says {expected[:12]}; the two do not belong together"
+        )
     booster = xgboost.Booster()
     try:
         booster.load_model(bytearray(raw))

@@ -16,11 +16,16 @@ Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-_CHOICES = {"mode": get_args(Mode), "attention": get_args(Attention), "dtype": get_args(Dtype), "autocast": get_args(Dtype)}
+_CHOICES = {
+    "mode": get_args(Mode),
+    "attention": get_args(Attention),
+    "dtype": get_args(Dtype),
+    "autocast": get_args(Dtype),
+}
 _COUNTS = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size",
            "intermediate_size", "experts_per_token", "vocabulary_size", "fixed_tokens", "num_parameters",
            "max_new_tokens")  # fmt: skip
-_FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "score_bias",
+_FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "causal", "score_bias",
           "gradient_checkpointing", "ddp")  # fmt: skip
 
 
@@ -54,6 +59,8 @@ class Workload:
     """Whether the model computes a logit for every word of the vocabulary."""
     tied_embeddings: bool | None = None
     encoder_decoder: bool | None = None
+    causal: bool | None = None
+    """Whether it is a language model of one stack in which a token sees only those before it."""
     fixed_tokens: int | None = None
     """Positions that every sample adds whatever its length, such as Whisper's 1,500 audio frames."""
     num_parameters: int | None = None

@@ -1,0 +1,142 @@
+"""A closed form in bytes, fitted to a handful of simulated or measured shapes of one workload."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.errors import ConfigError
+from dynagroup.memory.measurements import Measurements
+from dynagroup.shapes import TOKENS, BatchShape, IntArray
+
+__all__ = ["ProfiledMemory"]
+
+FloatArray = NDArray[np.float64]
+LEAST_ROWS = 4
+MOST_PHASES = 4
+STARTS = 12
+
+
+@dataclass(frozen=True)
+class ProfiledMemory:
+    """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
+
+    A training step's peak is in its loss, in a layer's backward, or in the gradient of the embedding; inside each the form is
+    exact. Make it with :meth:`fit`.
+
+    >>> from dynagroup.memory.measurements import Measurement
+    >>> from dynagroup.memory.workload import Workload
+    >>> rows = [Measurement(n, {"tokens": L}, 1000, 64 * n * L) for n in (1, 2, 4) for L in (64, 128, 256)]
+    >>> profile = ProfiledMemory.fit(Measurements(tuple(rows), Workload()))
+    >>> profile.static_bytes, profile.batch_bytes(BatchShape.of(8, 512)).round().tolist()
+    (1000, [262144.0])
+    """
+
+    static_bytes: int
+    streams: tuple[str, ...]
+    phases: tuple[tuple[float, ...], ...]
+    """Bytes per (1, n, and for every stream n*L and n*L^2, and for two streams n*L*T), one tuple a phase."""
+    error: float
+    """Largest relative difference to the rows it was fitted to."""
+
+    @classmethod
+    def fit(cls, measurements: Measurements) -> ProfiledMemory:
+        """The form closest to these rows. Rows that ran out of memory are left out: they only say "more than the device has".
+
+        Raises:
+            ConfigError: fewer than 4 rows, or fewer than twice as many as the form has factors for two streams.
+        """
+        rows = measurements.complete
+        streams = tuple(sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name)))
+        least = LEAST_ROWS if len(streams) < 2 else 8
+        if len(rows) < least:
+            raise ConfigError(
+                f"ProfiledMemory.fit needs at least {least} rows that did not run out of memory, but got {len(rows)}; "
+                "simulate or measure more shapes"
+            )
+        columns = _columns(measurements.shapes(), streams)
+        size = np.maximum(measurements.batch_bytes(), 1.0)
+        phases, error = _fit_phases(columns, size)
+        static = max(row.static_bytes for row in rows)
+        return cls(int(static), streams, tuple(tuple(map(float, p)) for p in phases), float(error))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the form."""
+        return (
+            "profile-" + hashlib.sha256(repr((self.static_bytes, self.streams, self.phases)).encode()).hexdigest()[:12]
+        )
+
+    def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
+        """Bytes that grow with the batch, at the peak: float64 (K,)."""
+        return (_columns(shape, self.streams) @ np.array(self.phases).T).max(axis=1)
+
+    def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
+        """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
+        return self.batch_bytes(shape) / np.maximum(self.batch_bytes(baseline), 1.0)
+
+    def largest(self, longest: IntArray | dict[str, IntArray], limit_bytes: float) -> IntArray:
+        """Most samples of these lengths within ``limit_bytes``, static memory included: int64 (K,), 0 where none fits.
+
+        >>> ProfiledMemory(0, ("tokens",), ((0.0, 0.0, 10.0, 0.0),), 0.0).largest(np.array([5, 500]), 1000).tolist()
+        [20, 0]
+        """
+        size = len(next(iter(longest.values()))) if isinstance(longest, dict) else len(longest)
+        none, one = (
+            _columns(BatchShape.of(np.full(size, n), longest), self.streams) @ np.array(self.phases).T for n in (0, 1)
+        )
+        room = limit_bytes - self.static_bytes
+        with np.errstate(divide="ignore", invalid="ignore"):
+            count = np.where(one > none, (room - none) / (one - none), np.where(none <= room, np.inf, 0.0))
+        return np.floor(np.clip(count.min(axis=1) * (1 + 1e-12), 0, 2**40)).astype(np.int64)
+
+
+def _columns(shape: BatchShape, streams: tuple[str, ...]) -> FloatArray:
+    n = shape.num_samples.astype(np.float64)
+    found = [np.ones_like(n), n]
+    lengths = [np.asarray(shape.longest.get(name, shape.longest[TOKENS]), dtype=np.float64) for name in streams]
+    for length in lengths:
+        found += [n * length, n * length**2]
+    if len(lengths) == 2:
+        found.append(n * lengths[0] * lengths[1])
+    return np.stack(found, axis=1)
+
+
+def _fit_phases(columns: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
+    """Max-affine regression: give every row to a phase, fit each phase to its rows, and again, from several starts."""
+    best: tuple[float, int, FloatArray] | None = None
+    rng = np.random.default_rng(0)
+    orders = [columns[:, k] for k in range(1, columns.shape[1])] + [size]
+    for count in range(1, MOST_PHASES + 1):
+        if best is not None and (best[0] < 1e-3 or 2 * count > len(size)):
+            break
+        for start in range(1 if count == 1 else STARTS):
+            by = orders[start] if start < len(orders) else rng.normal(size=len(size))
+            owner = (np.argsort(np.argsort(by)) * count) // len(size)
+            phases, error = _alternate(columns, size, owner, count)
+            if best is None or error < 0.8 * best[0]:
+                best = (error, count, phases)
+    assert best is not None
+    return best[2], best[0]
+
+
+def _alternate(columns: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int) -> tuple[FloatArray, float]:
+    from scipy.optimize import nnls
+
+    scale = columns.max(axis=0)
+    scale[scale == 0] = 1.0
+    phases = np.zeros((count, columns.shape[1]))
+    for _ in range(25):
+        for k in range(count):
+            mine = owner == k
+            if mine.any():  # relative errors count: small batches matter as much as large ones
+                phases[k] = nnls(columns[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
+        again = (columns @ phases.T).argmax(axis=1)
+        if (again == owner).all():
+            break
+        owner = again
+    error = np.abs((columns @ phases.T).max(axis=1) / size - 1).max()
+    return phases, float(error)
