@@ -114,7 +114,7 @@ def drain(loader: Iterable[Any]) -> dict[str, float]:
 
 
 def speed(repeats: int) -> dict[str, Any]:
-    """FACTS' case: 20,000 samples of CV 1.0, two workers, three int64 tensors; the loaders take turns."""
+    """20,000 samples of CV 1.0, two workers, three int64 tensors; the loaders take turns."""
     lengths = lengths_of(CV_ONE, 20_000)
     loaders: dict[str, Callable[[], Iterable[Any] | None]] = {
         "plain, 16 a batch": lambda: plain_loader(Tokens(lengths)),
