@@ -143,7 +143,10 @@ def generation(repeats: int = 3) -> dict[str, Any]:
     for _ in range(repeats):
         for name, plan in (("learned", budget), ("knew", budget & Known(limit))):
             learned, device.failures = LearningBudget(), []
-            start, wall = time.process_time(), time.perf_counter()  # one thread: the machine's other work does not count
+            start, wall = (
+                time.process_time(),
+                time.perf_counter(),
+            )  # one thread: the machine's other work does not count
             results = generate_dataset(model, tokenizer, texts, budget=plan, learned=learned, **options)
             taken[name].append(time.process_time() - start)
             elapsed[name].append(time.perf_counter() - wall)

@@ -130,6 +130,8 @@ class GradientExchange:
     @contextmanager
     def during_backward(self) -> Iterator[None]:
         """Send a bucket as soon as a backward pass in this context has added to all its gradients."""
+        if not self.num_started:  # an earlier pass may have failed half way
+            self._missing = [{id(p) for p in bucket} for bucket in self._buckets]
         parameters = [p for bucket in self._buckets for p in bucket]
         hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
         try:

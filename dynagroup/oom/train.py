@@ -230,9 +230,7 @@ class OomSafeBackward:
             if exchange is not None and exchange.num_started:
                 exchange.spoiled = True
                 return  # the other ranks wait for our share of the exchange: that first, see _finish
-            if (
-                self._began and update.verdict is None
-            ):  # it may have added to some gradients: undo the update so far, and run it again
+            if self._began and update.verdict is None:  # it may have added to some gradients
                 update.undo()
 
     def _exchange(self, update: _Update) -> GradientExchange | None:
