@@ -1,7 +1,7 @@
 """Running out of memory: what recovery costs when nothing fails, and when something does.
 
     python scripts/bench_oom.py               # everything, some minutes
-    python scripts/bench_oom.py wrapper       # or some of: wrapper, generation, update
+    python scripts/bench_oom.py wrapper       # or some of: wrapper, generation, work, update
 
 Without a GPU: an allocator stand-in raises the real error when a batch holds more tokens than a limit.
 """
@@ -166,6 +166,33 @@ def generation(repeats: int = 3) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def work() -> dict[str, Any]:
+    """The same two runs with a model that only counts: what they ask of it, whatever else the machine does."""
+    model, tokenizer, texts = small_model(), small_tokenizer(), texts_of(NUM_TEXTS)
+    lengths = np.array([len(text.split()) for text in texts])
+    budget = TokenBudget(PLANNED_TOKENS)
+    planned = list(LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1))
+    limit = float(np.quantile([len(batch) * (lengths[batch].max() + NEW_TOKENS) for batch in planned], 0.95))
+    counts: dict[str, dict[str, int]] = {}
+    for name, plan in (("learned", budget), ("knew", budget & Known(limit))):
+        count = counts[name] = {"forward_passes": 0, "tokens": 0}
+
+        def generate(count: dict[str, int] = count, **batch: Any) -> torch.Tensor:
+            rows, columns = batch["input_ids"].shape
+            for step in range(NEW_TOKENS):
+                if rows * (columns + step) > limit:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                count["forward_passes"] += 1
+                count["tokens"] += rows if step else rows * columns
+            return torch.nn.functional.pad(batch["input_ids"], (0, NEW_TOKENS), value=5)
+
+        model.generate = generate
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False}
+        generate_dataset(model, tokenizer, texts, budget=plan, learned=LearningBudget(), **options)
+    ratio = {key: counts["learned"][key] / counts["knew"][key] for key in counts["knew"]}
+    return {"texts": NUM_TEXTS, "new_tokens": NEW_TOKENS, **counts, "ratio": ratio}
+
+
 def update(repeats: int = 25) -> dict[str, Any]:
     """Seconds an optimizer update takes on two gloo ranks of one machine: DDP's own exchange and ours."""
     with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +227,7 @@ def _update_rank(rank: int, folder: str, repeats: int) -> None:
     dist.destroy_process_group()
 
 
-PARTS = {"wrapper": wrapper, "generation": generation, "update": update}
+PARTS = {"wrapper": wrapper, "generation": generation, "work": work, "update": update}
 
 
 def main() -> None:
