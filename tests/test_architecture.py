@@ -22,8 +22,31 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only what stands before it. A package counts as one layer.
 LAYERS = [
     *("errors", "shapes", "lengths", "order", "memory", "budget", "partition", "rows", "batch_plan", "plan", "report"),
-    *("world", "step", "align", "weights", "schedule", "exchange", "stats", "online_state", "packing", "refine", "engine"),
-    *("sampler", "windows", "learned", "planned", "epoch", "update_plan", "updates", "takeover", "online_config", "loader"),
+    *(
+        "world",
+        "step",
+        "align",
+        "weights",
+        "schedule",
+        "exchange",
+        "stats",
+        "online_state",
+        "packing",
+        "refine",
+        "engine",
+    ),
+    *(
+        "sampler",
+        "windows",
+        "learned",
+        "planned",
+        "epoch",
+        "update_plan",
+        "updates",
+        "takeover",
+        "online_config",
+        "loader",
+    ),
     *("oom", "shard", "text", "integrations", "testing", "demo", "cli", "__main__"),
 ]
 # Methods of a plan that show it ask the module that knows how, when they are called.
