@@ -53,7 +53,7 @@ def cut_evenly(lengths: Streams, budget: Budget, multiple: int, *, round_batch: 
 
     >>> window = {"tokens": np.full(10, 5, np.int32)}
     >>> cut_evenly(window, TokenBudget(20), 4).sizes.tolist()
-    [3, 3, 3, 1]
+    [1, 3, 3, 3]
     """
     batches = cut(lengths, budget, round_batch=round_batch)
     rows = -(-len(batches) // multiple)

@@ -361,11 +361,9 @@ class UpdateLoader(Generic[B]):
             )
 
 
-def _checked_weigh(weigh: Any) -> Weigh:
-    if callable(weigh):
+def _checked_weigh(weigh: Any) -> Any:
+    if callable(weigh) or weigh == "samples":
         return weigh
-    if weigh == "samples":
-        return "samples"
     raise ConfigError(f"`weigh` must be 'samples' or a function from a batch to its weight, but is {weigh!r}")
 
 

@@ -101,7 +101,9 @@ def run(kind: str, data: Walks, held_out: dict[str, torch.Tensor]) -> dict[str, 
     if kind == "fixed":
         epochs: Any = (fixed(data, epoch) for epoch in range(EPOCHS))
     else:
-        options: dict[str, Any] = {"samples_per_update": PER_RANK * ACCUMULATION * ranks} if kind == "update" else {"window": 128}
+        options: dict[str, Any] = (
+            {"samples_per_update": PER_RANK * ACCUMULATION * ranks} if kind == "update" else {"window": 128}
+        )
         loader = OnlineDataLoader(data, budget, collate_fn=collate, shuffle=True, **options)
         epochs = (loader for _ in range(EPOCHS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

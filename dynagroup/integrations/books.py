@@ -47,11 +47,12 @@ class Books(_Base):
         return self._fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        if dataloader is not self.update_loader or not has_length(dataloader):
+        loader = self.update_loader
+        if loader is None or dataloader is not loader or not has_length(dataloader):
             return super().set_initial_training_values(args, dataloader)
-        num_samples = dataloader.num_samples
-        max_steps, num_epochs = self._training_length(dataloader)
-        most_updates = max(num_samples, len(dataloader), 1)  # a bound; the loader's end ends the epoch
+        num_samples = loader.num_samples
+        max_steps, num_epochs = self._training_length(loader)
+        most_updates = max(num_samples, len(loader), 1)  # a bound; the loader's end ends the epoch
         if args.max_steps > 0 or self.dynagroup.max_samples:
             train_samples: float = max_steps * self.samples_per_update
         else:
@@ -124,14 +125,18 @@ class Books(_Base):
     def scale_learning_rate(self) -> None:
         factor = self._learning_rate_factor()
         if factor != 1.0:
-            groups = self.optimizer.param_groups
+            groups = self._param_groups()
             self._rates_before = [group["lr"] for group in groups]
             for group in groups:
                 group["lr"] = group["lr"] * factor
 
+    def _param_groups(self) -> list[dict[str, Any]]:
+        optimizer: Any = self.optimizer
+        return optimizer.param_groups
+
     def restore_learning_rate(self) -> None:
         if self._rates_before is not None:
-            for group, rate in zip(self.optimizer.param_groups, self._rates_before, strict=True):
+            for group, rate in zip(self._param_groups(), self._rates_before, strict=True):
                 group["lr"] = rate
             self._rates_before = None
 

@@ -145,7 +145,8 @@ class DynagroupTrainerMixin(Books):
             return resumed
         callback = next(c for c in self.callback_handler.callbacks if isinstance(c, DynagroupCallback))
         callback.trainer = self
-        saved = self.state.stateful_callbacks.setdefault(DynagroupCallback.__name__, {"args": {}, "attributes": {}})
+        callbacks: Any = self.state.stateful_callbacks
+        saved = callbacks.setdefault(DynagroupCallback.__name__, {"args": {}, "attributes": {}})
         if checkpoint is None or not self.state.global_step:
             return resumed
         state = saved["attributes"].get("loader_state")
@@ -262,7 +263,7 @@ class DynagroupTrainerMixin(Books):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if not self._idle_step:
             return found
         loss = found[0] if return_outputs else found

@@ -184,7 +184,9 @@ def ignores_num_items(trainer: Any, batch: Any) -> bool:
 
 
 def _column_lengths(dataset: Any, column: str) -> IntArray:
-    import pyarrow.compute as pc
+    import pyarrow.compute
+
+    pc: Any = pyarrow.compute  # its functions are made at run time
 
     tables = dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000)
     parts = [pc.list_value_length(table[column]).to_numpy() for table in tables]

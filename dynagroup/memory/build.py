@@ -51,7 +51,7 @@ def as_meta_model(model_or_config: Any, workload: Workload | None = None) -> tor
     dtype = workload.dtype if workload else None
     attention = None if workload is None else "eager" if workload.attention == "eager" else "sdpa"
     if is_model(model_or_config):
-        model = _without_data(model_or_config)
+        model: Any = _without_data(model_or_config)
         if attention and hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation(attention)
         return model

@@ -85,9 +85,9 @@ def _columns(shape: BatchShape) -> FloatArray:
 
 
 def _filled(workload: Workload) -> dict[str, Any]:
-    known = {f.name: getattr(workload, f.name) for f in fields(workload)}
+    known: dict[str, Any] = {f.name: getattr(workload, f.name) for f in fields(workload)}
     known = {k: USUAL.get(k) if v is None else v for k, v in known.items()}
-    hidden = known["hidden_size"]
+    hidden: int = known["hidden_size"]
     if workload.hidden_size is not None and workload.intermediate_size is None:
         known["intermediate_size"] = 4 * hidden
     if workload.num_heads is None and workload.head_size is None:

@@ -28,8 +28,9 @@ def prepare(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
         for p in model.parameters():
             if p.requires_grad:
                 p.grad = torch.empty_like(p)
-    if training and getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
+    config: Any = getattr(model, "config", None)
+    if training and hasattr(config, "use_cache"):
+        config.use_cache = False
     return model
 
 

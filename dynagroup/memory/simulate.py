@@ -122,9 +122,9 @@ class _explained:
 def _about() -> dict[str, str]:
     import torch
 
-    about = {"torch": torch.__version__}
+    about = {"torch": str(torch.__version__)}
     try:
         import transformers
     except ImportError:
         return about
-    return {**about, "transformers": transformers.__version__}
+    return {**about, "transformers": str(transformers.__version__)}
