@@ -12,4 +12,4 @@ fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m basedpyright --pythonpath "$PYTHON"
-"$PYTHON" -m pytest -q --durations=15 ${selection[@]+"${selection[@]}"} "$@"
+"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --durations=15 ${selection[@]+"${selection[@]}"} "$@"

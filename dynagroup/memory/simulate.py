@@ -40,7 +40,7 @@ def simulate(
     >>> from transformers import GPT2Config
     >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
     >>> [row.batch_bytes // 1000 for row in simulate(config, None, [(2, 64), (4, 64)])]
-    [3205, 6408]
+    [4067, 8132]
     """
     from dynagroup.memory.build import as_config, as_meta_model, is_model
     from dynagroup.memory.program import prepare, static_bytes, trace
