@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dynagroup", description="Batches that fit.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands.add_parser("plan", help="plan an epoch for given lengths and show its figures"))
-    _add_profile(commands.add_parser("profile", help="measure or simulate what a model's batches cost in memory"))
+    _add_profile(commands.add_parser("profile", help="how many samples of each length fit a device"))
     _add_demo(commands.add_parser("demo", help="train a small model with fixed batches and with dynagroup"))
     return parser
 
@@ -136,16 +136,23 @@ def _budget(args: argparse.Namespace) -> Any:
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="NAME", help="name or folder of a transformers model")
-    parser.add_argument(
-        "--shapes", required=True, nargs="+", metavar="NxL", type=_shape, help="samples x tokens, e.g. 8x512"
-    )
+    parser.description = "How many samples of each length fit a device, and which batch_size to begin with."
+    parser.add_argument("model", help="a model's name, or a folder with a config.json; no weights are read")
+    parser.add_argument("--gpu-memory", default="80GB", help="such as 80GB or 24GiB (default: %(default)s)")
+    parser.add_argument("--headroom", type=float, default=0.9, help="share of it to use (default: %(default)s)")
     parser.add_argument("--mode", choices=["train", "forward", "generate"], default="train")
     parser.add_argument("--dtype", help="of the parameters, e.g. bfloat16; default: the model's")
-    parser.add_argument("--max-new-tokens", type=int, help="with --mode generate")
+    parser.add_argument("--autocast", help="lower precision of torch.autocast, e.g. bfloat16; default: not used")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="with --mode generate (default: %(default)s)")
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--device", help="measure there with real weights; default: simulate, which needs no device")
-    parser.add_argument("--output", metavar="PARQUET", help="also save the measurements")
+    parser.add_argument(
+        "--shapes", nargs="+", default=[], metavar="NxL", type=_shape, help="also show samples x tokens, e.g. 8x512"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="run random weights on the CUDA device here; default: simulate"
+    )
+    parser.add_argument("--picture", metavar="PNG", type=Path, default=Path("profile.png"), help="default: %(default)s")
+    parser.add_argument("--output", metavar="PARQUET", help="also save the rows")
     parser.set_defaults(run=_profile)
 
 
@@ -157,40 +164,56 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def _profile(args: argparse.Namespace) -> None:
+    memory: Any = import_module("dynagroup.memory")  # its names load when they are used
+    from dynagroup.memory.build import as_config
+    from dynagroup.memory.profile import bytes_of, draw_profile, profile_lengths, profile_shapes, suggest
+
+    gpu_memory, config = bytes_of(args.gpu_memory), as_config(args.model)
+    workload = memory.Workload.from_model(config, args.mode, **_known(args))
+    shapes = [*args.shapes, *profile_shapes(config)]
+    rows = _measure(config, workload, shapes) if args.measure else memory.simulate(config, workload, shapes)
+    if args.shapes:
+        print(_sizes(rows.rows[: len(args.shapes)]), end="\n\n")
+    if args.output:
+        rows.to_parquet(args.output)
+    found, lengths = memory.ProfiledMemory.fit(rows), profile_lengths(config)
+    title = f"{args.model}, {args.mode}, {rows.source}"
+    print(suggest(found, gpu_memory, lengths, headroom=args.headroom, title=title))
+    draw_profile(found, gpu_memory, lengths[-1], args.picture, headroom=args.headroom)
+    print(f"picture: {args.picture}")
+
+
+def _known(args: argparse.Namespace) -> dict[str, Any]:
+    known = {"dtype": args.dtype, "autocast": args.autocast, "gradient_checkpointing": args.gradient_checkpointing}
+    if args.mode == "generate":
+        known["max_new_tokens"] = args.max_new_tokens
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _measure(config: Any, workload: Any, shapes: Sequence[tuple[int, int]]) -> Any:
+    from dynagroup.memory import measure
+    from dynagroup.memory.build import as_random_model
+    from dynagroup.memory.measure import CudaDevice
+
+    device = CudaDevice()  # refuses before a model is built
+    return measure(as_random_model(config, workload, device.device), workload, shapes, device=device)
+
+
+def _sizes(rows: Sequence[Any]) -> str:
     from dynagroup.report import format_table
 
-    memory: Any = import_module("dynagroup.memory")  # its names load when they are used
-    known = {"dtype": args.dtype, "max_new_tokens": args.max_new_tokens}
-    known = {name: value for name, value in known.items() if value is not None}
-    if args.gradient_checkpointing:
-        known["gradient_checkpointing"] = True
-    model = args.model if args.device is None else _load_model(args)
-    workload = memory.Workload.from_model(model, args.mode, **known)
-    run = memory.simulate if args.device is None else memory.measure
-    found = run(model, workload, args.shapes)
-    rows = [
+    sizes = [
         [
             f"{row.num_samples} x {row.longest['tokens']}",
             *map(_gib, (row.static_bytes, row.batch_bytes, row.peak_bytes)),
         ]
-        for row in found
+        for row in rows
     ]
-    print(format_table(["samples x tokens", "static GiB", "batch GiB", "peak GiB"], rows))
-    if args.output:
-        found.to_parquet(args.output)
+    return format_table(["samples x tokens", "static GiB", "batch GiB", "peak GiB"], sizes)
 
 
 def _gib(size: int | None) -> str:
     return "out of memory" if size is None else f"{size / 2**30:.3f}"
-
-
-def _load_model(args: argparse.Namespace) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype or "auto").to(args.device)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    return model
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ def test_lengths_come_in_several_kinds_of_files(tmp_path, kind, capsys):
         np.savez(path, tokens=LENGTHS, patches=LENGTHS)
     else:
         np.savetxt(path, LENGTHS, fmt="%d")
-    assert main(["plan", "--lengths", str(path), "--batch-size", "8", "--max-length", "50", "--json"]) == 0
+    assert main(["plan", "--lengths", str(path), "--batch-size", "32", "--max-length", "50", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["real_tokens"] == int(np.minimum(LENGTHS, 50).sum())
 
 
@@ -76,27 +76,75 @@ def test_a_missing_package_is_named_with_what_to_install(lengths_file, capsys, m
     assert "install dynagroup[viz]" in capsys.readouterr().err
 
 
-def test_profile_says_what_simulate_says(tmp_path, capsys):
-    pytest.importorskip("dynagroup.memory.simulate")
+@pytest.fixture
+def model_folder(tmp_path):
     from transformers import GPT2Config
+
+    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 500, "n_positions": 96}
+    GPT2Config(**sizes, bos_token_id=None, eos_token_id=None).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_profile_suggests_the_first_batch_size_and_saves_a_picture(model_folder, tmp_path, capsys):
+    from transformers import AutoConfig
+
+    from dynagroup.memory import Workload
+    from dynagroup.memory.profile import profile
+
+    picture = tmp_path / "profile.png"
+    arguments = ["--gpu-memory", "80GB", "--dtype", "bfloat16", "--picture", str(picture)]
+    assert main(["profile", model_folder, "--mode", "generate", "--max-new-tokens", "8", *arguments]) == 0
+    config = AutoConfig.from_pretrained(model_folder)
+    workload = Workload.from_model(config, "generate", dtype="bfloat16", max_new_tokens=8)
+    table, memory, _ = profile(config, workload, 80 * 10**9)
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1:-1] == table.splitlines()[1:]
+    longest_fits = memory.largest(np.array([96]), 0.9 * 80e9)[0]
+    assert f"for samples of up to 96 tokens: MemoryBudget(batch_size={longest_fits}, longest=96)" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_profile_says_what_simulate_says_of_given_shapes(model_folder, tmp_path, capsys):
+    from transformers import AutoConfig
 
     from dynagroup.memory import Measurements, Workload, simulate
 
-    config = GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=500, bos_token_id=None, eos_token_id=None)
-    config.save_pretrained(tmp_path)
-    saved = tmp_path / "found.parquet"
-    arguments = ["--shapes", "2x32", "4x64", "--dtype", "bfloat16", "--output", str(saved)]
-    assert main(["profile", "--model", str(tmp_path), *arguments]) == 0
+    saved, picture = tmp_path / "found.parquet", str(tmp_path / "profile.png")
+    arguments = ["--shapes", "2x32", "4x64", "--dtype", "bfloat16", "--output", str(saved), "--picture", picture]
+    assert main(["profile", model_folder, *arguments]) == 0
+    config = AutoConfig.from_pretrained(model_folder)
     expected = simulate(config, Workload.from_model(config, "train", dtype="bfloat16"), [(2, 32), (4, 64)])
-    assert list(Measurements.from_parquet(saved)) == list(expected)
+    assert list(Measurements.from_parquet(saved))[:2] == list(expected)
     table = capsys.readouterr().out
     assert "4 x 64" in table
     assert "peak GiB" in table
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu-memory", "lots"], "80GB or 24GiB, but is 'lots'"),
+        (["--headroom", "1.5"], "at most 1.0, but is 1.5"),
+        (["--dtype", "int3"], "`dtype` must be one of"),
+    ],
+)
+def test_profile_refuses_what_makes_no_sense(model_folder, arguments, message, capsys):
+    assert main(["profile", model_folder, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_profile_without_a_device_to_measure_on_says_so(model_folder, capsys):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["profile", model_folder, "--measure"]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
 def test_a_shape_is_samples_x_tokens(capsys):
     with pytest.raises(SystemExit):
-        main(["profile", "--model", "x", "--shapes", "8by512"])
+        main(["profile", "x", "--shapes", "8by512"])
     assert "such as 8x512, but is '8by512'" in capsys.readouterr().err
 
 

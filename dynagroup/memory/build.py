@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dynagroup.memory.workload import Workload
 
-__all__ = ["as_config", "as_meta_model", "is_encoder", "is_model", "make_inputs"]
+__all__ = ["as_config", "as_meta_model", "as_random_model", "is_encoder", "is_model", "make_inputs"]
 
 
 def is_model(value: Any) -> bool:
@@ -58,14 +58,25 @@ def as_meta_model(model_or_config: Any, workload: Workload | None = None) -> tor
     return _from_config(copy.deepcopy(as_config(model_or_config)), dtype, attention)
 
 
-def _from_config(config: Any, dtype: str | None, attention: str | None) -> torch.nn.Module:
+def as_random_model(config: Any, workload: Workload, device: torch.device) -> torch.nn.Module:
+    """A model of this config with random weights, made on the device: what is measured where no weights are at hand.
+
+    The workload says its dtype and whether its attention is eager.
+    """
+    attention = "eager" if workload.attention == "eager" else "sdpa"
+    return _from_config(copy.deepcopy(as_config(config)), workload.dtype, attention, device)
+
+
+def _from_config(
+    config: Any, dtype: str | None, attention: str | None, device: torch.device | str = "meta"
+) -> torch.nn.Module:
     import torch
 
     options: dict[str, Any] = {"dtype": getattr(torch, dtype or "float32")}
     if attention:
         options["attn_implementation"] = attention
     auto = _auto_class(config)
-    with torch.device("meta"):
+    with torch.device(device):
         try:
             return auto.from_config(config, **options)
         except ValueError:
