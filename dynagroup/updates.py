@@ -281,7 +281,7 @@ class UpdateLoader(Generic[B]):
         counts = [0 if idle else len(b) for b, idle in zip(update.batches, update.idle, strict=True)]
         weights: list[float] = [float(count) for count in counts]
         total: float = update.num_samples
-        weigh = self._weigh
+        weigh: Any = self._weigh
         if callable(weigh):
             weights = [0.0 if idle else float(weigh(b)) for b, idle in zip(batches, update.idle, strict=True)]
             total = self.world.all_sum([round(sum(weights) * WEIGHT_UNIT)])[0] / WEIGHT_UNIT
