@@ -282,7 +282,7 @@ class UpdateLoader(Generic[B]):
         weights: list[float] = [float(count) for count in counts]
         total: float = update.num_samples
         weigh: Any = self._weigh
-        if callable(weigh):
+        if weigh != "samples":
             weights = [0.0 if idle else float(weigh(b)) for b, idle in zip(batches, update.idle, strict=True)]
             total = self.world.all_sum([round(sum(weights) * WEIGHT_UNIT)])[0] / WEIGHT_UNIT
         last = len(batches) - 1
