@@ -103,16 +103,17 @@ class MemoryRegressor:
         few = {"least_weight": 1.0, "regularisation": 1.0}  # hundreds of rows, not hundreds of thousands
         booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed, **few)
         own = {"workload": json.loads(tables[0].workload.to_json()), "form": forms[0].phases.tolist()}
-        card = {**describe(parts, CONSTANTS), **own}
-        return cls({"sharp": booster}, card, tables[0].workload)
+        boosters = {"sharp": booster}
+        card = {**describe(parts, CONSTANTS), **own, "hashes": _hashes(_raw(boosters))}
+        return cls(boosters, card, tables[0].workload)
 
     def save(self, path: str | Path) -> None:
         """Write XGBoost's UBJSON (``path``, and ``*.careful.ubj`` where there is one) and a JSON card beside it."""
         path = Path(path)
         if path.suffix != ".ubj":
             raise ConfigError(f"`path` must end in .ubj, XGBoost's own format, but is {str(path)!r}")
-        raw = {name: bytes(booster.save_raw("ubj")) for name, booster in self.boosters.items()}
-        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in raw.items()}
+        raw = _raw(self.boosters)
+        hashes = _hashes(raw)
         for name, file in _files(path, hashes).items():
             file.write_bytes(raw[name])
         card = {**self.card, "hashes": hashes}
@@ -210,6 +211,14 @@ def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, 
 def _finite(values: FloatArray, missing: float) -> list[float]:
     big = np.sign(missing) * 1e30
     return [float(v) if np.isfinite(v) else float(big) for v in values]
+
+
+def _raw(boosters: Mapping[str, xgboost.Booster]) -> dict[str, bytes]:
+    return {name: bytes(booster.save_raw("ubj")) for name, booster in boosters.items()}
+
+
+def _hashes(raw: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for name, data in raw.items()}
 
 
 def _files(path: Path, names: Mapping[str, Any]) -> dict[str, Path]:

@@ -161,6 +161,13 @@ def fitted(tmp_path_factory):
     return regressor, path, truth
 
 
+def test_a_plan_made_before_saving_is_the_plan_made_after_loading(fitted):
+    regressor, path, truth = fitted
+    assert MemoryRegressor.load(path).fingerprint == regressor.fingerprint
+    other = MemoryRegressor.fit(Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN), rounds=60)
+    assert other.fingerprint != regressor.fingerprint
+
+
 def test_a_regressor_learns_a_workload_of_your_own(fitted):
     regressor, _, truth = fitted
     shape, baseline = BatchShape.of([8, 4, 2], [512, 1024, 128]), BatchShape.of(8, 1024)
