@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from regressor.rows import Group, draw, largest
 __all__ = ["Judge"]
 
 HEADROOM = 0.9
+SAFETIES = (1.02, 1.05, 1.1, 1.2)
+QUANTILES = (0.5, 0.7, 0.85, 0.95, 1.0)
 Predict = Callable[[BatchShape, BatchShape], NDArray[np.float64]]
 
 
@@ -42,11 +45,20 @@ class Judge:
             ).relative,
             "padded tokens": PaddedTokens().relative,
         }
+        trees = MemoryRegressor(regressor.boosters, {**regressor.card, "bound": 0.2, "safety": 1.0}, group.workload)
+        rivals["closed form with trees, workload known"] = trees.relative
         if rival.available():
             rivals["dynabatch 0.2.23"] = rival.relative
-        seed = np.random.default_rng((7, len(self.rows)))
+        seed = np.random.default_rng((7, zlib.crc32(group.key.encode())))
         pairs = draw(group, seed, self._pairs)
         cases = _choices(group, seed, self._choices)
+        for safety in SAFETIES:
+            card = {**regressor.card, "safety": safety}
+            rivals[f"safety {safety}"] = MemoryRegressor(regressor.boosters, card, group.workload).relative
+        for quantile in QUANTILES:
+            card = {**regressor.card, "quantile": quantile}
+            for name, workload in (("unknown", Workload()), ("mode", Workload(mode=group.workload.mode))):
+                rivals[f"quantile {quantile}, {name}"] = MemoryRegressor(regressor.boosters, card, workload).relative
         for name, predict in rivals.items():
             predicted = predict(pairs.candidate, pairs.baseline)
             chosen, unsafe = _grow(predict, *cases)

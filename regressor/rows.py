@@ -64,6 +64,8 @@ def _completed(workload: Workload, family: str) -> Workload:
         workload = workload.replace(causal=FAMILIES[family].kind in ("decoder", "vision"))
     if workload.attention == "flash":  # these were traced with the mask that FlashAttention does without
         workload = workload.replace(attention="sdpa")
+    if family in ("bloom", "gemma2"):  # they have no fused attention: traced as eager, whatever was asked for
+        workload = workload.replace(attention="eager")
     return workload.replace(num_kv_heads=1) if family == "falcon" else workload
 
 

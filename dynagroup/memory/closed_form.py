@@ -26,11 +26,12 @@ COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 WIDTH = 7
 
 CONSTANTS: dict[str, float] = {
-    "cache": 0.9653, "cache_layer": 0.2369, "cast_weights": 0.8553, "keep_dropout": 5.8452,
+    "bias_hidden": 6.0, "bias_mask": 2.0, "bias_query": 8.0, "bias_scores": 2.0,
+    "cache": 1.0, "cache_layer": 0.2369, "cast_weights": 0.8553, "keep_dropout": 5.8452,
     "keep_ffn": 1.6466, "keep_gate": 3.6327, "keep_hidden": 0.4837, "keep_kv": 3.4212,
     "keep_lora": 1.2466, "keep_query": 1.611, "keep_wide": 3.3868, "last_logits": 2.0958,
     "logits_grad": 1.5, "logits_run": 1.0218, "logits_train": 4.7154, "logits_wide": 1.2982,
-    "mask_keep": 0.9933, "mask_run": 0.2461, "run_ffn": 1.4975, "run_hidden": 0.7566,
+    "mask_keep": 0.9933, "mask_run": 1.0, "run_ffn": 1.4975, "run_hidden": 0.7566,
     "run_query": 11.543, "score_bias": 1.6204, "score_run": 3.2944, "score_train": 2.1947,
     "table_grad": 2.6617, "weight_grad": 0.9314,
 }  # fmt: skip
@@ -220,20 +221,32 @@ class _Builder:
         head = w["hidden_size"] * w["vocabulary_size"] if w["lm_head"] else 0
         return self.c["cast_weights"] * self.element * ((self.layers + self.encoders) * matrices + head)
 
-    def _running(self) -> tuple[FloatArray, FloatArray]:
-        """What one layer holds while it runs without gradients: activations, scores."""
+    def _running(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """What one layer holds while it runs without gradients: activations, scores, and where each attention begins.
+
+        Attention first widens the mask (or the bias of every head) to what its kernel reads, and then lets go of it:
+        that is a phase of its own, with the activations of the projections only.
+        """
         w, c = self.w, self.c
         wide = self.element * (
             c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
         )
+        first = c["bias_hidden"] * w["hidden_size"]
+        narrow = self.element * (first if w["score_bias"] else c["bias_query"] * (self.query + self.kv))
         tokens, squared = self.words, self.words2
-        if self.encoders:
+        if w["encoder_decoder"] and w["mode"] == "generate":  # only the encoder reads in parallel
+            tokens, squared = self.read, self.read2
+        elif self.encoders:
             tokens, squared = np.maximum(tokens, self.read), np.maximum(squared, self.read2)
-        return wide * tokens, self._scores(squared, c["score_run"], c["mask_run"])
+        fused = w["attention"] == "sdpa"
+        per_mask = self.element * (c["bias_scores"] * w["num_heads"] if w["score_bias"] else c["bias_mask"])
+        held = c["mask_run"] * squared if fused else self._scores(squared, c["score_run"], c["mask_run"])
+        biased = self._phase(activations=narrow * tokens, attention=per_mask * squared if fused else 0.0 * held)
+        return wide * tokens, held, biased
 
     def _forward(self) -> list[FloatArray]:
         w, c = self.w, self.c
-        running, scores = self._running()
+        running, scores, biased = self._running()
         head = self.element * (w["vocabulary_size"] if w["lm_head"] else 0) * self.words
         encoded = self.element * w["hidden_size"] * (self.words + (self.read if self.encoders else 0.0))
         cache = (
@@ -245,17 +258,13 @@ class _Builder:
             cache = np.zeros(WIDTH)
         return [
             self._phase(activations=running, attention=scores, cache=cache),
+            biased + self._phase(cache=cache),
             self._phase(activations=encoded, logits=c["logits_run"] * head, cache=cache),
         ]
 
     def _generation(self) -> list[FloatArray]:
         w, c = self.w, self.c
-        running, scores = self._running()
-        if w["encoder_decoder"]:  # only the encoder reads in parallel
-            wide = self.element * (
-                c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
-            )
-            running, scores = wide * self.read, self._scores(self.read2, c["score_run"], c["mask_run"])
+        running, scores, biased = self._running()
         prompt = self.read if w["encoder_decoder"] else self.words
         new = self._unit(1, float(w["max_new_tokens"]))
         per_layer = c["cache"] * 2 * self.kv * self.element
@@ -267,7 +276,8 @@ class _Builder:
         grown = self.layers * held + c["cache_layer"] * held
         mask = self._scores(self._unit(1) + prompt, c["score_run"], c["mask_run"])
         return [
-            self._phase(activations=running, attention=scores, cache=self.layers * per_layer * prompt * 0.5),
+            self._phase(activations=running, attention=scores),
+            biased,
             self._phase(
                 activations=self.element * w["hidden_size"] * prompt,
                 cache=self.layers * per_layer * prompt,

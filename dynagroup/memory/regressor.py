@@ -6,7 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ __all__ = ["MemoryRegressor"]
 
 FloatArray = NDArray[np.float64]
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
-PARTS = ("sharp", "careful")
 FORMAT = 1
 
 
@@ -38,9 +37,10 @@ FORMAT = 1
 class MemoryRegressor:
     """Predicts memory relative to a baseline batch: a closed form of the workload, and trees for what it misses.
 
-    Two sets of trees: one for a workload that is known (they correct the closed form), one for a workload of which something
-    is not (they bound it: a high quantile over the workloads it may be). Make one with :meth:`pretrained`, :meth:`load` or
-    :meth:`fit`. A prediction outside the trained range is never below what the closed form or padded tokens say.
+    A known workload: its closed form, corrected by trees within the card's bound (the pretrained one: not at all, as trees
+    did not help on unseen families), times a safety factor. One of which something is unknown: a high quantile of the closed
+    forms of plausible workloads. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`. Outside the trained range a
+    prediction is never below the closed form, and for batches beyond it never below padded tokens.
 
     >>> regressor = MemoryRegressor.pretrained()
     >>> half, same = regressor.relative(BatchShape.of([4, 8], 512), BatchShape.of(8, 512))
@@ -49,7 +49,7 @@ class MemoryRegressor:
     """
 
     boosters: Mapping[str, xgboost.Booster] = field(repr=False)
-    """"sharp", and where the workload may be unknown, "careful"."""
+    """"sharp": the trees for a known workload."""
     card: Mapping[str, Any] = field(repr=False)
     """What the artifact was trained on: features, ranges, constants, metrics, versions, data hash."""
     workload: Workload = Workload()
@@ -108,7 +108,7 @@ class MemoryRegressor:
         return cls(boosters, card, tables[0].workload)
 
     def save(self, path: str | Path) -> None:
-        """Write XGBoost's UBJSON (``path``, and ``*.careful.ubj`` where there is one) and a JSON card beside it."""
+        """Write XGBoost's UBJSON (``path``) and a JSON card beside it."""
         path = Path(path)
         if path.suffix != ".ubj":
             raise ConfigError(f"`path` must end in .ubj, XGBoost's own format, but is {str(path)!r}")
@@ -122,7 +122,7 @@ class MemoryRegressor:
     @property
     def sharp(self) -> bool:
         """Whether the workload is known well enough to be predicted rather than bounded."""
-        return "careful" not in self.boosters or is_sharp(self.workload)
+        return "plausible" not in self.card or is_sharp(self.workload)
 
     @property
     def fingerprint(self) -> str:
@@ -132,16 +132,30 @@ class MemoryRegressor:
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         """Predicted memory of each of K batches as a share of the baseline's: float64 (K,)."""
+        if not self.sharp:
+            ratios = np.stack([form.batch_bytes(shape) / form.batch_bytes(baseline) for form in self._plausible])
+            return np.quantile(ratios, self.card["quantile"], axis=0, method="higher")
         found = features(shape, baseline, self.workload, self._form)
-        booster = self.boosters["sharp" if self.sharp else "careful"]
-        trees = booster.inplace_predict(
-            found.values.astype(np.float32), predict_type="margin", base_margin=np.zeros(len(shape))
-        )
-        bound = self.card.get("bound")
-        if self.sharp and bound is not None:  # clipping a rising function leaves it rising
-            trees = np.clip(trees, -bound, bound)
-        predicted = np.exp(found.margin + trees)
-        return self._clamped(predicted, found)
+        bound = self.card.get("bound", np.inf)
+        trees = np.zeros(len(shape))
+        if bound > 0:  # clipping a rising function leaves it rising
+            values = found.values.astype(np.float32)
+            raw = self.boosters["sharp"].inplace_predict(values, predict_type="margin", base_margin=trees)
+            trees = np.clip(raw, -bound, bound)
+        return self._clamped(np.exp(found.margin + trees), found) * self.card.get("safety", 1.0)
+
+    @cached_property
+    def _plausible(self) -> list[ClosedForm]:
+        """Closed forms of the workloads that this one may be: what is known of it, completed from trained ones."""
+        known = {k: v for k, v in asdict(self.workload).items() if v is not None}
+        forms = []
+        for member in map(Workload.from_mapping, self.card["plausible"]):
+            if self.workload.mode in (None, member.mode):
+                try:
+                    forms.append(ClosedForm.of(member.replace(**known), self.card["constants"]))
+                except ConfigError:  # its other fields contradict what is known
+                    continue
+        return forms or [self._form]
 
     @cached_property
     def _form(self) -> ClosedForm:
@@ -151,23 +165,19 @@ class MemoryRegressor:
         return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
-        """Outside the trained range, at least what the closed form and padded tokens say; the law holds across the border."""
+        """At least the closed form for a strange workload or first batch, and padded tokens for a batch beyond the range."""
         lowest, highest = (np.array(self.card["ranges"][k], dtype=np.float64) for k in ("lowest", "highest"))
         values = found.values
         count = len(CANDIDATE)
         with np.errstate(invalid="ignore"):
             above = (values[:, :count] > highest[:count] + 1e-6).any(axis=1)
             strange = ((values < lowest - 1e-6) | (values > highest + 1e-6))[:, count:].any(axis=1)
-        outside = above | strange
         if strange.any():
-            self._warn(
-                FEATURES[
-                    count + int(((values < lowest - 1e-6) | (values > highest + 1e-6))[:, count:].any(axis=0).argmax())
-                ]
-            )
+            outside = (values < lowest - 1e-6) | (values > highest + 1e-6)
+            self._warn(FEATURES[count + int(outside[:, count:].any(axis=0).argmax())])
         padded = values[:, CANDIDATE.index("padded_tokens")]
-        floor = np.exp(np.maximum(found.margin, padded))
-        return np.where(outside, np.maximum(predicted, floor), predicted)
+        floored = np.where(strange | above, np.maximum(predicted, np.exp(found.margin)), predicted)
+        return np.where(above, np.maximum(floored, np.exp(padded)), floored)
 
     def _warn(self, feature: str) -> None:
         if self.__dict__.setdefault("_warned", False):
