@@ -82,7 +82,7 @@ def test_a_budget_asks_the_regressor_once_for_all_batches():
 def test_batch_size_alone_is_enough():
     budget = MemoryBudget(32).bind({"tokens": np.array([10, 500], np.int32)})
     assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
-    assert budget.largest(np.array([50]))[0] > 64
+    assert budget.largest(np.array([50]))[0] > 48
     assert "regressor-" in budget.fingerprint
     assert budget.fingerprint != MemoryBudget(32, longest=500, model=MemoryRegressor.pretrained(KNOWN)).fingerprint
 
