@@ -37,9 +37,10 @@ FORMAT = 1
 class MemoryRegressor:
     """Predicts memory relative to a baseline batch: a closed form of the workload, and trees for what it misses.
 
-    A known workload: its closed form, corrected by trees within the card's bound, times a safety factor. One of which something is unknown: a high quantile of the closed
-    forms of plausible workloads. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`. Outside the trained range a
-    prediction is never below the closed form, and for batches beyond it never below padded tokens.
+    A known workload: its closed form, corrected by trees within the card's bound, times a safety factor. One of which something
+    is unknown: a high quantile of the closed forms of plausible workloads. Make one with :meth:`pretrained`, :meth:`load` or
+    :meth:`fit`. Outside the trained range a prediction for a known workload is never below the closed form, and for batches
+    beyond it never below padded tokens.
 
     >>> regressor = MemoryRegressor.pretrained()
     >>> half, same = regressor.relative(BatchShape.of([4, 8], 512), BatchShape.of(8, 512))
