@@ -89,8 +89,8 @@ def test_batch_size_alone_is_enough():
 
 def test_two_streams_are_one_table():
     training = MemoryRegressor.pretrained(Workload(mode="train"))
-    budget = MemoryBudget(8, longest={"tokens": 128, "target": 64}, model=training)
-    shape = BatchShape.of([8, 9, 16], {"tokens": [128, 128, 8], "target": [64, 64, 4]})
+    budget = MemoryBudget(8, longest={"tokens": 1280, "target": 640}, model=training)
+    shape = BatchShape.of([8, 9, 16], {"tokens": [1280, 1280, 8], "target": [640, 640, 4]})
     assert budget.fits(shape).tolist() == [True, False, True]
 
 
