@@ -7,6 +7,7 @@ loader and a simulation of a thousand ranks.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -188,6 +189,12 @@ class _Runner:
         self.stats.samples += len(refined)
         self.stats.real_tokens += refined.real
         self.stats.padded_tokens += refined.padded
+        if refined.oversize and not self.stats.oversize:
+            warnings.warn(
+                f"sample {refined.indices[0]} ({refined.real} tokens) does not fit the budget even alone and is emitted alone, "
+                "as others may be (stats.oversize counts them); truncate it, raise the budget, or pass oversize='error'",
+                stacklevel=2,
+            )
         self.stats.oversize += refined.oversize
         return take
 
