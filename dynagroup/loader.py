@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dynagroup.align import Uneven
@@ -121,6 +122,10 @@ class OnlineDataLoader:
         self._resume: list[Mapping[str, Any]] | None = None
         self._queue = RequestQueue()
         self._loader: DataLoader[Any] | None = None
+        # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
+        self._generator = None
+        if self._kwargs.get("generator") is None:
+            self._generator = self._kwargs["generator"] = torch.Generator()
         self._smallest: Refined | None = None
         self._merge_due = False
 
@@ -262,6 +267,7 @@ class OnlineDataLoader:
             Exchange(world, self._epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
             self._learned.merge(world)
         self._merge_due = True
+        self._seed_workers(world.rank, resume)
         indices = self._indices()
         facts = Facts(
             world=world,
@@ -286,6 +292,12 @@ class OnlineDataLoader:
             hint=self._hint,
             resume=resume,
         )
+
+    def _seed_workers(self, rank: int, resume: Sequence[Mapping[str, Any]] | None) -> None:
+        if self._generator is not None:
+            place = resume[0]["progress"]["steps"] if resume else 0
+            key = np.random.SeedSequence((self.config.seed, self._epoch, rank, place))
+            self._generator.manual_seed(int(key.generate_state(1)[0]))
 
     def _open_map(self) -> Iterator[Any]:
         if self._loader is None or not self._kwargs.get("persistent_workers"):

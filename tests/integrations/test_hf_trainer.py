@@ -60,29 +60,14 @@ def recorded(tmp_path, **changes):
     return run, recorder
 
 
-def dropout_model():
-    model = toys.causal_lm()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.2
-    return model
-
-
-def noisy(rows):
-    batch = toys.collate(rows)  # processing that draws random numbers, as masking and augmentation do
-    hide = torch.rand(batch["labels"].shape) < 0.2
-    batch["labels"] = batch["labels"].masked_fill(hide, -100)
-    return batch
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_run_ends_with_the_same_parameters(tmp_path, workers):
     def run(folder, resume=None):
         found = trainer(
-            "causal", tmp_path / folder, fits=True, model=dropout_model(), exact_loss=True, max_steps=10,
+            "causal", tmp_path / folder, fits=True, model=toys.with_dropout(toys.causal_lm()), exact_loss=True, max_steps=10,
             save_strategy="steps", save_steps=1, dataloader_num_workers=workers,
         )  # fmt: skip
-        found.data_collator = noisy
+        found.data_collator = toys.collate_noisily
         found.train(resume_from_checkpoint=resume)
         return parameters(found.model)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 lightning = pytest.importorskip("lightning.pytorch")
-from dynagroup import ConfigError, OnlineDataLoader, TokenBudget  # noqa: E402
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget  # noqa: E402
 from dynagroup.integrations.lightning import LightningSteps, UpdateCallback, update_loss  # noqa: E402
+from dynagroup.testing import assert_conserves  # noqa: E402
 from dynagroup.updates import UpdateLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
+from tests.integrations.ranks import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = toys.samples("causal", 48)
@@ -28,7 +32,7 @@ class Module(lightning.LightningModule):
         self.model, self.automatic_optimization, self.seen = toys.causal_lm(), automatic, []
 
     def training_step(self, step, batch_idx):
-        self.seen.append((self.current_epoch, sorted(step.indices)))
+        self.seen.append((self.current_epoch, [] if step.idle else sorted(step.indices)))
         loss = loss_of(self.model, step.batch)
         if self.automatic_optimization:
             return update_loss(self, step, loss)
@@ -114,3 +118,80 @@ def test_lightning_hands_a_distributed_sampler_to_batch_samplers_in_place_of_len
     data = torch.utils.data.DataLoader(range(8), batch_sampler=ByLength([1] * 8))
     other = torch.utils.data.SequentialSampler(range(8))
     assert _update_dataloader(data, other).batch_sampler.lengths is other
+
+
+class Epochs(lightning.LightningModule):
+    """Only notes what a plain DataLoader brings."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(1)), [[], []]
+
+    def train_dataloader(self):
+        sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160), shuffle=True)
+        return torch.utils.data.DataLoader(range(len(ROWS)), batch_sampler=sampler, collate_fn=list)
+
+    def training_step(self, indices, batch_idx):
+        self.seen[self.current_epoch] += indices
+        return self.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def plain_loader_seen(folder, **settings):
+    module = Epochs()
+    lightning.Trainer(
+        max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, default_root_dir=folder, **settings,
+    ).fit(module)  # fmt: skip
+    return module.seen
+
+
+def on_many_ranks(folder):
+    warnings.simplefilter("ignore")  # Lightning's own, in a process that is not pytest's
+    found = {}
+    for name, (automatic, online) in RUNS.items():
+        module = Module(automatic)
+        fit(folder, module, loader(online), devices=2, strategy="ddp")
+        found[name] = (module.seen, parameters(module))
+    found["plain"] = plain_loader_seen(folder, use_distributed_sampler=False)
+    try:
+        plain_loader_seen(folder)
+    except ConfigError as error:
+        found["refused"] = str(error)
+    return found
+
+
+RUNS = {"offline": (True, False), "online": (True, True), "manual": (False, False)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return on_ranks(2, on_many_ranks, folder, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_make_the_updates_of_one_process(tmp_path, ranks, name):
+    automatic, online = RUNS[name]
+    alone = Module(automatic)
+    fit(tmp_path, alone, loader(online, budget=10**6))
+    seen = [rank[name][0] for rank in ranks]
+    assert [epoch for epoch, _ in seen[0]] == [epoch for epoch, _ in seen[1]], "ranks take the same steps"
+    for epoch in (0, 1):
+        assert_conserves((used for steps in seen for e, used in steps if e == epoch), range(48))
+    for rank in ranks:
+        assert (rank[name][1] - parameters(alone)).abs().max() < 1e-8
+
+
+@pytest.mark.slow
+def test_a_plain_loader_needs_use_distributed_sampler_false(ranks):
+    """FACTS: Lightning builds a sampler of its own into any loader unless told not to; ours says so before samples are lost."""
+    epochs = [[rank["plain"][epoch] for rank in ranks] for epoch in (0, 1)]
+    for epoch in epochs:
+        assert_conserves(epoch, range(48))
+    assert epochs[0] != epochs[1], "Lightning tells the sampler its epoch"
+    assert all("lose samples" in rank["refused"] for rank in ranks)
+    assert all("(Lightning: use_distributed_sampler=False)" in rank["refused"] for rank in ranks)

@@ -35,6 +35,13 @@ def causal_lm():
     return GPT2LMHeadModel(config).double()
 
 
+def with_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    return model
+
+
 def seq2seq():
     torch.manual_seed(0)
     config = T5Config(
@@ -94,6 +101,14 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     else:
         wide = max(len(r["labels"]) for r in rows)
         batch["labels"] = torch.tensor([r["labels"] + [-100] * (wide - len(r["labels"])) for r in rows])
+    return batch
+
+
+def collate_noisily(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """Processing that draws random numbers, as masking and augmentation do."""
+    batch = collate(rows)
+    hide = torch.rand(batch["labels"].shape) < 0.2
+    batch["labels"] = batch["labels"].masked_fill(hide, -100)
     return batch
 
 

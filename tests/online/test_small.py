@@ -20,7 +20,7 @@ from dynagroup.step import Share, Step, pin
 from dynagroup.testing import run_ranks
 from dynagroup.weights import count_label_tokens, weigher
 
-from .helpers import collate
+from .helpers import collate, make_loader
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -184,3 +184,13 @@ def test_an_error_of_one_rank_is_raised_on_all():
     texts = run_ranks(3, run)
     assert texts[1] == "ValueError: unreadable"
     assert texts[0] == texts[2] == "AlignmentError: rank 1 failed while it loaded data: ValueError: unreadable"
+
+
+def test_iterating_leaves_the_global_random_state_alone():
+    """So that a resumed training draws the dropout masks that an uninterrupted one draws."""
+    before = torch.get_rng_state()
+    assert sum(len(step.indices) for step in make_loader(None, range(1, 9))) == 8
+    assert torch.equal(torch.get_rng_state(), before)
+    given = torch.Generator().manual_seed(3)
+    next(iter(make_loader(None, range(1, 9), generator=given)))
+    assert given.initial_seed() == 3, "the user's generator is drawn from, never seeded"

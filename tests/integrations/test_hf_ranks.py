@@ -1,0 +1,110 @@
+"""Checkpoints and memory running out under the Trainer, on one process and on two real ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from tests.allocator import Allocator  # noqa: E402
+from tests.integrations import toys  # noqa: E402
+from tests.integrations.jobs import parameters, trainer  # noqa: E402
+from tests.integrations.ranks import on_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+ONLINE = {"mode": "online", "lengths": None}
+MODES: list[dict[str, Any]] = [{}, ONLINE]
+UPDATES_AN_EPOCH, SAVED, LAST = 6, 8, 10  # the checkpoint lies within epoch 1
+
+
+def resumed_and_whole(folder: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each mode, the parameters of a run that was not interrupted and of one that was."""
+
+    def run(config: dict[str, Any], name: str, resume: str | None = None) -> torch.Tensor:
+        found = trainer(
+            "causal", f"{folder}/{name}", fits=True, exact_loss=True, model=toys.with_dropout(toys.causal_lm()), config=config,
+            gradient_accumulation_steps=2, max_steps=LAST, save_strategy="steps", save_steps=SAVED,
+        )  # fmt: skip
+        found.data_collator = toys.collate_noisily
+        found.train(resume_from_checkpoint=resume)
+        assert (len(found.update_loader), found.state.global_step) == (UPDATES_AN_EPOCH, LAST)
+        return parameters(found.model)
+
+    pairs = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, config in enumerate(MODES):
+            whole = run(config, f"whole{number}")
+            pairs.append((whole, run(config, f"resumed{number}", f"{folder}/whole{number}/checkpoint-{SAVED}")))
+    return pairs
+
+
+NEVER = float("inf")
+PLACES = ("in_forward", "in_backward")
+
+
+def with_and_without_failures(folder: Any, limits: list[float]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """For each mode and place: parameters without failures and with them, and how often this rank failed."""
+
+    def run(config: dict[str, Any], place: str | None) -> tuple[torch.Tensor, int]:
+        found = trainer(
+            "causal", f"{folder}/run", fits=True, exact_loss=True, config={**config, "out_of_memory": "retry" if place else None},
+            gradient_accumulation_steps=4 // len(limits), max_steps=8, max_grad_norm=0.3,
+        )  # fmt: skip
+        allocator = Allocator(limits[found.args.process_index])
+        if place is not None:
+            getattr(allocator, place)(found.model.transformer.h[0])
+        found.train()
+        return parameters(found.model), len(allocator.failures)
+
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for config in MODES:
+            untroubled, _ = run(config, None)
+            found += [(untroubled, *run(config, place)) for place in PLACES]
+    return found
+
+
+LIMITS = {"one": [NEVER, 90.0], "both": [60.0, 60.0]}
+"""Tokens that each rank's memory holds, by which ranks run out of it. What one learns, both then avoid."""
+
+
+def everything(folder: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"resumed": resumed_and_whole(folder)}
+    return found | {name: with_and_without_failures(folder, limits) for name, limits in LIMITS.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return on_ranks(2, everything, folder, folder)  # once for all tests: to start ranks takes longer than to train
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_within_the_second_epoch(ranks):
+    for first, second in zip(*(rank["resumed"] for rank in ranks), strict=True):
+        assert torch.equal(*first)
+        assert torch.equal(*second)
+        assert torch.equal(first[0], second[0]), "the ranks part"
+
+
+def test_running_out_of_memory_changes_no_update(tmp_path):
+    for untroubled, parts, failures in with_and_without_failures(tmp_path, [90.0]):
+        assert failures > 0
+        assert (untroubled - parts).abs().max() < 1e-8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", LIMITS)
+def test_running_out_of_memory_on_two_ranks_changes_no_update(ranks, which):
+    for case in zip(*(rank[which] for rank in ranks), strict=True):
+        failures = [failed for _, _, failed in case]
+        assert sum(failures) > 0
+        assert which == "both" or failures[0] == 0
+        for untroubled, parts, _ in case:
+            assert (untroubled - parts).abs().max() < 1e-8
+            assert torch.equal(parts, case[0][1]), "the ranks part"
