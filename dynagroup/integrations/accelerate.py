@@ -99,6 +99,7 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
     for setting in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, setting):
             raise ConfigError(f"{setting}=True cuts batches of one fixed size; set it to False")
+    _refuse_old_accelerate(accelerator)
     world_size = accelerator.num_processes
     emitted = len(sampler)
     if world_size > 1 and emitted % world_size:
@@ -106,3 +107,17 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
             f"the sampler emits {emitted} batches for {world_size} ranks; build it with world_size={world_size} and rank=None"
         )
     return accelerator.prepare(loader)
+
+
+def _refuse_old_accelerate(accelerator: Accelerator) -> None:
+    """Before 1.14 (accelerate#3969) an accelerator that evens out batches refuses, on several ranks, those without one fixed
+    size. Said on one process already."""
+    import accelerate
+    from packaging.version import Version
+
+    if Version(accelerate.__version__) < Version("1.14") and accelerator.even_batches:
+        raise ConfigError(
+            f"accelerate {accelerate.__version__} evens out only batches of one fixed size: install accelerate>=1.14, or pass "
+            "Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)), which loses nothing here because "
+            "every rank has equally many batches"
+        )

@@ -135,7 +135,7 @@ class DynagroupTrainerMixin(Books):
             return wanted
         return "samples" if self.compute_loss_func is not None else mean_weight(self)
 
-    # transformers has no public way to say where a run resumes (accelerate#4199 is open): these two arguments of
+    # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of
     # `_run_epoch` come from here alone.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         resumed = super()._init_training_state(*args, **kwargs)

@@ -54,7 +54,11 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         (args.auto_find_batch_size, "auto_find_batch_size=True", "the budget keeps batches within memory"),
         (shards.dispatch_batches, "dispatch_batches=True", "every rank loads its own batches; set it to False"),
         (shards.split_batches, "split_batches=True", "every rank loads its own batches; set it to False"),
-        (not args.dataloader_in_order, "dataloader_in_order=False", "updates need their batches in order"),
+        (
+            not args.dataloader_in_order,
+            "dataloader_in_order=False",
+            "updates need their batches in order; leave it True",
+        ),
         (
             plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
             "DeepSpeed ZeRO-3 with mode='online'",
@@ -64,7 +68,8 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         (
             str(args.train_sampling_strategy) == "batch_rebalance",
             "train_sampling_strategy='batch_rebalance'",
-            "dynagroup balances batches itself; use 'random'",
+            "it forms batches itself, by cost and without a limit; leave it 'random': dynagroup's batches fit the budget and "
+            "are balanced over ranks as well",
         ),
         (
             not averaged,

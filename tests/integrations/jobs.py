@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -63,6 +64,19 @@ def trainer(
         return Trainer(model, **common)
     settings = {"budget": TokenBudget(160), "lengths": toys.lengths(rows), **(config or {})}
     return DynagroupTrainer(model, dynagroup=DynagroupConfig(**settings), **common)
+
+
+def trained_on(run: Trainer, rows: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """Indices of the samples that this rank's model learns from in each update, filled while ``run`` trains."""
+    index_of = {tuple(row["input_ids"]): i for i, row in enumerate(rows)}
+    seen: dict[int, list[int]] = defaultdict(list)
+
+    def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            seen[run.state.global_step] += [index_of[tuple(ids[ids != 0].tolist())] for ids in kwargs["input_ids"]]
+
+    run.model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
 
 
 def train(kind: str, folder: Any, fits: bool, changes: dict[str, Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:

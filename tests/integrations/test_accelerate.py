@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator, skip_first_batches  # noqa: E402
 from accelerate.data_loader import BatchSamplerShard  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget  # noqa: E402
 from dynagroup.integrations.accelerate import prepare  # noqa: E402
@@ -66,16 +67,78 @@ def test_a_state_saved_within_an_epoch_resumes_exactly(tmp_path, online):
     assert (parameters(model) - whole).abs().max() < 1e-12
 
 
+def learning_rates(prepared, **settings):
+    """The rate of each update of an epoch under a schedule that gives update k the rate 1 / (k + 1)."""
+    accelerator, rates = Accelerator(cpu=True, **settings), []
+    model = toys.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (k + 1))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if prepared:
+        scheduler = accelerator.prepare(scheduler)
+    steps = prepare(accelerator, loader())
+    for step in steps:
+        with steps.local_until_update(model, step):
+            accelerator.backward(model(**step.batch).loss * step.loss_scale)
+        if step.ends_update:
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return rates
+
+
 def on_one_rank_and_many():
-    return [parameters(run(online)[1]) for online in (False, True)]
+    trained = [parameters(run(online)[1]) for online in (False, True)]
+    ours = [learning_rates(False), learning_rates(True, step_scheduler_with_optimizer=False)]
+    return trained, ours, learning_rates(True)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_ranks(2, on_one_rank_and_many, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_updates_of_one(tmp_path):
+def test_two_ranks_make_the_updates_of_one(ranks):
     expected = parameters(run(False, budget=10**6)[1])
-    for offline, online in on_ranks(2, on_one_rank_and_many, tmp_path):
-        assert (offline - expected).abs().max() < 1e-8
-        assert (online - expected).abs().max() < 1e-8
+    for trained, _, _ in ranks:
+        for found in trained:
+            assert (found - expected).abs().max() < 1e-8
+
+
+UPDATES = 4
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_learning_rate_counts_updates_on_one_process(prepared):
+    assert learning_rates(prepared) == [1 / (k + 1) for k in range(UPDATES)]
+
+
+@pytest.mark.slow
+def test_the_learning_rate_counts_updates_on_two_ranks(ranks):
+    """FACTS: Accelerate steps a scheduler that it prepared once for each rank, unless told not to."""
+    for _, ours, prepared in ranks:
+        assert ours == [[1 / (k + 1) for k in range(UPDATES)]] * 2
+        assert prepared == [1 / (2 * k + 1) for k in range(UPDATES)], (
+            "upstream has changed: docs/integrations.md warns of it"
+        )
+
+
+def test_an_accelerate_that_wants_fixed_batches_is_refused(monkeypatch):
+    """FACTS: before 1.14 it raises an error of its own, on several ranks only, that does not say what to do."""
+    sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
+    data = DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate)
+    for old in ("1.13.0", "1.2.1", "0.34.2"):
+        monkeypatch.setattr(accelerate, "__version__", old)
+        with pytest.raises(ConfigError, match=f"accelerate {old}.*install accelerate>=1.14.*even_batches=False"):
+            prepare(Accelerator(cpu=True), data)
+        uneven = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        assert len(prepare(uneven, data)) == len(sampler)
+        assert len(prepare(Accelerator(cpu=True), loader())) == UPDATES
+    for new in ("1.14.0", "1.15.0.dev0", "2.0"):
+        monkeypatch.setattr(accelerate, "__version__", new)
+        assert len(prepare(Accelerator(cpu=True), data)) == len(sampler)
 
 
 def test_misuse_is_named():

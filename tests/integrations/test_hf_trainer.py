@@ -279,11 +279,15 @@ def test_a_peft_model_agrees_with_fixed_batches(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True does not go with dynagroup"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
-        ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
-        ({"dataloader_in_order": False, "dataloader_num_workers": 1}, "dataloader_in_order=False"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True .*: the budget keeps batches within memory"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True .* set it to False"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches=True .* set it to False"),
+        ({"dataloader_in_order": False, "dataloader_num_workers": 1}, "dataloader_in_order=False .* leave it True"),
+        (
+            {"train_sampling_strategy": "batch_rebalance"},
+            "train_sampling_strategy='batch_rebalance' does not go with dynagroup: it forms batches itself, by cost and without "
+            "a limit; leave it 'random': dynagroup's batches fit the budget and are balanced over ranks as well",
+        ),
     ],
 )
 def test_combinations_that_would_lose_samples_are_refused(tmp_path, changes, message):
