@@ -358,11 +358,19 @@ def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None,
     return rank, int(world_size)
 
 
-def _checked_state(state: Mapping[str, Any], planner: Planner) -> Mapping[str, Any]:
-    keys = ("version", "fingerprint", "identity", "epoch", "window_size", "windows_done", "segments", "order")
-    missing = [key for key in keys if key not in state] if isinstance(state, Mapping) else list(keys)
+def checked_state(state: Mapping[str, Any], keys: Sequence[str], kind: str, planner: Planner) -> None:
+    """Refuse a state that is damaged, of another version, or of another plan.
+
+    Args:
+        keys: what a state of this ``kind`` holds besides version, fingerprint, identity and order.
+
+    Raises:
+        StateError: names what is missing, or what differs.
+    """
+    needed = ("version", "fingerprint", "identity", *keys, "order")
+    missing = [key for key in needed if key not in state] if isinstance(state, Mapping) else list(needed)
     if missing:
-        raise StateError(f"this is no state of a LengthAwareBatchSampler: {missing} missing")
+        raise StateError(f"this is no state of {kind}: {missing} missing")
     if state["version"] != STATE_VERSION:
         raise StateError(f"the state has version {state['version']}, this dynagroup reads version {STATE_VERSION}")
     if state["fingerprint"] != planner.fingerprint:
@@ -371,6 +379,10 @@ def _checked_state(state: Mapping[str, Any], planner: Planner) -> Mapping[str, A
         raise StateError(
             f"the state belongs to plan {state['fingerprint']}, this run has {planner.fingerprint}; {'; '.join(differing)}"
         )
+
+
+def _checked_state(state: Mapping[str, Any], planner: Planner) -> Mapping[str, Any]:
+    checked_state(state, ("epoch", "window_size", "windows_done", "segments"), "a LengthAwareBatchSampler", planner)
     numbers = [
         state["epoch"],
         state["windows_done"],

@@ -8,36 +8,16 @@ from typing import Protocol
 
 from dynagroup.batch_plan import PlannedWindow
 from dynagroup.budget import padded_tokens
-from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.errors import BudgetError
 from dynagroup.order import epoch_order
 from dynagroup.partition import shapes_of
-from dynagroup.plan import Planner, Position
+from dynagroup.plan import Planner
 from dynagroup.sampler import OrderSource, Trail
-from dynagroup.schedule import BatchSizeSchedule, checked_samples, constant
+from dynagroup.schedule import BatchSizeSchedule, checked_samples
 from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.update_sizes import Cursor, UpdateSizes
 
-__all__ = ["Cursor", "FreeUpdates", "PlannedUpdate", "PreservedUpdates", "UpdatePlan", "UpdateStats"]
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """Where a run stands between two updates.
-
-    Args:
-        epoch: the epoch that is running.
-        update: updates done since training began.
-        samples_used: samples of this epoch's order that are done or dropped.
-        samples_seen: samples trained on since training began.
-        current: samples the last update was asked to hold; None before the first.
-        position: where the epoch's windows stand, for updates that are not preserved.
-    """
-
-    epoch: int = 0
-    update: int = 0
-    samples_used: int = 0
-    samples_seen: int = 0
-    current: int | None = None
-    position: Position | None = None
+__all__ = ["FreeUpdates", "PlannedUpdate", "PreservedUpdates", "UpdatePlan", "UpdateStats"]
 
 
 @dataclass(slots=True)
@@ -119,10 +99,6 @@ def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, af
     return PlannedUpdate(batches, idle[:, rank].tolist(), num_samples, after, stats)
 
 
-def _by_update(cursor: Cursor) -> int:
-    return cursor.update
-
-
 class PreservedUpdates:
     """Updates of exactly as many samples as a schedule says, drawn as fixed batches would draw them.
 
@@ -134,81 +110,27 @@ class PreservedUpdates:
     """
 
     def __init__(
-        self, planner: Planner, schedule: BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
+        self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
     ) -> None:
         self.planner = planner
-        self.schedule = schedule
         self.order = order
-        self.drop_last = drop_last
-        self.changes: list[tuple[int, int]] = []
-        """(update, samples): set at run time, in force from that update on."""
-        self._starts: list[Cursor] = [Cursor()]
+        self.sizes = UpdateSizes(schedule, self._num_ordered, drop_last=drop_last)
 
-    def change(self, update: int, samples: int) -> None:
-        """From ``update`` on every update holds ``samples``."""
-        self.changes = [c for c in self.changes if c[0] < update] + [(update, samples)]
-        self._starts = [start for start in self._starts if start.update <= update]
-
-    def restore(self, changes: Sequence[tuple[int, int]]) -> None:
-        self.changes = [(int(update), int(samples)) for update, samples in changes]
-        self._starts = [Cursor()]
-
-    def samples_of(self, cursor: Cursor, world_size: int) -> int:
-        """Samples that the update after ``cursor`` is asked to hold."""
-        for update, samples in reversed(self.changes):
-            if cursor.update >= update:
-                return self._checked(samples, cursor.update, world_size)
-        return self._checked(self.schedule(cursor.update, cursor.current), cursor.update, world_size)
-
-    def _checked(self, samples: int, update: int, world_size: int) -> int:
-        checked_samples(samples, where=f" at update {update}")
-        if samples < world_size:
-            raise ConfigError(
-                f"`samples_per_update` ({samples} at update {update}) must be at least the number of ranks "
-                f"({world_size}), so that every rank has a sample in every update"
-            )
-        return int(samples)
-
-    def num_ordered(self) -> int:
-        """Samples an epoch draws."""
+    def _num_ordered(self) -> int:
         return self.planner.num_samples if self.order is None else len(self.order)
 
-    def spans(self, cursor: Cursor, world_size: int) -> Iterator[tuple[int, int, Cursor]]:
-        """(start, stop, cursor after) of the updates that remain of an epoch."""
-        count = self.num_ordered()
-        while cursor.samples_used < count:
-            samples = self.samples_of(cursor, world_size)
-            start, stop = cursor.samples_used, min(cursor.samples_used + samples, count)
-            if self.drop_last and stop - start < samples:
-                return
-            cursor = replace(
-                cursor,
-                update=cursor.update + 1,
-                samples_used=stop,
-                samples_seen=cursor.samples_seen + stop - start,
-                current=samples,
-            )
-            yield start, stop, cursor
-
     def start(self, epoch: int, world_size: int) -> Cursor:
-        while len(self._starts) <= epoch:
-            begin = self._starts[-1]
-            last = max((after for *_, after in self.spans(begin, world_size)), key=_by_update, default=begin)
-            self._starts.append(replace(last, epoch=len(self._starts), samples_used=0))
-        return self._starts[epoch]
+        return self.sizes.start(epoch, world_size)
 
     def num_updates(self, epoch: int, world_size: int) -> int:
-        if isinstance(self.schedule, constant) and not self.changes:
-            count, size = self.num_ordered(), self.schedule.samples
-            return count // size if self.drop_last else -(-count // size)
-        return sum(1 for _ in self.spans(self.start(epoch, world_size), world_size))
+        return self.sizes.num_updates(epoch, world_size)
 
     def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
-        return (after for *_, after in self.spans(cursor, world_size))
+        return self.sizes.cursors(cursor, world_size)
 
     def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
         ordered = self.order_of(cursor.epoch)
-        for start, stop, after in self.spans_live(cursor, world_size):
+        for start, stop, after in self.sizes.spans(cursor, world_size):
             window = next(self.planner.steps(cursor.epoch, world_size, order=ordered[start:stop]))
             if not len(window.table):
                 raise BudgetError(
@@ -216,15 +138,6 @@ class PreservedUpdates:
                     "or pass oversize='alone'"
                 )
             yield _planned(window, slice(None), self.planner, rank, after)
-
-    def spans_live(self, cursor: Cursor, world_size: int) -> Iterator[tuple[int, int, Cursor]]:
-        """Like :meth:`spans`, but sizes are looked up when each update is planned, so that changes take effect."""
-        while True:
-            span = next(self.spans(cursor, world_size), None)
-            if span is None:
-                return
-            yield span
-            cursor = span[2]
 
     def order_of(self, epoch: int) -> IntArray:
         if self.order is not None:

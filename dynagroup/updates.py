@@ -21,10 +21,11 @@ from dynagroup.budget import Budget
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan import PlanConfig, Planner, Position
-from dynagroup.sampler import OrderSource
-from dynagroup.schedule import BatchSizeSchedule, checked_samples, constant
+from dynagroup.sampler import STATE_VERSION, OrderSource, checked_state
+from dynagroup.schedule import BatchSizeSchedule
 from dynagroup.step import Share, Step, loss_scale
-from dynagroup.update_plan import Cursor, FreeUpdates, PlannedUpdate, PreservedUpdates, UpdateStats
+from dynagroup.update_plan import FreeUpdates, PlannedUpdate, PreservedUpdates, UpdateStats
+from dynagroup.update_sizes import Cursor, first_cursor
 from dynagroup.world import World, current_world
 
 __all__ = ["Update", "UpdateLoader", "UpdateSource", "Weigh"]
@@ -33,7 +34,6 @@ B = TypeVar("B")
 Update: TypeAlias = list[Step[B]]
 Weigh: TypeAlias = "Literal['samples'] | Callable[[Any], float]"
 
-STATE_VERSION = 1
 LARGEST_UPDATE = 1 << 40
 WEIGHT_UNIT = 1 << 20
 """Weights travel between ranks as integers of 2**-20: exact for whole numbers."""
@@ -185,7 +185,7 @@ class UpdateLoader(Generic[B]):
     @property
     def num_samples(self) -> int:
         """Samples that an epoch draws."""
-        return self._plan.num_ordered() if isinstance(self._plan, PreservedUpdates) else self._plan.planner.num_samples
+        return self._plan.sizes.num_ordered() if isinstance(self._plan, PreservedUpdates) else self._plan.planner.num_samples
 
     @property
     def cursor(self) -> Cursor:
@@ -201,20 +201,11 @@ class UpdateLoader(Generic[B]):
 
     def samples_after(self, updates: int) -> int:
         """Samples trained on after so many updates since training began."""
-        return self._walk(lambda cursor: cursor.update >= updates).samples_seen
+        return first_cursor(self._plan, self.world.size, lambda cursor: cursor.update >= updates).samples_seen
 
     def updates_until(self, samples: int) -> int:
         """Updates since training began after which at least so many samples were trained on."""
-        return self._walk(lambda cursor: cursor.samples_seen >= samples).update
-
-    def _walk(self, reached: Callable[[Cursor], bool]) -> Cursor:
-        size, epoch = self.world.size, 0
-        while not reached(self._plan.start(epoch + 1, size)):
-            epoch += 1
-        cursor = self._plan.start(epoch, size)
-        if not reached(cursor):
-            cursor = next(after for after in self._plan.cursors(cursor, size) if reached(after))
-        return cursor
+        return first_cursor(self._plan, self.world.size, lambda cursor: cursor.samples_seen >= samples).update
 
     @property
     def next_epoch(self) -> int:
@@ -224,7 +215,7 @@ class UpdateLoader(Generic[B]):
     @property
     def num_changes(self) -> int:
         """How often the size of updates was changed at run time."""
-        return len(self._plan.changes) if isinstance(self._plan, PreservedUpdates) else 0
+        return len(self._plan.sizes.changes) if isinstance(self._plan, PreservedUpdates) else 0
 
     def restart_epoch(self) -> None:
         """Forget how far the epoch is used: it begins anew."""
@@ -249,10 +240,8 @@ class UpdateLoader(Generic[B]):
         """
         if not isinstance(self._plan, PreservedUpdates):
             raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
-        checked_samples(samples, name="samples")
         planned = self._feed.planned[-1].after if self._feed.planned else self.cursor
-        self._plan.change(planned.update, samples)
-        return planned.update
+        return self._plan.sizes.change(planned, samples, self.world.size)
 
     def __iter__(self) -> Iterator[Update[B]]:
         if self._advance:
@@ -311,7 +300,7 @@ class UpdateLoader(Generic[B]):
             "fingerprint": plan.planner.fingerprint,
             "identity": plan.planner.identity,
             "cursor": asdict(cursor),
-            "changes": [list(change) for change in plan.changes] if preserved else [],
+            "changes": [list(change) for change in plan.sizes.changes] if preserved else [],
             "order": plan.order.checksum(cursor.epoch) if preserved and plan.order is not None else None,
         }
 
@@ -321,10 +310,10 @@ class UpdateLoader(Generic[B]):
         Raises:
             StateError: the state is damaged, or belongs to other data or settings.
         """
-        cursor, changes = _checked_state(state_dict, self._plan.planner)
+        cursor = _checked_state(state_dict, self._plan.planner)
         plan = self._plan
         if isinstance(plan, PreservedUpdates):
-            plan.restore(changes)
+            plan.sizes.restore(state_dict["changes"])
             if plan.order is not None and plan.order.checksum(cursor.epoch) != state_dict["order"]:
                 raise StateError(
                     f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken; "
@@ -348,7 +337,7 @@ class UpdateLoader(Generic[B]):
         plan = self._plan
         facts = [plan.planner.fingerprint.encode(), repr(cursor).encode()]
         if isinstance(plan, PreservedUpdates):
-            sizes = [stop for _, stop, _ in plan.spans(cursor, self.world.size)]
+            sizes = [stop for _, stop, _ in plan.sizes.spans(cursor, self.world.size)]
             facts += [plan.order_of(cursor.epoch).tobytes(), repr(sizes).encode()]
         marks = [zlib.crc32(fact) for fact in facts]
         found = self.world.all_max([*marks, *(-mark for mark in marks)])
@@ -390,10 +379,9 @@ def _update_plan(
         return FreeUpdates(planner, accumulation=accumulation)
     if accumulation != 1:
         raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
-    schedule = samples_per_update if callable(samples_per_update) else constant(checked_samples(samples_per_update))
     planner = Planner(lengths, budget, PlanConfig(samples_per_update=LARGEST_UPDATE, seed=seed, **settings))
     source = None if order is None else OrderSource(order, planner.num_samples)
-    return PreservedUpdates(planner, schedule, source, drop_last=drop_last)
+    return PreservedUpdates(planner, samples_per_update, source, drop_last=drop_last)
 
 
 def _inner_loader(dataset: Any, feed: _Feed, kwargs: Mapping[str, Any]) -> DataLoader[Any]:
@@ -406,19 +394,8 @@ def _inner_loader(dataset: Any, feed: _Feed, kwargs: Mapping[str, Any]) -> DataL
     return DataLoader(_SeededDataset(dataset), batch_sampler=feed, generator=torch.Generator(), **kwargs)  # type: ignore[arg-type]
 
 
-def _checked_state(state: Mapping[str, Any], planner: Planner) -> tuple[Cursor, Sequence[tuple[int, int]]]:
-    keys = ("version", "fingerprint", "identity", "cursor", "changes", "order")
-    missing = [key for key in keys if not isinstance(state, Mapping) or key not in state]
-    if missing:
-        raise StateError(f"this is no state of an UpdateLoader: {missing} missing")
-    if state["version"] != STATE_VERSION:
-        raise StateError(f"the state has version {state['version']}, this dynagroup reads version {STATE_VERSION}")
-    if state["fingerprint"] != planner.fingerprint:
-        theirs, ours = state["identity"], planner.identity
-        differing = [f"{k}: {theirs.get(k)!r} then, {v!r} now" for k, v in ours.items() if theirs.get(k) != v]
-        raise StateError(
-            f"the state belongs to plan {state['fingerprint']}, this run has {planner.fingerprint}; {'; '.join(differing)}"
-        )
+def _checked_state(state: Mapping[str, Any], planner: Planner) -> Cursor:
+    checked_state(state, ("cursor", "changes"), "an UpdateLoader", planner)
     try:
         cursor = Cursor(**state["cursor"])
     except TypeError as error:
@@ -427,4 +404,4 @@ def _checked_state(state: Mapping[str, Any], planner: Planner) -> tuple[Cursor, 
         where = dict(state["cursor"]["position"])
         where["segments"] = tuple((int(ranks), int(rows)) for ranks, rows in where["segments"])
         cursor = replace(cursor, position=Position(**where))
-    return cursor, [(int(update), int(samples)) for update, samples in state["changes"]]
+    return cursor

@@ -36,6 +36,7 @@ LAYERS = [
         "engine",
     ),
     *(
+        "update_sizes",
         "sampler",
         "windows",
         "learned",

@@ -9,7 +9,8 @@ from typing import Any
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.loader import OnlineDataLoader
 from dynagroup.step import Step
-from dynagroup.update_plan import Cursor, UpdateStats
+from dynagroup.update_plan import UpdateStats
+from dynagroup.update_sizes import Cursor
 from dynagroup.world import World
 
 __all__ = ["OnlineUpdates"]
