@@ -315,8 +315,6 @@ class FreeRunner(_Runner):
 class UpdateRunner(_Runner):
     """Updates of a set number of samples: a window is one rank's share of one update."""
 
-    update: int = 0
-    """Updates completed in this epoch."""
     resumed: list[Queued | None] | None = None
     """Steps that a resumed update still has."""
 
@@ -325,9 +323,7 @@ class UpdateRunner(_Runner):
             if not self.due:
                 self._next_update()
             while self.due:
-                take = self._emit(self.due.popleft())
-                self.update += take.ends_update
-                yield take
+                yield self._emit(self.due.popleft())
 
     def _next_update(self) -> None:
         failure, batches = None, []

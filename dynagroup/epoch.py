@@ -4,52 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from dynagroup.budget import Budget
 from dynagroup.engine import FreeRunner, HandOut, Knobs, Queued, Take, UpdateRunner
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.exchange import Exchange, fingerprint
 from dynagroup.learned import LearnedLengths
+from dynagroup.online_config import Facts
 from dynagroup.online_state import pack, pack_groups, unpack, unpack_groups
-from dynagroup.order import EpochOrder
-from dynagroup.planned import Rank, Schedule, exact_plans, exact_window, rough_plans, update_plans
+from dynagroup.planned import Rank, UpdateMark, exact_plans, exact_window, rough_plans, update_plans
 from dynagroup.refine import Refined, RefinementCollator, shorten
 from dynagroup.shapes import TOKENS, IntArray
-from dynagroup.stats import LoaderStats
+from dynagroup.update_sizes import Cursor, UpdateSizes
 from dynagroup.windows import IndexedDataset, MapFeed, Order, Planned, RequestQueue, StreamFeed, split_queued
-from dynagroup.world import World
 
-__all__ = ["EpochRun", "Facts"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """What an epoch of a loader works with."""
-
-    world: World
-    epoch: int
-    indices: IntArray | EpochOrder | None
-    budget: Budget
-    config: Any
-    collator: RefinementCollator
-    stats: LoaderStats
-    identity: Mapping[str, Any]
-    num_workers: int
-    prefetch_factor: int
-
-    @property
-    def rank(self) -> Rank:
-        return Rank(self.world.rank, self.world.size, self.config.seed, self.epoch)
-
-    @property
-    def depth(self) -> int:
-        """Windows that workers fetch ahead."""
-        return self.num_workers * self.prefetch_factor
+__all__ = ["EpochRun"]
 
 
 class EpochRun:
@@ -62,20 +36,20 @@ class EpochRun:
         open_stream: Callable[[Mapping[str, Any] | None], Iterator[Any]],
         open_map: Callable[[], Iterator[Any]],
         queue: RequestQueue,
-        schedule: Schedule | None,
+        sizes: UpdateSizes | None,
         batch_sampler: Iterable[Sequence[int]] | None,
         learned: LearnedLengths | None,
         hint: IntArray | None,
         resume: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        self.facts, self.schedule, self._learned, self._hint = facts, schedule, learned, hint
+        self.facts, self.sizes, self._learned, self._hint = facts, sizes, learned, hint
         self._open_stream, self._open_map, self._queue = open_stream, open_map, queue
         self._batch_sampler = batch_sampler
         self._own_batches: list[list[int]] | None = None
         self.exchange = Exchange(facts.world, facts.epoch)
         self._ended = False
         self.order = Order(facts.indices if facts.indices is not None else np.zeros(0, np.int64))
-        self._restart: tuple[int, ...] | None = None
+        self._restart: UpdateMark | None = None
         progress, rest = self._resolve(resume)
         self._progress = progress
         self._identity = {
@@ -83,6 +57,7 @@ class EpochRun:
             "epoch": facts.epoch,
             "place": (progress or {}).get("steps", 0),
             "rest": rest,
+            "sizes of updates": self._print_of_sizes(),
         }
         self._build(progress)
 
@@ -91,7 +66,7 @@ class EpochRun:
         """One of "stream", "batches", "update", "exact", "rough" or "windows"."""
         if self.facts.indices is None:
             return "stream" if self._batch_sampler is None else "batches"
-        if self.schedule is not None:
+        if self.sizes is not None:
             return "update"
         if self._lengths is not None:
             return "exact"
@@ -104,17 +79,22 @@ class EpochRun:
         yield from self.runner
 
     @property
-    def num_updates(self) -> int:
-        """Updates of this epoch, those of before a resume included."""
-        assert self.schedule is not None
-        assert isinstance(self.runner, UpdateRunner)
+    def cursor(self) -> Cursor:
+        """Where the updates that were handed out end; the one that is under way counts."""
+        assert self.sizes is not None
+        return self._update_mark().cursor(self.sizes)
+
+    def set_samples_per_update(self, samples: int) -> int:
+        """Change the size of updates from the first on that no rank's workers can have been asked for."""
+        assert self.sizes is not None
         assert isinstance(self.feed, MapFeed)
-        upcoming, update = self.feed.upcoming, self.runner.update
-        if upcoming is None:
-            return update + len([p for p in self.feed.pending if p.mark]) + bool(self.runner.due or self.runner.resumed)
-        number, first, _, current = upcoming.mark
-        stop = min(first + current, len(self.order))
-        return number + 1 + self.schedule.count(len(self.order) - stop, number + 1, current)
+        cursor = self._update_mark().passed.cursor(self.sizes)
+        for after in islice(self.sizes.cursors(cursor), self.facts.depth):
+            cursor = after
+        update = self.sizes.change(cursor, samples)
+        if self.feed.upcoming is not None:
+            self.feed.replan(self._update_plans(UpdateMark(*self.feed.upcoming.mark)))
+        return update
 
     def finish(self) -> None:
         """After the last step: name what was left."""
@@ -185,7 +165,7 @@ class EpochRun:
         if resume[0]["world_size"] == self.facts.world.size:
             return progress, 0
         remaining = self._remaining(resume)
-        if self.schedule is not None:
+        if self.sizes is not None:
             self._restart = self._restarted(resume)
         self.order.base = remaining if self.order.base is None else self.order.base[remaining]
         self._choose_lengths()
@@ -220,7 +200,7 @@ class EpochRun:
         )
         self.feed = self._feed(progress)
         split = partial(split_queued, self.facts.collator)
-        if self.schedule is not None:
+        if self.sizes is not None:
             self.runner = UpdateRunner(self.exchange, self.feed, knobs, self.facts.stats, split)
         else:
             handout = None
@@ -247,14 +227,12 @@ class EpochRun:
     def _source(self, progress: Mapping[str, Any] | None) -> Iterator[Planned] | None:
         who, config, budget = self.facts.rank, self.facts.config, self.facts.budget
         start = None if progress is None or "next" not in progress else progress["next"]
+        if self.sizes is not None:
+            return self._update_plans(UpdateMark(*start) if start else self._restart)
         if progress is not None and "next" in progress and start is None:
             return iter(())
         if self.mode == "batches":
             return self._batches((start or [0])[0])
-        if self.schedule is not None:
-            at = tuple(start or self._restart or (0, 0, 0))
-            known = {"lengths": self._lengths, "hint": self._rough}
-            return update_plans(self.schedule, len(self.order), who, budget=budget, **known, start=at)
         if self._lengths is not None:
             window = exact_window(self._lengths, budget, who.size, config)
             return exact_plans(
@@ -263,6 +241,19 @@ class EpochRun:
         if self._rough is not None:
             return rough_plans(self._rough, who, window=config.window, start=tuple(start or (0, 0)))
         return None
+
+    def _update_plans(self, start: UpdateMark | None) -> Iterator[Planned]:
+        assert self.sizes is not None
+        facts, skipped = self.facts, self._skipped
+        known = {"lengths": self._lengths, "hint": self._rough}
+        return update_plans(self.sizes, facts.rank, budget=facts.budget, **known, skipped=skipped, start=start)
+
+    @property
+    def _skipped(self) -> int:
+        """Samples at the beginning of the epoch's order that were used before it went on on another number of ranks."""
+        if self.order.base is None or self.facts.indices is None:
+            return 0
+        return len(self.facts.indices) - len(self.order.base)
 
     def _batches(self, start: int) -> Iterator[Planned]:
         """The user's batches, each refined by itself; positions number this rank's samples as they come."""
@@ -294,7 +285,6 @@ class EpochRun:
         runner.steps, runner.offset, runner.last_cost = progress["steps"], progress["offset"], progress["last_cost"]
         runner.partial = (progress["partial"][0], progress["partial"][1])
         if isinstance(runner, UpdateRunner):
-            runner.update = progress["update"]
             return
         runner.picked, runner.load_all = progress["picked"], progress["load_all"]
         runner.delivered = (progress["delivered"][0], progress["delivered"][1])
@@ -310,7 +300,8 @@ class EpochRun:
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
         if self.facts.world.size > 1:
-            self.exchange.compare({**self._identity, "num_workers": self.facts.num_workers}, failure)
+            workers = {"num_workers": self.facts.num_workers, "prefetch_factor": self.facts.prefetch_factor}
+            self.exchange.compare({**self._identity, **workers}, failure)
             if self._own_batches is not None:
                 self._refuse_equal_batches(self._own_batches)
         elif failure is not None:
@@ -358,17 +349,25 @@ class EpochRun:
         if not rest and (self._ended or not self.feed.receiving):
             return None
         assert isinstance(self.feed, MapFeed)
-        queues = {"agreed": _groups(rest), "pool": _groups([]), "update": runner.update}
-        return common | queues | {"next": self._next_mark(self.feed)}
+        queues = {"agreed": _groups(rest), "pool": _groups([])}
+        return common | queues | {"next": [int(m) for m in self._update_mark()]}
 
     def _next_mark(self, feed: MapFeed) -> list[int] | None:
         waiting = [p for p in feed.pending if p.mark]
         waiting += [feed.upcoming] if feed.upcoming is not None else []
-        if not waiting:
-            return None
-        if self.schedule is None:
-            return [int(m) for m in waiting[0].mark]
-        return [*(int(m) for m in waiting[0].mark[:3]), *(int(p.mark[3]) for p in waiting)]
+        return [int(m) for m in waiting[0].mark] if waiting else None
+
+    def _update_mark(self) -> UpdateMark:
+        """Where the first update begins that was not taken yet."""
+        assert self.sizes is not None
+        assert isinstance(self.feed, MapFeed)
+        mark = self._next_mark(self.feed)
+        return UpdateMark(*mark) if mark is not None else UpdateMark.of(self.sizes.end(self.facts.epoch))
+
+    def _print_of_sizes(self) -> int:
+        if self.sizes is None or self.sizes.is_constant:
+            return 0
+        return fingerprint([stop for _, stop, _ in self.sizes.spans(self.sizes.start(self.facts.epoch))])
 
     def _stream_state(self, agreed: Sequence[Queued | None], pool: Sequence[Queued]) -> dict[str, Any]:
         workers, size = max(self.facts.num_workers, 1), self.facts.world.size
@@ -406,19 +405,20 @@ class EpochRun:
             parts.append(np.arange(*states[0]["progress"]["handout"]))
         return np.sort(np.concatenate([np.zeros(0, np.int64), *parts]))
 
-    def _restarted(self, states: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def _restarted(self, states: Sequence[Mapping[str, Any]]) -> UpdateMark:
         """Where updates go on, on another number of ranks: what remains of one is an update of its own."""
         begun = sum(int(unpack(s["progress"]["agreed"][0]).sum()) for s in states)
-        mark = states[0]["progress"]["next"]
-        previous = mark[2] if mark else 0
-        update = states[0]["progress"]["update"]
-        return (update, 0, previous, *([begun] if begun else []), *(mark[3:] if mark else []))
+        mark = UpdateMark(*states[0]["progress"]["next"])
+        if not begun:
+            return mark
+        return mark._replace(update=mark.update - 1, samples_used=mark.samples_used - begun, until=mark.samples_used)
 
     def _still_planned(self, rank: int, size: int, mark: Sequence[int]) -> list[IntArray]:
         config, facts = self.facts.config, self.facts
         who = Rank(rank, size, config.seed, facts.epoch)
-        if self.schedule is not None:
-            return [np.arange(mark[1], len(self.order))] if rank == 0 else []
+        if self.sizes is not None:
+            first = UpdateMark(*mark).samples_used - self._skipped
+            return [np.arange(first, len(self.order))] if rank == 0 else []
         if self._lengths is not None:
             window = exact_window(self._lengths, facts.budget, size, config)
             plans = exact_plans(

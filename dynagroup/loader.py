@@ -14,26 +14,27 @@ from torch.utils.data import DataLoader, IterableDataset
 from dynagroup.align import Uneven
 from dynagroup.budget import Budget
 from dynagroup.engine import Queued, Take
-from dynagroup.epoch import EpochRun, Facts
+from dynagroup.epoch import EpochRun
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.exchange import Exchange, fingerprint
 from dynagroup.learned import LearnedLengths
-from dynagroup.online_config import OnlineConfig
+from dynagroup.online_config import Facts, OnlineConfig, as_hint, checked_kwargs
 from dynagroup.online_state import STATE_VERSION, check_state, checked_set
 from dynagroup.order import EpochOrder
-from dynagroup.planned import SamplesPerUpdate, Schedule
+from dynagroup.planned import UpdateMark
 from dynagroup.refine import LengthOf, Oversize, Refined, RefinementCollator
 from dynagroup.sampler import OrderSource
+from dynagroup.schedule import BatchSizeSchedule, described
 from dynagroup.stats import LoaderStats
 from dynagroup.step import Step, loss_scale
+from dynagroup.update_sizes import Cursor, UpdateSizes
 from dynagroup.weights import Weigh
-from dynagroup.windows import IndexedDataset, Order, RequestQueue, StreamDataset
+from dynagroup.windows import IndexedDataset, RequestQueue, StreamDataset
 from dynagroup.world import World, current_world, rank_and_size
 
 __all__ = ["OnlineDataLoader"]
 
 KIND = "OnlineDataLoader"
-OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last", "dataset")
 
 
 class OnlineDataLoader:
@@ -56,7 +57,9 @@ class OnlineDataLoader:
         length_hint: a number a sample, or index -> number, in any unit that grows with length: similar samples then
             meet in a window in the first epoch already. Later epochs are planned by the lengths that were seen.
         window: samples sorted and grouped together on one rank.
-        samples_per_update: samples of an update over all ranks: a number, or (update, samples before) -> number.
+        samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``, see
+            :mod:`dynagroup.schedule`. A rank without samples of an update idles in it.
+        drop_last: leave out an epoch's last update where it is smaller than asked.
         accumulation: steps of an update where ``samples_per_update`` is None.
         seed: of the order.
         weigh: loss weight of a batch: "tokens" (labels predicted by a causal model), "samples", or batch -> number.
@@ -87,7 +90,8 @@ class OnlineDataLoader:
         shuffle: bool = False,
         length_hint: Any = None,
         window: int = 1024,
-        samples_per_update: SamplesPerUpdate | None = None,
+        samples_per_update: int | BatchSizeSchedule | None = None,
+        drop_last: bool = False,
         accumulation: int = 1,
         seed: int = 0,
         weigh: Weigh = "tokens",
@@ -99,6 +103,7 @@ class OnlineDataLoader:
         self.config = OnlineConfig(
             window=window,
             samples_per_update=samples_per_update,
+            drop_last=drop_last,
             accumulation=accumulation,
             seed=seed,
             shuffle=shuffle,
@@ -111,10 +116,13 @@ class OnlineDataLoader:
         self._collator = RefinementCollator(collate_fn, budget, length_of, weigh=weigh, oversize=oversize)
         self._world = world
         self._streams = is_stream(dataset)
-        self._kwargs = _checked_kwargs(dataloader_kwargs, self._streams)
+        self._kwargs = checked_kwargs(dataloader_kwargs, self._streams)
         self._check_sources(shuffle)
-        self._schedule = None if samples_per_update is None else Schedule(samples_per_update)
-        self._hint = None if length_hint is None else _as_hint(length_hint, len(dataset))
+        self.sizes: UpdateSizes | None = None
+        """How many samples each update holds; None without ``samples_per_update``."""
+        if samples_per_update is not None:
+            self.sizes = UpdateSizes(samples_per_update, self._num_ordered, drop_last=drop_last)
+        self._hint = None if length_hint is None else as_hint(length_hint, len(dataset))
         self._learned = None if self._streams or batch_sampler is not None else LearnedLengths(len(dataset))
         self._order_source = None if sampler is None else OrderSource(sampler, len(dataset))
         self._epoch, self._advance = 0, 0
@@ -146,19 +154,17 @@ class OnlineDataLoader:
 
     @property
     def num_updates(self) -> int:
-        """Updates of an epoch, exact.
+        """Updates of the epoch that is running or was last: exact, unless ``set_samples_per_update`` is called before it ends.
 
         Raises:
             ConfigError: without ``samples_per_update`` it is not known beforehand.
         """
-        if self._schedule is None:
+        if self.sizes is None:
             raise ConfigError("the number of updates is known beforehand only with `samples_per_update`")
-        if self._run is not None and self._run.schedule is self._schedule:
-            return self._run.num_updates
-        return self._schedule.count(self._num_ordered())
+        return self.sizes.num_updates(self._epoch)
 
     def __len__(self) -> int:
-        if self._schedule is None:
+        if self.sizes is None:
             raise TypeError(f"this {KIND} has no len(): the number of steps is known only with `samples_per_update`")
         return self.num_updates
 
@@ -175,18 +181,38 @@ class OnlineDataLoader:
             self._resume = None
         self._epoch, self._advance = int(epoch), 0
 
-    def set_samples_per_update(self, number: int) -> None:
-        """Change the samples of an update from the first update on that no worker was asked for yet.
+    @property
+    def cursor(self) -> Cursor:
+        """Where the updates that were handed out end, the one under way included. Needs ``samples_per_update``."""
+        if self.sizes is None:
+            raise ConfigError("updates are counted only with `samples_per_update`")
+        if self._resume is not None:
+            return UpdateMark(*self._resume[0]["progress"]["next"]).passed.cursor(self.sizes)
+        if self._run is not None and self._advance:
+            return self._run.cursor
+        return self.sizes.start(self.epoch)
 
-        Call it on every rank after the same step; it is part of the state.
+    def set_samples_per_update(self, samples: int) -> int:
+        """Change the size of updates from now on; call it on every rank after the same step. It is part of the state.
+
+        Updates that workers may already prefetch keep their size: with ``num_workers=0`` the next update is the first one
+        of the new size; otherwise ``num_workers * prefetch_factor`` updates come in between. An epoch's last ones only
+        delay it to the next epoch's first.
+
+        Returns:
+            The number (from 0) of the first update that holds ``samples`` samples.
 
         Raises:
-            ConfigError: the loader was not made with ``samples_per_update``.
+            ConfigError: the loader was not made with ``samples_per_update``, or is allowed to mix windows
+                (``in_order=False``) while ranks must agree on what was prefetched.
         """
-        if self._schedule is None:
-            raise ConfigError("set_samples_per_update() needs a loader that was made with `samples_per_update`")
-        Schedule(number).size(0, 0)
-        self._schedule.changed = number
+        if self.sizes is None:
+            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
+        if self._kwargs.get("in_order") is False and self._rank_and_size()[1] > 1:
+            raise ConfigError("set_samples_per_update needs in_order=True: ranks would differ in what they prefetched")
+        if self._run is not None and self._advance and self._resume is None:
+            return self._run.set_samples_per_update(samples)
+        return self.sizes.change(self.cursor, samples)
 
     def __iter__(self) -> Iterator[Step[Any]]:
         self._epoch, self._advance = self._epoch + self._advance, 1
@@ -223,10 +249,10 @@ class OnlineDataLoader:
         running = self._run is not None and self._advance
         progress = self._run.state() if self._run is not None and running else None
         epoch = self._epoch + (1 if running and progress is None else 0)
-        changed = None if self._schedule is None else self._schedule.changed
+        changes = [] if self.sizes is None else [list(change) for change in self.sizes.changes]
         learned = None if self._learned is None else self._learned.state()
         merge_due = bool(running and progress is None) or (self._merge_due and not running)
-        own = {"epoch": epoch, "progress": progress, "samples_per_update": changed, "lengths": learned}
+        own = {"epoch": epoch, "progress": progress, "changes": changes, "lengths": learned}
         return {**state, **own, "merge_due": merge_due}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -254,8 +280,8 @@ class OnlineDataLoader:
         own = states[rank] if len(states) == size else states[0]
         if self._learned is not None and own["lengths"] is not None:
             self._learned.load(own["lengths"], [s["lengths"] for s in states] if len(states) != size else ())
-        if self._schedule is not None:
-            self._schedule.changed = own["samples_per_update"]
+        if self.sizes is not None:
+            self.sizes.restore(own["changes"])
         self._epoch, self._advance = own["epoch"], 0
         self._run, self._loader, self._merge_due = None, None, own["merge_due"]
         self._resume = None if own["progress"] is None else ([own] if own["world_size"] == size else states)
@@ -286,7 +312,7 @@ class OnlineDataLoader:
             open_stream=self._open_stream,
             open_map=self._open_map,
             queue=self._queue,
-            schedule=self._schedule,
+            sizes=self.sizes,
             batch_sampler=self.batch_sampler,
             learned=self._learned,
             hint=self._hint,
@@ -362,8 +388,7 @@ class OnlineDataLoader:
         return np.arange(len(self.dataset))
 
     def _num_ordered(self) -> int:
-        indices = self._indices()
-        return 0 if indices is None else len(Order(indices))
+        return len(self.dataset) if self._order_source is None else len(self._order_source)
 
     def _order_print(self, indices: np.ndarray | EpochOrder | None) -> int:
         return fingerprint(indices.tolist()) if isinstance(indices, np.ndarray) and self._order_source else 0
@@ -375,9 +400,8 @@ class OnlineDataLoader:
             "num_samples": None if self._streams else len(self.dataset),
             "budget": self.budget.fingerprint,
             "window": config.window,
-            "samples_per_update": getattr(per_update, "__qualname__", "function")
-            if callable(per_update)
-            else per_update,
+            "samples_per_update": described(per_update) if callable(per_update) else per_update,
+            "drop_last": config.drop_last,
             "accumulation": config.accumulation,
             "seed": config.seed,
             "shuffle": config.shuffle,
@@ -419,27 +443,3 @@ def is_stream(dataset: Any) -> bool:
     if hasattr(dataset, "__iter__"):
         return True
     raise ConfigError(f"`dataset` must have __getitem__ and __len__, or __iter__, but is a {type(dataset).__name__}")
-
-
-def _checked_kwargs(kwargs: Mapping[str, Any], streams: bool) -> dict[str, Any]:
-    for name in OURS:
-        if name in kwargs:
-            raise ConfigError(f"`{name}` is not an argument of {KIND}: the budget decides what a batch is")
-    checked = dict(kwargs)
-    if checked.get("num_workers", 0) > 0:
-        checked.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
-    return checked
-
-
-def _as_hint(hint: Any, num_samples: int) -> np.ndarray:
-    values = [hint(i) for i in range(num_samples)] if callable(hint) else hint
-    array = np.asarray(values)
-    if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
-        raise ConfigError(
-            f"`length_hint` must be one finite number for each of the {num_samples} samples, or a function from index to "
-            f"number, but is an array of {array.dtype} {array.shape}"
-        )
-    if array.dtype.kind == "f":
-        top = float(np.abs(array).max(initial=1.0)) or 1.0
-        array = array * (2**40 / top)
-    return array.astype(np.int64)

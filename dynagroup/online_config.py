@@ -1,17 +1,28 @@
-"""The knobs of an online loader, checked once."""
+"""What an online loader is told: its knobs, checked once, and the facts of an epoch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dynagroup.align import Uneven
+from dynagroup.budget import Budget
 from dynagroup.errors import ConfigError
-from dynagroup.planned import SamplesPerUpdate, Schedule
+from dynagroup.order import EpochOrder
+from dynagroup.planned import Rank
+from dynagroup.refine import RefinementCollator
+from dynagroup.schedule import BatchSizeSchedule, checked_samples
+from dynagroup.shapes import IntArray
+from dynagroup.stats import LoaderStats
 from dynagroup.weights import Weigh
+from dynagroup.world import World
 
-__all__ = ["OnlineConfig"]
+__all__ = ["Facts", "OnlineConfig", "as_hint", "checked_kwargs"]
+
+OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "dataset")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +31,10 @@ class OnlineConfig:
 
     window: int = 1024
     """Samples sorted and grouped together on one rank."""
-    samples_per_update: SamplesPerUpdate | None = None
+    samples_per_update: int | BatchSizeSchedule | None = None
     """Samples of an update over all ranks; None: no update boundaries but ``accumulation``."""
+    drop_last: bool = False
+    """Leave out an epoch's last update if it is smaller than asked."""
     accumulation: int = 1
     """Steps of an update where ``samples_per_update`` is None."""
     seed: int = 0
@@ -46,4 +59,55 @@ class OnlineConfig:
                     "as many steps as its samples need"
                 )
             if not callable(self.samples_per_update):
-                Schedule(self.samples_per_update).size(0, 0)
+                checked_samples(self.samples_per_update)
+        elif self.drop_last:
+            raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What an epoch of a loader works with."""
+
+    world: World
+    epoch: int
+    indices: IntArray | EpochOrder | None
+    budget: Budget
+    config: Any
+    collator: RefinementCollator
+    stats: LoaderStats
+    identity: Mapping[str, Any]
+    num_workers: int
+    prefetch_factor: int
+
+    @property
+    def rank(self) -> Rank:
+        return Rank(self.world.rank, self.world.size, self.config.seed, self.epoch)
+
+    @property
+    def depth(self) -> int:
+        """Windows that workers fetch ahead."""
+        return self.num_workers * self.prefetch_factor
+
+
+def checked_kwargs(kwargs: Mapping[str, Any], streams: bool) -> dict[str, Any]:
+    for name in OURS:
+        if name in kwargs:
+            raise ConfigError(f"`{name}` is not an argument of OnlineDataLoader: the budget decides what a batch is")
+    checked = dict(kwargs)
+    if checked.get("num_workers", 0) > 0:
+        checked.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
+    return checked
+
+
+def as_hint(hint: Any, num_samples: int) -> np.ndarray:
+    values = [hint(i) for i in range(num_samples)] if callable(hint) else hint
+    array = np.asarray(values)
+    if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        raise ConfigError(
+            f"`length_hint` must be one finite number for each of the {num_samples} samples, or a function from index to "
+            f"number, but is an array of {array.dtype} {array.shape}"
+        )
+    if array.dtype.kind == "f":
+        top = float(np.abs(array).max(initial=1.0)) or 1.0
+        array = array * (2**40 / top)
+    return array.astype(np.int64)

@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dynagroup.align import split_share
 from dynagroup.budget import Budget
-from dynagroup.errors import ConfigError
 from dynagroup.plan import PlanConfig, Planner
 from dynagroup.rows import cut_evenly, matched_by_cost
 from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.update_sizes import Cursor, UpdateSizes
 from dynagroup.windows import Planned
 
-__all__ = ["SamplesPerUpdate", "Schedule", "exact_plans", "exact_window", "rough_plans", "update_plans"]
-
-SamplesPerUpdate: TypeAlias = int | Callable[[int, int], int]
-"""Samples of an update; or (number of the update, samples of the one before) -> samples."""
+__all__ = ["Rank", "UpdateMark", "exact_plans", "exact_window", "rough_plans", "update_plans"]
 
 ROWS_A_REQUEST = 16
 CHUNKS_A_WINDOW = 8
+
+
+class UpdateMark(NamedTuple):
+    """Where an update begins: a few integers of an epoch's state."""
+
+    epoch: int
+    update: int
+    """Updates done since training began."""
+    samples_used: int
+    """Where it begins in the epoch's order."""
+    current: int = 0
+    """Samples the update before was asked to hold; 0 before the first."""
+    until: int = 0
+    """Where it ends, if it is the rest of an update that was begun on another number of ranks; else 0."""
+
+    @classmethod
+    def of(cls, cursor: Cursor) -> UpdateMark:
+        return cls(cursor.epoch, cursor.update, cursor.samples_used, cursor.current or 0)
+
+    @property
+    def passed(self) -> UpdateMark:
+        """Behind that rest."""
+        return self._replace(update=self.update + 1, samples_used=self.until, until=0) if self.until else self
+
+    def cursor(self, sizes: UpdateSizes) -> Cursor:
+        begin = sizes.start(self.epoch)
+        seen = begin.samples_seen + self.samples_used
+        return Cursor(self.epoch, self.update, self.samples_used, seen, self.current or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,70 +130,47 @@ def deal(hint: IntArray, who: Rank) -> IntArray:
     return order[np.where(rounds % 2, who.size - 1 - column, column) == who.rank]
 
 
-@dataclass(slots=True)
-class Schedule:
-    """How many samples each update has: a number or a function, and changes made at run time."""
-
-    rule: SamplesPerUpdate
-    changed: int | None = field(default=None)
-
-    def size(self, update: int, current: int) -> int:
-        """Samples of update ``update``, when the one before had ``current`` (0 before the first)."""
-        size = self.changed if self.changed is not None else self.rule
-        if callable(size):
-            size = size(update, current)
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise ConfigError(
-                f"`samples_per_update` must give an int of at least 1, but gives {size!r} for update {update}"
-            )
-        return int(size)
-
-    def count(self, num_samples: int, update: int = 0, current: int = 0) -> int:
-        """Updates that so many samples make."""
-        if not callable(self.changed if self.changed is not None else self.rule):
-            return -(-num_samples // self.size(update, current))
-        done = 0
-        while num_samples > 0:
-            current = self.size(update + done, current)
-            num_samples -= current
-            done += 1
-        return done
-
-
 def update_plans(
-    schedule: Schedule,
-    num_samples: int,
+    sizes: UpdateSizes,
     who: Rank,
     *,
     budget: Budget,
     lengths: Streams | None = None,
     hint: IntArray | None = None,
-    start: tuple[int, ...] = (0, 0, 0),
+    skipped: int = 0,
+    start: UpdateMark | None = None,
 ) -> Iterator[Planned]:
     """One request an update: this rank's share of the samples that fixed batches would draw for it.
 
     Args:
         lengths: known lengths by position: shares are planned batches, in rows over the ranks.
         hint: roughly known lengths by position: shares are balanced by them. Without either, by number of samples.
-        start: (update, first position, samples of the update before, then of updates that were sized already).
+        skipped: samples at the beginning of the epoch's order that have no position any more.
+        start: the first update wanted; None: the epoch's first.
     """
-    update, first, current = start[:3]
-    sized = list(start[3:])
-    while first < num_samples:
-        previous, current = current, sized.pop(0) if sized else schedule.size(update, current)
-        stop = min(first + current, num_samples)
-        mark = (update, first, previous, current)
+    for mark, stop in _marked_spans(sizes, start or UpdateMark.of(sizes.start(who.epoch))):
+        first, end = mark.samples_used - skipped, stop - skipped
         if lengths is not None:
-            part = {name: values[first:stop] for name, values in lengths.items()}
-            mine = rank_batches(part, budget, who, rows_shuffled=False, window=update)
+            part = {name: values[first:end] for name, values in lengths.items()}
+            mine = rank_batches(part, budget, who, rows_shuffled=False, window=mark.update)
             flat = np.concatenate(mine) if mine else np.zeros(0, np.int64)
             yield Planned(first + flat, tuple(len(b) for b in mine), keep=_keep(who, 1), mark=mark)
         elif hint is not None:
-            yield Planned(first + np.sort(deal(hint[first:stop], who)), None, keep=_keep(who, 1), mark=mark)
+            yield Planned(first + np.sort(deal(hint[first:end], who)), None, keep=_keep(who, 1), mark=mark)
         else:
-            begin, end = split_share(stop - first, (who.rank + update) % who.size, who.size)
-            yield Planned(np.arange(first + begin, first + end), None, keep=_keep(who, 1), mark=mark)
-        update, first = update + 1, stop
+            begin, until = split_share(end - first, (who.rank + mark.update) % who.size, who.size)
+            yield Planned(np.arange(first + begin, first + until), None, keep=_keep(who, 1), mark=mark)
+
+
+def _marked_spans(sizes: UpdateSizes, start: UpdateMark) -> Iterator[tuple[UpdateMark, int]]:
+    """(where an update begins, where it ends) from ``start`` on."""
+    cursor = start.cursor(sizes)
+    if start.until:
+        yield start, start.until
+        cursor = start.passed.cursor(sizes)
+    for _, stop, after in sizes.spans(cursor):
+        yield UpdateMark.of(cursor), stop
+        cursor = after
 
 
 def _keep(who: Rank, number: int) -> int:

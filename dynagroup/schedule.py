@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
@@ -21,6 +21,7 @@ __all__ = [
     "adabatch",
     "checked_samples",
     "constant",
+    "described",
     "doubling",
     "linear_ramp",
     "scale_learning_rate",
@@ -40,6 +41,15 @@ def checked_samples(value: Any, *, name: str = "samples_per_update", where: str 
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
         raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}{where}")
     return int(value)
+
+
+def described(schedule: BatchSizeSchedule) -> str:
+    """A schedule's name for comparing runs, the same in every process; the built-in ones with their numbers.
+
+    >>> described(doubling(16, milestones=(10,)))
+    'doubling(first=16, milestones=(10,))'
+    """
+    return repr(schedule) if is_dataclass(schedule) else getattr(schedule, "__qualname__", type(schedule).__qualname__)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

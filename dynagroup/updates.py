@@ -185,7 +185,11 @@ class UpdateLoader(Generic[B]):
     @property
     def num_samples(self) -> int:
         """Samples that an epoch draws."""
-        return self._plan.sizes.num_ordered() if isinstance(self._plan, PreservedUpdates) else self._plan.planner.num_samples
+        return (
+            self._plan.sizes.num_ordered()
+            if isinstance(self._plan, PreservedUpdates)
+            else self._plan.planner.num_samples
+        )
 
     @property
     def cursor(self) -> Cursor:

@@ -306,6 +306,11 @@ class MapFeed:
         """Let go of the workers; a later fork must not inherit them."""
         self._iterator = None
 
+    def replan(self, source: Iterable[Planned]) -> None:
+        """From the upcoming request on, take other plans."""
+        self._source = iter(source)
+        self.upcoming = next(self._source, None)
+
     def _from_source(self) -> Iterator[WindowRequest]:
         assert self._source is not None
         while self.upcoming is not None:

@@ -116,6 +116,7 @@ class DynagroupTrainerMixin(Books):
             length_of=config.length_of,
             length_hint=config.lengths,
             samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
+            drop_last=self.args.dataloader_drop_last and not free,
             accumulation=self.accumulation if free else 1,
             seed=self._data_seed,
             weigh=self._weigh,

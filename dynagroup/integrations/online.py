@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from dynagroup.errors import ConfigError, StateError
+from dynagroup.errors import StateError
 from dynagroup.loader import OnlineDataLoader
 from dynagroup.step import Step
 from dynagroup.update_plan import UpdateStats
-from dynagroup.update_sizes import Cursor
+from dynagroup.update_sizes import Cursor, UpdateSizes, first_cursor
 from dynagroup.world import World
 
 __all__ = ["OnlineUpdates"]
@@ -20,22 +20,25 @@ class OnlineUpdates:
     """What adapters ask of :class:`~dynagroup.updates.UpdateLoader`, answered by an :class:`OnlineDataLoader`.
 
     Args:
-        loader: with a fixed ``samples_per_update``; without one, or with a stream, there is no length.
+        loader: with ``samples_per_update``, a number or a schedule; without it, or with a stream, there is no length.
         world: the ranks it was made with.
     """
 
-    num_changes = 0
-
     def __init__(self, loader: OnlineDataLoader, world: World) -> None:
-        if callable(loader.config.samples_per_update):
-            raise ConfigError(
-                "a schedule of samples_per_update needs mode='offline', where every update is planned before training"
-            )
         self.loader = loader
         self.world = world
         self.dataset = loader.dataset
         self.stats, self.recent = UpdateStats(), UpdateStats()
         self._cursor = Cursor()
+
+    @property
+    def num_changes(self) -> int:
+        """How often the size of updates was changed at run time."""
+        return len(self.loader.sizes.changes) if self.loader.sizes is not None else 0
+
+    def set_samples_per_update(self, samples: int) -> int:
+        """See :meth:`OnlineDataLoader.set_samples_per_update`."""
+        return self.loader.set_samples_per_update(samples)
 
     @property
     def cursor(self) -> Cursor:
@@ -44,31 +47,30 @@ class OnlineUpdates:
     @property
     def num_samples(self) -> int:
         """Samples of an epoch; 0 for a stream, whose number nobody knows."""
+        if self.loader.sizes is not None:
+            return self.loader.sizes.num_ordered()
         try:
             return len(self.dataset)
         except TypeError:
             return 0
 
     @property
-    def _size(self) -> int:
-        size = self.loader.config.samples_per_update
-        if size is None or not self.num_samples:
+    def _sizes(self) -> UpdateSizes:
+        if self.loader.sizes is None:
             raise TypeError("the number of updates is not known beforehand; set max_steps")
-        return int(size)  # type: ignore[arg-type]
+        return self.loader.sizes
 
     def __len__(self) -> int:
         return self.num_updates(0)
 
     def num_updates(self, epoch: int) -> int:
-        return -(-self.num_samples // self._size)
+        return self._sizes.num_updates(epoch)
 
     def samples_after(self, updates: int) -> int:
-        epochs, rest = divmod(updates, len(self))
-        return epochs * self.num_samples + min(rest * self._size, self.num_samples)
+        return first_cursor(self._sizes, 1, lambda cursor: cursor.update >= updates).samples_seen
 
     def updates_until(self, samples: int) -> int:
-        epochs, rest = divmod(samples, self.num_samples)
-        return epochs * len(self) + -(-rest // self._size)
+        return first_cursor(self._sizes, 1, lambda cursor: cursor.samples_seen >= samples).update
 
     @property
     def next_epoch(self) -> int:
@@ -102,7 +104,7 @@ class OnlineUpdates:
                 update=self._cursor.update + 1,
                 samples_used=self._cursor.samples_used + done.samples,
                 samples_seen=self._cursor.samples_seen + done.samples,
-                current=done.samples,
+                current=done.samples if self.loader.sizes is None else self.loader.cursor.current,
             )
             self.stats.add(done)
             self.recent.add(done)

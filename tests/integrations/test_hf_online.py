@@ -6,7 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from dynagroup import ConfigError  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
 from dynagroup.schedule import doubling  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, train, trainer  # noqa: E402
@@ -60,20 +61,75 @@ def test_a_stream_needs_only_max_steps(tmp_path):
     assert run.state.global_step == 4
 
 
-def test_schedules_are_refused_online(tmp_path):
-    run = trainer("causal", tmp_path, fits=True, config={**ONLINE, "samples_per_update": doubling(8, milestones=(2,))})
-    with pytest.raises(ConfigError, match="needs mode='offline'"):
-        run.train()
+SCHEDULE = doubling(7, milestones=(2, 5))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_schedule_makes_the_same_updates_as_offline(drop_last, tmp_path):
+    changes = {
+        "exact_loss": True,
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "dataloader_drop_last": drop_last,
+        "config": {"samples_per_update": SCHEDULE, "learning_rate_scaling": "sqrt"},
+    }
+    runs = []
+    for mode, workers in (("offline", 0), ("online", 1)):
+        config = {**changes["config"], "mode": mode, **({"lengths": None} if workers else {})}
+        runs.append(
+            trainer(
+                "causal", tmp_path / mode, fits=True, **{**changes, "config": config}, dataloader_num_workers=workers
+            )
+        )
+        runs[-1].train()
+    offline, online = runs
+    assert (parameters(offline.model) - parameters(online.model)).abs().max() < 1e-8
+    assert online.state.global_step == online.state.max_steps == offline.state.global_step
+    assert online.update_loader.stats.samples == (168 if drop_last else 192)
+    ends = [[row.get(k) for row in run.state.log_history] for run in runs for k in ("epoch", "learning_rate")]
+    assert ends[:2] == ends[2:]
+
+
+def test_a_scheduled_run_resumes_within_an_epoch_and_with_its_sizes_changed(tmp_path):
+    def run(folder, resume=None):
+        found = trainer(
+            "causal", tmp_path / folder, fits=True, exact_loss=True, max_steps=-1, num_train_epochs=2, save_steps=4,
+            save_strategy="steps", callbacks=[Grow()], config={**ONLINE, "samples_per_update": doubling(6, milestones=(2,))},
+        )  # fmt: skip
+        found.train(resume_from_checkpoint=resume)
+        return found
+
+    whole = run("whole")
+    assert [c[2] for c in whole.update_loader.loader.sizes.changes] == [20]
+    assert whole.state.global_step == whole.state.max_steps == 12
+    for step in (4, 8):
+        resumed = run("resumed", str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert torch.equal(parameters(resumed.model), parameters(whole.model))
+        assert resumed.state.global_step == 12
+
+
+class Grow(TrainerCallback):
+    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+        if state.global_step == 3:
+            assert train_dataloader.set_samples_per_update(20) == 3
 
 
 def both_online(folder):
     changes = {"exact_loss": True, "max_steps": 8, "gradient_accumulation_steps": 2}
     fixed, _ = train("causal", f"{folder}/fixed", False, dict(changes))
     ours, _ = train("causal", f"{folder}/ours", True, {**changes, "config": ONLINE})
-    return fixed, ours
+    changes |= {"max_steps": 10}
+    scheduled = [
+        train(
+            "causal", f"{folder}/{mode}", True, {**changes, "config": {"mode": mode, "samples_per_update": SCHEDULE}}
+        )[0]
+        for mode in ("offline", "online")
+    ]
+    return [(fixed, ours), scheduled]
 
 
 @pytest.mark.slow
 def test_online_updates_are_the_same_on_two_ranks(tmp_path):
-    for fixed, ours in on_ranks(2, both_online, tmp_path, tmp_path):
-        assert (fixed - ours).abs().max() < 1e-8
+    for pairs in on_ranks(2, both_online, tmp_path, tmp_path):
+        for fixed, ours in pairs:
+            assert (fixed - ours).abs().max() < 1e-8
