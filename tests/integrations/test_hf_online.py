@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -100,7 +102,8 @@ def test_a_scheduled_run_resumes_within_an_epoch_and_with_its_sizes_changed(tmp_
         return found
 
     whole = run("whole")
-    assert [c[2] for c in whole.update_loader.loader.sizes.changes] == [20]
+    assert whole.update_loader is not None
+    assert whole.update_loader.num_changes == 1
     assert whole.state.global_step == whole.state.max_steps == 12
     for step in (4, 8):
         resumed = run("resumed", str(tmp_path / "whole" / f"checkpoint-{step}"))
@@ -109,7 +112,7 @@ def test_a_scheduled_run_resumes_within_an_epoch_and_with_its_sizes_changed(tmp_
 
 
 class Grow(TrainerCallback):
-    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+    def on_step_end(self, args, state, control, train_dataloader: Any = None, **kwargs):
         if state.global_step == 3:
             assert train_dataloader.set_samples_per_update(20) == 3
 
