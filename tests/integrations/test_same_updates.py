@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
+import torch
 
 pytest.importorskip("transformers")
-from tests.integrations.jobs import train, train_both  # noqa: E402
+from tests.integrations.jobs import MODELS, parameters, train, train_both  # noqa: E402
 from tests.integrations.ranks import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -30,19 +33,32 @@ def test_parameters_agree_with_the_library_loss(kind, tmp_path):
     assert (fixed - ours).abs().max() < 1e-5
 
 
-CASES = [("causal", 0.3), ("seq2seq", 0.0), ("classifier", 0.3)]
+CASES = list(product(["causal", "seq2seq", "classifier"], [0.0, 0.3]))
 
 
 def all_cases(folder):
-    found = []
+    """Parameters of fixed batches and of batches that fit, for each case; all in one start of the ranks."""
+    found = {}
     for kind, max_grad_norm in CASES:
         exact = {"exact_loss": kind != "classifier", "max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2}
-        found.append([parameters for parameters, _ in train_both(kind, f"{folder}/{kind}", exact)])
+        runs = train_both(kind, f"{folder}/{kind}", exact)
+        found[kind, max_grad_norm] = [parameters for parameters, _ in runs]
     return found
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return on_ranks(2, all_cases, folder, folder)
+
+
 @pytest.mark.slow
-def test_parameters_agree_on_two_ranks(tmp_path):
-    for on_rank in on_ranks(2, all_cases, tmp_path, tmp_path):
-        for fixed, ours in on_rank:
-            assert (fixed - ours).abs().max() < 1e-8
+@pytest.mark.parametrize(("kind", "max_grad_norm"), CASES)
+def test_parameters_agree_on_two_ranks(ranks, kind, max_grad_norm):
+    for found in ranks:
+        fixed, ours = found[kind, max_grad_norm]
+        assert (fixed - ours).abs().max() < 1e-8
+        assert (ours - found[kind, 0.3 - max_grad_norm][1]).abs().max() > 1e-4, "clipping changes what is learned"
+        start = parameters(MODELS[kind]())
+        assert (ours - start).abs().max() > 1e-2, "nothing was trained"
+    assert torch.equal(ranks[0][kind, max_grad_norm][1], ranks[1][kind, max_grad_norm][1]), "the ranks part"
