@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
+from dynagroup import TokenBudget  # noqa: E402
 from tests.allocator import Allocator  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, trained_on, trainer  # noqa: E402
@@ -18,6 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 ONLINE = {"mode": "online", "lengths": None}
 MODES: list[dict[str, Any]] = [{}, ONLINE]
 UPDATES_AN_EPOCH, SAVED, LAST = 6, 8, 10  # the checkpoint lies within epoch 1
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def resumed_and_whole(folder: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -101,12 +107,31 @@ def samples_resumed(folder: Any, settings: dict[str, Any]) -> list[dict[int, lis
     return runs
 
 
+def with_idle_steps(folder: Any) -> dict[Any, tuple[torch.Tensor, int]]:
+    """Parameters, and steps on which this rank had nothing to run: epochs end with three samples, each alone."""
+    found = {}
+    for kind in ("causal", "classifier"):
+        for number, mode in enumerate(MODES):
+            run = trainer(
+                kind, f"{folder}/idle", fits=True, exact_loss=kind == "causal", count=19, max_steps=-1, num_train_epochs=2,
+                per_device_train_batch_size=4 // world_size(), gradient_accumulation_steps=1,
+                train_sampling_strategy="sequential", config={**mode, "budget": TokenBudget(160, max_samples=1)},
+            )  # fmt: skip
+            run.train()
+            found[kind, number] = parameters(run.model), run.update_loader.stats.idle_steps
+    return found
+
+
 LIMITS = {"one": [NEVER, 90.0], "both": [60.0, 60.0]}
 """Tokens that each rank's memory holds, by which ranks run out of it. What one learns, both then avoid."""
 
 
 def everything(folder: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"resumed": resumed_and_whole(folder), "rates": learning_rates(folder)}
+    found: dict[str, Any] = {
+        "resumed": resumed_and_whole(folder),
+        "rates": learning_rates(folder),
+        "idle": with_idle_steps(folder),
+    }
     for name, settings in STRATEGIES.items():
         found[name] = samples_resumed(f"{folder}/{name}", settings)
     return found | {name: with_and_without_failures(folder, limits) for name, limits in LIMITS.items()}
@@ -144,6 +169,14 @@ def test_two_ranks_resume_with_the_samples_that_remained(ranks, name):
     first, second = (samples(0, updates) for updates in ends)
     assert first != second
     assert samples(1, ends[1]) == (first if name == "upstream" else second)
+
+
+@pytest.mark.slow
+def test_steps_without_samples_change_no_update(ranks, tmp_path):
+    for case, (alone, _) in with_idle_steps(tmp_path).items():
+        assert sum(rank["idle"][case][1] for rank in ranks) > 0, case
+        for rank in ranks:
+            assert (rank["idle"][case][0] - alone).abs().max() < 1e-8, case
 
 
 @pytest.mark.slow
