@@ -1,6 +1,6 @@
 """Does training on batches that fit learn as much? The demo model, three seeds, held-out loss after equal samples.
 
-usage: python scripts/bench_quality.py [--samples 4096] [--seeds 3]
+usage: python scripts/bench_quality.py [--samples 8192] [--epochs 3] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dynagroup.text import TokenizingCollator
 from dynagroup.updates import UpdateLoader
 from dynagroup.weights import count_label_tokens
 
-LONGEST, BUDGET = 96, 2048
+LONGEST, BUDGET, HELD_OUT = 96, 2048, 1024
 
 
 def model_of(vocab: int, seed: int) -> LlamaForCausalLM:
@@ -33,17 +33,23 @@ def model_of(vocab: int, seed: int) -> LlamaForCausalLM:
     )  # fmt: skip
 
 
-def train(loader: UpdateLoader[Any], vocab: int, seed: int) -> tuple[LlamaForCausalLM, int]:
+def train(loader: UpdateLoader[Any], vocab: int, seed: int, epochs: int) -> tuple[LlamaForCausalLM, int]:
+    """AdamW with a learning rate that falls linearly to zero over the samples, as Trainer's does over its steps."""
     model = model_of(vocab, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    updates = 0
-    for update in loader:
-        for step in update:
-            (model(**step.batch).loss * step.loss_scale).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        updates += 1
+    updates, seen, whole = 0, 0, epochs * len(loader.dataset)
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        for update in loader:
+            for group in optimizer.param_groups:
+                group["lr"] = 3e-3 * (1 - seen / whole)
+            for step in update:
+                (model(**step.batch).loss * step.loss_scale).backward()
+                seen += step.samples.local
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            updates += 1
     return model, updates
 
 
@@ -58,13 +64,14 @@ def held_out_loss(model: LlamaForCausalLM, loader: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--samples", type=int, default=8192)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
     texts = load_texts(None, None, None, "train")
-    order = np.random.default_rng(0).permutation(len(texts))[: given.samples + 256]
-    train_texts, held_out = [texts[i] for i in order[256:]], [texts[i] for i in order[:256]]
+    order = np.random.default_rng(0).permutation(len(texts))[: given.samples + HELD_OUT]
+    train_texts, held_out = [texts[i] for i in order[HELD_OUT:]], [texts[i] for i in order[:HELD_OUT]]
     tokenizer = train_tokenizer(train_texts)
     lengths = np.minimum(measure_lengths(train_texts, tokenizer), LONGEST)
     collate = TokenizingCollator(tokenizer, LONGEST, 1, labels=True)
@@ -81,12 +88,20 @@ def main() -> None:
     counts = {}
     for seed in range(given.seeds):
         for name, wanted in (("fixed", size), ("free", None)):
-            model, counts[name] = train(loader(seed, wanted), len(tokenizer), seed)
+            model, counts[name] = train(loader(seed, wanted), len(tokenizer), seed, given.epochs)
             losses[name].append(held_out_loss(model.eval(), evaluation))
             print(seed, name, counts[name], losses[name][-1], flush=True)
     differences = [free - fixed for free, fixed in zip(losses["free"], losses["fixed"], strict=True)]
     figures = {
-        "setup": {"model": "Llama, 2 layers of 64", "samples": given.samples, "budget": BUDGET, "longest": LONGEST},
+        "setup": {
+            "model": "Llama, 2 layers of 64",
+            "samples": given.samples,
+            "epochs": given.epochs,
+            "held_out": HELD_OUT,
+            "budget": BUDGET,
+            "longest": LONGEST,
+            "learning_rate": "3e-3, falling linearly to zero over the samples",
+        },  # fmt: skip
         "updates": counts,
         "samples_per_fixed_update": size,
         "held_out_loss": losses,
