@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from dynagroup.memory.model import BytesMemoryModel, MemoryModel
 from dynagroup.memory.regressor import MemoryRegressor
 from dynagroup.memory.table import LargestTable
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
+from dynagroup.world import World
 
 __all__ = ["AdditiveCap", "AllOf", "Budget", "Layout", "MemoryBudget", "TokenBudget", "padded_tokens"]
 
@@ -344,3 +345,36 @@ class MemoryBudget(Budget):
             return shape
         longest = {**shape.longest, TOKENS: round_up(shape.longest[TOKENS], self.pad_to_multiple_of)}
         return BatchShape(shape.num_samples, longest, shape.total)
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A budget that changes between epochs, such as :class:`dynagroup.oom.LearningBudget`. Loaders apply what it has
+    learned when an epoch begins, and keep its state in their own."""
+
+    def apply(self, world: World | None = None) -> None: ...
+
+    def share_memory(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+def learner_of(budget: Budget) -> Learner | None:
+    """The part of a budget that learns, if one does."""
+    parts = budget.parts if isinstance(budget, AllOf) else (budget,)
+    return next((part for part in parts if isinstance(part, Learner)), None)
+
+
+def learned_state(budget: Budget) -> dict[str, Any] | None:
+    """What the part that learns keeps in a checkpoint."""
+    learner = learner_of(budget)
+    return None if learner is None else learner.state_dict()
+
+
+def restore_learned(budget: Budget, state: Any) -> None:
+    """Take up what a loader's ``state`` has learned: before it is checked, because what is learned changes fingerprints."""
+    learner = learner_of(budget)
+    if learner is not None and isinstance(state, Mapping) and state.get("learned") is not None:
+        learner.load_state_dict(state["learned"])

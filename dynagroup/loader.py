@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dynagroup.align import Uneven
-from dynagroup.budget import Budget
+from dynagroup.budget import Budget, learned_state, learner_of, restore_learned
 from dynagroup.engine import Queued, Take
 from dynagroup.epoch import EpochRun
 from dynagroup.errors import ConfigError, StateError
@@ -136,6 +136,9 @@ class OnlineDataLoader:
             self._generator = self._kwargs["generator"] = torch.Generator()
         self._smallest: Refined | None = None
         self._merge_due = False
+        learner = learner_of(budget)
+        if learner is not None and self._kwargs.get("persistent_workers"):
+            learner.share_memory()
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget, **options: Any) -> OnlineDataLoader:
@@ -253,7 +256,7 @@ class OnlineDataLoader:
         learned = None if self._learned is None else self._learned.state()
         merge_due = bool(running and progress is None) or (self._merge_due and not running)
         own = {"epoch": epoch, "progress": progress, "changes": changes, "lengths": learned}
-        return {**state, **own, "merge_due": merge_due}
+        return {**state, **own, "merge_due": merge_due, "learned": learned_state(self.budget)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where states were taken: exactly what remained of the epoch comes next.
@@ -267,9 +270,10 @@ class OnlineDataLoader:
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
         if not states:
             raise StateError("no state was given")
+        rank, size = self._rank_and_size()
+        restore_learned(self.budget, states[rank] if len(states) == size else states[0])
         for state in states:
             check_state(state, self._identity(), KIND)
-        rank, size = self._rank_and_size()
         if len(states) > 1:
             states = checked_set(states)
         if len(states) != states[0]["world_size"] and (len(states) > 1 or states[0]["world_size"] != size):
@@ -293,6 +297,10 @@ class OnlineDataLoader:
             Exchange(world, self._epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
             self._learned.merge(world)
         self._merge_due = True
+        learner = learner_of(self.budget)
+        if learner is not None and resume is None:
+            Exchange(world, self._epoch).highest([])
+            learner.apply(world)
         self._seed_workers(world.rank, resume)
         indices = self._indices()
         facts = Facts(

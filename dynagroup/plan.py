@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.batch_plan import BatchPlan, PlannedWindow
-from dynagroup.budget import Budget
+from dynagroup.budget import Budget, learner_of
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.order import EpochOrder, epoch_order
 from dynagroup.partition import RoundBatch, cut, longest_first
 from dynagroup.rows import Rows, Uneven, arrange, cut_evenly, even_out, matched_by_cost, prove
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+from dynagroup.world import World
 
 __all__ = ["BatchPlan", "PlanConfig", "Planner", "Position", "cut_evenly", "epoch_order", "even_out"]
 
@@ -122,6 +123,19 @@ class Planner:
                 "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
             )
         self._drops = config.oversize == "drop" and len(self.oversize) > 0
+
+    def renewed(self, world: World | None = None) -> Planner:
+        """Itself; or a planner that follows what its budget has learned, if that changes anything. Collective over ``world``."""
+        learner = learner_of(self.budget)
+        if learner is None:
+            return self
+        learner.apply(world)
+        after = self.rebuilt()
+        return self if after.fingerprint == self.fingerprint else after
+
+    def rebuilt(self) -> Planner:
+        """A planner of the same facts and knobs, whose budget may have changed."""
+        return Planner(self.lengths, self.budget, self.config)
 
     @cached_property
     def batch_size(self) -> float:

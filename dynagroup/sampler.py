@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from dynagroup.budget import Budget
+from dynagroup.budget import Budget, learned_state, restore_learned
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.partition import RoundBatch
@@ -199,9 +199,20 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)) or epoch < 0:
             raise ConfigError(f"`epoch` must be an int of at least 0, but is {epoch!r}")
         if epoch != self._epoch:
-            self._start = None
+            self._start = self._trail = None
+            self._apply_learned()
         self._epoch = int(epoch)
         self._advance = 0
+
+    def _apply_learned(self) -> None:
+        """An epoch begins: plan it by what the budget has learned. On several ranks that needs an exchange, see there."""
+        if self._rank_and_size()[1] > 1:
+            return
+        planner = self._planner.renewed()
+        if planner is not self._planner:
+            self._planner = planner
+            self._plans.clear()
+            self._warn_of_oversize()
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
@@ -244,6 +255,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             "window_size": position.window_size,
             "windows_done": position.windows_done,
             "segments": [list(segment) for segment in position.segments],
+            "learned": learned_state(self._planner.budget),
             "order": None if self._order is None else self._order.checksum(self._epoch),
         }
 
@@ -259,8 +271,10 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             StateError: the state is damaged, or belongs to other lengths, another budget or other settings.
         """
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        if any(other != states[0] for other in states[1:]):
+        if any({**other, "learned": None} != {**states[0], "learned": None} for other in states[1:]):
             raise StateError("the ranks' states differ: they were not taken after the same step")
+        restore_learned(self._planner.budget, states[0] if states else {})
+        self._planner = self._planner.rebuilt()
         state = _checked_state(states[0] if states else {}, self._planner)
         self._epoch, self._advance = state["epoch"], 0
         if self._order is not None and self._order.checksum(self._epoch) != state["order"]:
@@ -382,7 +396,9 @@ def checked_state(state: Mapping[str, Any], keys: Sequence[str], kind: str, plan
 
 
 def _checked_state(state: Mapping[str, Any], planner: Planner) -> Mapping[str, Any]:
-    checked_state(state, ("epoch", "window_size", "windows_done", "segments"), "a LengthAwareBatchSampler", planner)
+    checked_state(
+        state, ("epoch", "window_size", "windows_done", "segments", "learned"), "a LengthAwareBatchSampler", planner
+    )
     numbers = [
         state["epoch"],
         state["windows_done"],

@@ -78,6 +78,10 @@ class UpdatePlan(Protocol):
         """Where each update that remains of an epoch ends."""
         ...
 
+    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
+        """Plan by another planner, from the beginning of an epoch on."""
+        ...
+
 
 def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, after: Cursor) -> PlannedUpdate:
     table = window.table[rows]
@@ -139,6 +143,9 @@ class PreservedUpdates:
                 )
             yield _planned(window, slice(None), self.planner, rank, after)
 
+    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
+        self.planner = planner
+
     def order_of(self, epoch: int) -> IntArray:
         if self.order is not None:
             return self.order.of_epoch(epoch)
@@ -152,13 +159,21 @@ class FreeUpdates:
         self.planner = planner
         self.accumulation = checked_samples(accumulation, name="accumulation")
         self._counts: dict[tuple[int, int], tuple[int, int]] = {}
+        self.since = (0, 0, 0)
+        """(epoch, update, samples seen) at which the planner took over."""
+
+    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
+        begin = self.start(epoch, world_size)
+        self.planner, self.since = planner, (epoch, begin.update, begin.samples_seen)
+        self._counts = {}
 
     def start(self, epoch: int, world_size: int) -> Cursor:
-        before = [self._count(e, world_size) for e in range(epoch)]
+        first, update, seen = self.since if epoch >= self.since[0] else (0, 0, 0)
+        before = [self._count(e, world_size) for e in range(first, epoch)]
         return Cursor(
             epoch=epoch,
-            update=sum(updates for updates, _ in before),
-            samples_seen=sum(samples for _, samples in before),
+            update=update + sum(updates for updates, _ in before),
+            samples_seen=seen + sum(samples for _, samples in before),
             position=self.planner.start(world_size),
         )
 

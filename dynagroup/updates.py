@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dynagroup.budget import Budget
+from dynagroup.budget import Budget, learned_state, restore_learned
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan import PlanConfig, Planner, Position
@@ -169,6 +169,7 @@ class UpdateLoader(Generic[B]):
         self._advance = 0
         self._start: Cursor | None = None
         self._cursor: Cursor | None = None
+        self._num_replans = 0
 
     @property
     def world(self) -> World:
@@ -218,8 +219,8 @@ class UpdateLoader(Generic[B]):
 
     @property
     def num_changes(self) -> int:
-        """How often the size of updates was changed at run time."""
-        return len(self._plan.sizes.changes) if isinstance(self._plan, PreservedUpdates) else 0
+        """How often the size of updates was changed at run time, or plans because of what the budget has learned."""
+        return self._num_replans + (len(self._plan.sizes.changes) if isinstance(self._plan, PreservedUpdates) else 0)
 
     def restart_epoch(self) -> None:
         """Forget how far the epoch is used: it begins anew."""
@@ -251,6 +252,8 @@ class UpdateLoader(Generic[B]):
         if self._advance:
             self.set_epoch(self._epoch + self._advance)
         self._advance = 1
+        if self._start is None:
+            self._apply_learned()
         cursor = self._start or self._plan.start(self._epoch, self.world.size)
         self._start, self._cursor = None, cursor
         self._compare_ranks(cursor)
@@ -269,6 +272,13 @@ class UpdateLoader(Generic[B]):
             self.stats.add(update.stats)
             self.recent.add(update.stats)
             yield steps
+
+    def _apply_learned(self) -> None:
+        """An epoch begins: plan it by what the budget has learned."""
+        planner = self._plan.planner.renewed(self.world)
+        if planner is not self._plan.planner:
+            self._plan.replan(planner, self._epoch, self.world.size)
+            self._num_replans += 1
 
     def _weighed(self, update: PlannedUpdate, batches: Sequence[B]) -> Update[B]:
         counts = [0 if idle else len(b) for b, idle in zip(update.batches, update.idle, strict=True)]
@@ -305,6 +315,8 @@ class UpdateLoader(Generic[B]):
             "identity": plan.planner.identity,
             "cursor": asdict(cursor),
             "changes": [list(change) for change in plan.sizes.changes] if preserved else [],
+            "since": None if isinstance(plan, PreservedUpdates) else list(plan.since),
+            "learned": learned_state(self.budget),
             "order": plan.order.checksum(cursor.epoch) if preserved and plan.order is not None else None,
         }
 
@@ -314,8 +326,12 @@ class UpdateLoader(Generic[B]):
         Raises:
             StateError: the state is damaged, or belongs to other data or settings.
         """
-        cursor = _checked_state(state_dict, self._plan.planner)
         plan = self._plan
+        restore_learned(self.budget, state_dict)
+        plan.planner = plan.planner.rebuilt()
+        cursor = _checked_state(state_dict, plan.planner)
+        if isinstance(plan, FreeUpdates):
+            plan.since = tuple(state_dict["since"])
         if isinstance(plan, PreservedUpdates):
             plan.sizes.restore(state_dict["changes"])
             if plan.order is not None and plan.order.checksum(cursor.epoch) != state_dict["order"]:
@@ -399,7 +415,7 @@ def _inner_loader(dataset: Any, feed: _Feed, kwargs: Mapping[str, Any]) -> DataL
 
 
 def _checked_state(state: Mapping[str, Any], planner: Planner) -> Cursor:
-    checked_state(state, ("cursor", "changes"), "an UpdateLoader", planner)
+    checked_state(state, ("cursor", "changes", "since", "learned"), "an UpdateLoader", planner)
     try:
         cursor = Cursor(**state["cursor"])
     except TypeError as error:

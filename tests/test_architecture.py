@@ -21,9 +21,21 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only what stands before it. A package counts as one layer.
 LAYERS = [
-    *("errors", "shapes", "lengths", "order", "memory", "budget", "partition", "rows", "batch_plan", "plan", "report"),
     *(
+        "errors",
         "world",
+        "shapes",
+        "lengths",
+        "order",
+        "memory",
+        "budget",
+        "partition",
+        "rows",
+        "batch_plan",
+        "plan",
+        "report",
+    ),
+    *(
         "step",
         "align",
         "weights",

@@ -111,7 +111,7 @@ def test_literal_state_is_small_and_json_able() -> None:
     assert (state["epoch"], state["window_size"]) == (0, 40)
     assert state["windows_done"] * 40 + sum(rows for _, rows in state["segments"]) > 0
     assert set(state) == {
-        "version", "fingerprint", "identity", "epoch", "window_size", "windows_done", "segments", "order",
+        "version", "fingerprint", "identity", "epoch", "window_size", "windows_done", "segments", "learned", "order",
     }  # fmt: skip
 
 

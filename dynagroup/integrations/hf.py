@@ -10,12 +10,13 @@ import contextlib
 import copy
 import time
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from dynagroup.budget import Budget
+from dynagroup.budget import Budget, learner_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.batches import counted, flattened, is_update
 from dynagroup.integrations.books import Books, Updates
@@ -35,6 +36,7 @@ from dynagroup.integrations.host import (
 )
 from dynagroup.integrations.online import OnlineUpdates
 from dynagroup.loader import OnlineDataLoader
+from dynagroup.oom.feedback import LearningBudget
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.step import Step
 from dynagroup.updates import UpdateLoader
@@ -64,6 +66,8 @@ class DynagroupTrainerMixin(Books):
         super().__init__(*args, **kwargs)
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
         refuse_unsupported(self, config)
+        if config.out_of_memory is not None and learner_of(config.budget) is None:
+            config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup = config
         self.update_loader: Updates | None = None
         self.accumulation = int(self.args.gradient_accumulation_steps)
@@ -209,6 +213,7 @@ class DynagroupTrainerMixin(Books):
         items = None if mean else num_items_in_batch
         if self.guard is None:
             self.guard = self._new_guard(model, mean)
+            self._ooms_logged = self.guard.learned.report.num_ooms
         model.train()
 
         def loss_of(batch: Any) -> torch.Tensor:
@@ -230,10 +235,11 @@ class DynagroupTrainerMixin(Books):
                 f"out_of_memory={config.out_of_memory!r} repeats batches on one rank alone, but the compute_loss of "
                 f"{type(self).__name__} may exchange data between ranks; leave it None"
             )
+        learned = learner_of(loader.budget)
         weigh = (self._weigh if mean else "sum") if config.weigh == "auto" else config.weigh
         return OomSafeBackward(
             model, mode=config.out_of_memory, weigh=weigh, splitter=config.splitter, world=loader.world,
-            backward=self.accelerator.backward,
+            learned=learned if isinstance(learned, LearningBudget) else None, backward=self.accelerator.backward,
         )  # fmt: skip
 
     def _run_step(self, model: Any, step: Step[Any], num_steps: int, num_items_in_batch: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ class OnlineUpdates:
     def __init__(self, loader: OnlineDataLoader, world: World) -> None:
         self.loader = loader
         self.world = world
-        self.dataset = loader.dataset
+        self.dataset, self.budget = loader.dataset, loader.budget
         self.stats, self.recent = UpdateStats(), UpdateStats()
         self._cursor = Cursor()
 

@@ -12,10 +12,13 @@ import numpy as np
 from dynagroup.budget import AllOf, BoolArray, Budget, Layout, MemoryBudget, TokenBudget, padded_tokens
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.shapes import BatchShape, IntArray, Streams
+from dynagroup.world import World
 
 __all__ = ["LearningBudget", "OomReport"]
 
 _VERSION = 1
+COST_UNIT = 2**20  # costs travel between ranks as integers
+NO_COST = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,9 @@ class LearningBudget(Budget):
     A measured peak above ``full`` of the device stops the growth there, before an error does.
 
     What is learned guards the run at once: ``allows`` asks it, and :class:`~dynagroup.oom.OomSafeBackward` and generation
-    split beforehand what it speaks against. ``fits``, which plans are made by, follows with :meth:`apply`: call it
-    between epochs, so that a plan stays the one it was while it is carried out, also across a resume.
+    split beforehand what it speaks against. ``fits``, which plans are made by, follows with :meth:`apply`: loaders call it
+    when an epoch begins, so that a plan stays the one it was while it is carried out, also across a resume, and keep
+    its state in their own. A :class:`LengthAwareBatchSampler` does so on one rank; on several, call it yourself.
 
     All of it is four numbers. ``share_memory()`` lets worker processes see them at once; without it, a worker
     keeps what was known when it started. On several ranks record the same facts on every rank
@@ -120,9 +124,18 @@ class LearningBudget(Budget):
         """Which shapes nothing learned so far speaks against, whatever the budget itself says: bool (K,)."""
         return self._within(self._learned.numbers, shape)
 
-    def apply(self) -> None:
-        """Plan by what has been learned so far. For between epochs."""
-        self._learned.apply()
+    def apply(self, world: World | None = None) -> None:
+        """Plan by what has been learned so far. For between epochs.
+
+        Args:
+            world: ranks that plan together: the lowest limits of all of them count. Collective.
+        """
+        learned = self._learned
+        if world is not None and world.size > 1:
+            own = [int(min(number * COST_UNIT, NO_COST)) for number in learned.numbers]
+            lowest = [-n for n in world.all_max([-n for n in own])]
+            learned.set(*(math.inf if n == NO_COST else n / COST_UNIT for n in lowest))
+        learned.apply()
 
     def _within(self, numbers: tuple[float, float], shape: BatchShape) -> BoolArray:
         limit, wall = numbers

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom.feedback import LearningBudget
+from dynagroup.oom.feedback import COST_UNIT, NO_COST, LearningBudget
 from dynagroup.oom.gradients import GradientExchange, RngState, broadcast_buffers, find_ddp, local_gradients
 from dynagroup.oom.peak import PeakWatch
 from dynagroup.oom.retry import attempt, check_min_samples, halves
@@ -30,8 +30,6 @@ OomMode: TypeAlias = Literal["retry", "skip"] | None
 ComputeLoss: TypeAlias = "Callable[[Any], torch.Tensor]"
 
 _log = logging.getLogger(__name__)
-_COST_UNIT = 2**20  # costs travel between ranks as integers
-_NO_COST = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +375,10 @@ class OomSafeBackward:
             exchange = update.exchange or GradientExchange(update.parameters, self._ddp.process_group)
             exchange.finish()
         spoiled = update.exchange is not None and update.exchange.spoiled
-        cost = -_NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * _COST_UNIT)
+        cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
         spoiled, fatal, cost, *present = self._world.all_max([spoiled, update.verdict is not None, cost, *present])
-        if cost != -_NO_COST and self._world.size > 1:
-            self._learned.record_failed_cost(-cost / _COST_UNIT)
+        if cost != -NO_COST and self._world.size > 1:
+            self._learned.record_failed_cost(-cost / COST_UNIT)
             update.failed_cost = math.inf
         return bool(spoiled), bool(fatal), present
 

@@ -35,3 +35,37 @@ def test_batches_that_run_out_of_memory_are_repeated_in_parts(kind, tmp_path):
     assert (plain - split).abs().max() < 1e-8
     assert logs["oom_retries"] == 0 < split_logs["oom_retries"]
     assert split_logs["loss"] == pytest.approx(logs["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_later_epochs_are_planned_by_what_failed_also_after_resuming(mode, tmp_path):
+    def run(folder, resume=None):
+        changes = {
+            "exact_loss": True,
+            "max_steps": -1,
+            "num_train_epochs": 2,
+            "save_strategy": "steps",
+            "save_steps": 3,
+        }
+        config = {"out_of_memory": "retry", "mode": mode, **({"lengths": None} if mode == "online" else {})}
+        found = trainer("causal", tmp_path / folder, fits=True, config=config, logging_steps=1, **changes)
+        assert found.model is not None
+        forward = found.model.forward
+
+        def tight(*args, **kwargs):
+            if kwargs["input_ids"].numel() > 130:
+                raise torch.OutOfMemoryError("CUDA out of memory. (simulated)")
+            return forward(*args, **kwargs)
+
+        found.model.forward = tight
+        found.train(resume_from_checkpoint=resume)
+        return found
+
+    whole = run("whole")
+    retries = [row["oom_retries"] for row in whole.state.log_history if "oom_retries" in row]
+    assert sum(retries[:6]) > 0 == sum(retries[6:])
+    assert "cost <=" in whole.update_loader.budget.fingerprint
+    for step in (3, 9):
+        resumed = run(f"from{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert (parameters(resumed.model) - parameters(whole.model)).abs().max() < 1e-10
+        assert resumed.update_loader.budget.fingerprint == whole.update_loader.budget.fingerprint
