@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Tests the LLaMA-Factory adapter in an environment of its own: LLaMA-Factory pins versions that other adapters are past.
+# Takes 1 to 2 minutes from a clean state on a 2-core CPU (54 s and 92 s measured), half of them to install; then 25 s.
 # usage: bash scripts/test_llamafactory.sh [folder for the environment]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
