@@ -143,6 +143,7 @@ class _Runner:
         window = self.feed.take()
         self.stats.wait_s += time.perf_counter() - began
         self.stats.splits += sum(queued.late for queued in window or ())
+        self.stats.merges += sum(queued.refined.joined for queued in window or ())
         return window
 
     def _agree(self, offer: Offer, failure: BaseException | None) -> tuple[Agreement, list[int]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dynagroup.align import split_share
-from dynagroup.budget import Budget
+from dynagroup.budget import Budget, padded_tokens
+from dynagroup.partition import Batches, shapes_of
 from dynagroup.plan import PlanConfig, Planner
 from dynagroup.rows import cut_evenly, matched_by_cost
 from dynagroup.shapes import TOKENS, IntArray, Streams
@@ -97,7 +98,8 @@ def exact_plans(
         for chunk in range(start[1] if number == start[0] else 0, -(-len(mine) // ROWS_A_REQUEST)):
             batches = mine[chunk * ROWS_A_REQUEST : (chunk + 1) * ROWS_A_REQUEST]
             positions = first + np.concatenate(batches)
-            yield Planned(positions, tuple(len(b) for b in batches), keep=_keep(who, 1), mark=(number, chunk))
+            sizes, costs = tuple(len(b) for b in batches), _costs(batches, part, budget)
+            yield Planned(positions, sizes, keep=_keep(who, 1), mark=(number, chunk), costs=costs)
 
 
 def rough_plans(hint: IntArray, who: Rank, *, window: int, start: tuple[int, ...] = (0, 0)) -> Iterator[Planned]:
@@ -154,7 +156,8 @@ def update_plans(
             part = {name: values[first:end] for name, values in lengths.items()}
             mine = rank_batches(part, budget, who, rows_shuffled=False, window=mark.update)
             flat = np.concatenate(mine) if mine else np.zeros(0, np.int64)
-            yield Planned(first + flat, tuple(len(b) for b in mine), keep=_keep(who, 1), mark=mark)
+            groups, costs = tuple(len(b) for b in mine), _costs(mine, part, budget)
+            yield Planned(first + flat, groups, keep=_keep(who, 1), mark=mark, costs=costs)
         elif hint is not None:
             yield Planned(first + np.sort(deal(hint[first:end], who)), None, keep=_keep(who, 1), mark=mark)
         else:
@@ -171,6 +174,14 @@ def _marked_spans(sizes: UpdateSizes, start: UpdateMark) -> Iterator[tuple[Updat
     for _, stop, after in sizes.spans(cursor):
         yield UpdateMark.of(cursor), stop
         cursor = after
+
+
+def _costs(batches: Sequence[IntArray], lengths: Streams, budget: Budget) -> tuple[int, ...]:
+    """Padded tokens that each batch is planned to have."""
+    if not batches:
+        return ()
+    shapes = shapes_of(Batches(np.concatenate(batches), np.cumsum([0, *map(len, batches)])), lengths)
+    return tuple(padded_tokens(shapes, budget).tolist())
 
 
 def _keep(who: Rank, number: int) -> int:

@@ -37,6 +37,7 @@ class WindowRequest:
         groups: sizes of batches already planned, in the order of ``indices``; None: one window to be cut.
         keep: so many of the largest batches come back with their processed samples, so that they can be split later.
         epoch: handed to the dataset's ``set_epoch`` in the worker, where it has one.
+        costs: padded tokens planned for each of ``groups``; neighbours that both came out smaller are joined where they fit.
     """
 
     number: int
@@ -44,6 +45,7 @@ class WindowRequest:
     groups: tuple[int, ...] | None = None
     keep: int = 0
     epoch: int = 0
+    costs: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -74,6 +76,7 @@ class Refined:
         group: which planned batch it came from; the window's only group without planned batches.
         oversize: a single sample that does not fit even alone.
         samples: the processed samples, where they were asked for.
+        joined: planned batches that were joined to the first of them.
     """
 
     batch: Any
@@ -86,6 +89,7 @@ class Refined:
     group: int = 0
     oversize: bool = False
     samples: list[Any] | None = None
+    joined: int = 0
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -202,8 +206,10 @@ class RefinementCollator:
         if not samples:
             return RefinedWindow(request.number, [], window.resume, window.worker)
         lengths = self.measure(samples, request.indices)
-        batches, groups = self._divide(lengths, request.groups)
+        batches, groups = self._divide(lengths, request)
         refined = self._collate_all(batches, groups, lengths, request, samples)
+        if request.costs is not None:
+            refined = _with_joined(refined, request.groups or ())
         return RefinedWindow(request.number, refined, window.resume, window.worker)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
@@ -238,21 +244,36 @@ class RefinementCollator:
             made.append(replace(part, group=refined.group, samples=refined.samples[start:stop]))
         return made
 
-    def _divide(self, lengths: Streams, groups: tuple[int, ...] | None) -> tuple[Batches, list[int]]:
-        if groups is None:
+    def _divide(self, lengths: Streams, request: WindowRequest) -> tuple[Batches, list[int]]:
+        if request.groups is None:
             batches = cut(lengths, self.budget)
             return batches, [0] * len(batches)
-        planned = Batches(np.arange(sum(groups)), np.concatenate([[0], np.cumsum(groups)]).astype(np.int64))
-        fits = self.budget.fits(shapes_of(planned, lengths)).tolist()
-        parts, numbers = [], []
-        for number, (members, whole) in enumerate(zip(planned, fits, strict=True)):
-            if whole or len(members) == 1:
-                made = Batches(members, np.array([0, len(members)]))
+        planned = Batches(
+            np.arange(sum(request.groups)), np.concatenate([[0], np.cumsum(request.groups)]).astype(np.int64)
+        )
+        shapes = shapes_of(planned, lengths)
+        fits = self.budget.fits(shapes)
+        shrunk = np.zeros(len(planned), np.bool_)
+        if request.costs is not None:
+            shrunk = fits & (padded_tokens(shapes, self.budget) < np.asarray(request.costs))
+        parts: list[Batches] = []
+        numbers: list[int] = []
+        for number, members in enumerate(planned):
+            if number and shrunk[number] and shrunk[number - 1]:
+                both = np.concatenate([parts[-1].order, members])
+                if self._fits_together(both, lengths):
+                    parts[-1] = _whole(both)
+                    continue
+            if fits[number] or len(members) == 1:
+                made = _whole(members)
             else:
                 made = cut({n: v[members] for n, v in lengths.items()}, self.budget).map(members)
             parts.append(made)
             numbers += [number] * len(made)
         return Batches.concatenate(parts), numbers
+
+    def _fits_together(self, members: IntArray, lengths: Streams) -> bool:
+        return bool(self.budget.fits(BatchShape.of_samples({n: v[members] for n, v in lengths.items()}))[0])
 
     def _collate_all(
         self, batches: Batches, groups: list[int], lengths: Streams, request: WindowRequest, samples: list[Any]
@@ -366,3 +387,19 @@ def _width_of(batch: Any, num_samples: int) -> int | None:
     except (TypeError, KeyError, IndexError, AttributeError):
         return None
     return int(shape[1]) if len(shape) == 2 and shape[0] == num_samples else None
+
+
+def _whole(members: IntArray) -> Batches:
+    return Batches(members, np.array([0, len(members)]))
+
+
+def _with_joined(refined: list[Refined], groups: Sequence[int]) -> list[Refined]:
+    """A batch that is larger than its planned group holds further groups whole."""
+    made = []
+    for batch in refined:
+        held, number = groups[batch.group], batch.group
+        while held < len(batch):
+            number += 1
+            held += groups[number]
+        made.append(replace(batch, joined=number - batch.group))
+    return made

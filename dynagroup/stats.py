@@ -33,6 +33,8 @@ class LoaderStats:
     """Padded tokens of all ranks over the same steps, divided by the number of ranks."""
     splits: int = 0
     """Batches that came of splitting planned or collated ones."""
+    merges: int = 0
+    """Planned batches that came out smaller after processing and were joined to another of their window."""
     oversize: int = 0
     """Samples that did not fit even alone and were emitted by themselves."""
     left_samples: int = 0

@@ -195,6 +195,8 @@ class Planned:
     groups: tuple[int, ...] | None = None
     keep: int = 0
     mark: tuple[int, ...] = ()
+    costs: tuple[int, ...] | None = None
+    """Padded tokens planned for each of the groups."""
 
 
 class RequestQueue:
@@ -322,7 +324,7 @@ class MapFeed:
         self._number += 1
         self._sent[number] = planned
         indices = self._order.at(planned.positions)
-        return WindowRequest(number, indices, planned.groups, planned.keep, self._epoch)
+        return WindowRequest(number, indices, planned.groups, planned.keep, self._epoch, planned.costs)
 
 
 def queued_of(window: RefinedWindow, planned: Planned) -> list[Queued]:
