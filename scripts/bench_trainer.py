@@ -1,13 +1,15 @@
 """What the Trainer adapter costs on equal batches, and what it gains on the lengths that texts have.
 
-usage: python scripts/bench_trainer.py [--updates 200]
+usage: python scripts/bench_trainer.py [--updates 40] [--sessions 6]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
+import platform
 import tempfile
 import threading
 import time
@@ -24,9 +26,25 @@ from dynagroup import TokenBudget
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import DynagroupTrainer
 
-VOCAB, LONGEST, BATCH, ACCUMULATION = 2048, 128, 8, 4
+LONGEST, BATCH, ACCUMULATION = 128, 8, 4
+MODEL = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TINY = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 WARM_UP = 3
 """Updates of each that are not counted: the first ones plan, ask the model about its loss, and fill caches."""
+
+
+def steady_memory() -> None:
+    """One heap for both trainings that is never given back: otherwise page faults decide which of them is faster."""
+    if platform.libc_ver()[0] == "glibc":
+        arena_max, trim_threshold, mmap_threshold = -8, -1, -3  # malloc.h
+        for option, value in ((arena_max, 1), (trim_threshold, 2**31 - 1), (mmap_threshold, 2**25)):
+            ctypes.CDLL(None).mallopt(option, value)
 
 
 class Turns:
@@ -79,16 +97,11 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.where(ids > 0, ids, -100)}
 
 
-def trainer(lengths: np.ndarray, updates: int, fits: bool, folder: str, clock: Clock) -> Trainer:
+def trainer(model: dict[str, int], lengths: np.ndarray, updates: int, fits: bool, folder: str, clock: Clock) -> Trainer:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    rows = [{"input_ids": rng.integers(1, VOCAB, n).tolist()} for n in lengths]
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=LONGEST, pad_token_id=0,
-        )
-    )  # fmt: skip
+    rows = [{"input_ids": rng.integers(1, model["vocab_size"], n).tolist()} for n in lengths]
+    net = LlamaForCausalLM(LlamaConfig(**model, max_position_embeddings=LONGEST, pad_token_id=0))
     args = TrainingArguments(
         folder, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, max_steps=updates, report_to=[],
         save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, logging_strategy="no",
@@ -96,69 +109,96 @@ def trainer(lengths: np.ndarray, updates: int, fits: bool, folder: str, clock: C
     )  # fmt: skip
     common: dict[str, Any] = {"args": args, "train_dataset": rows, "data_collator": collate, "callbacks": [clock]}
     if not fits:
-        return Trainer(model, **common)
+        return Trainer(net, **common)
     config = DynagroupConfig(budget=TokenBudget(BATCH * LONGEST), lengths=lengths)
-    return DynagroupTrainer(model, dynagroup=config, **common)
+    return DynagroupTrainer(net, dynagroup=config, **common)
 
 
-def both(lengths: np.ndarray, updates: int, folder: str) -> tuple[list[np.ndarray], list[float]]:
-    """CPU seconds of each update and the training loss, of fixed batches and of batches that fit."""
+def take_turns(
+    model: dict[str, int], lengths: np.ndarray, updates: int, fits: tuple[bool, bool]
+) -> tuple[list[np.ndarray], list[float]]:
+    """CPU seconds of each update and the training loss, of two Trainers; ``fits``: which of them has batches that fit."""
     turns = Turns()
     clocks = [Clock(turns, me) for me in (0, 1)]
-    trainers = [trainer(lengths, updates, bool(me), f"{folder}/{me}", clocks[me]) for me in (0, 1)]
     losses: list[float] = [math.nan, math.nan]
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = [trainer(model, lengths, updates, fits[me], f"{folder}/{me}", clocks[me]) for me in (0, 1)]
 
-    def run(me: int) -> None:
-        try:
-            losses[me] = trainers[me].train().training_loss
-        finally:
-            turns.end(me)
+        def run(me: int) -> None:
+            try:
+                losses[me] = trainers[me].train().training_loss
+            finally:
+                turns.end(me)
 
-    threads = [threading.Thread(target=run, args=(me,)) for me in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        threads = [threading.Thread(target=run, args=(me,)) for me in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return [np.asarray(clock.seconds[WARM_UP:]) for clock in clocks], losses
 
 
-def compare(lengths: np.ndarray, updates: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        (fixed, fits), losses = both(lengths, updates, folder)
-    ratios = np.sort(fits / fixed)
-    off = round(0.98 * math.sqrt(len(ratios)))  # the order statistics that hold the median with 95 %
-    middle = len(ratios) // 2
+def pairs(
+    model: dict[str, int], lengths: np.ndarray, updates: int, sessions: int, *, first: bool, second: bool
+) -> dict[str, Any]:
+    """The second Trainer's CPU seconds over the first's, update by update; which is built first changes with the session."""
+    seconds: list[list[np.ndarray]] = [[], []]
+    losses = [math.nan, math.nan]
+    for session in range(sessions):
+        places = (0, 1) if session % 2 else (1, 0)
+        found, lost = take_turns(model, lengths, updates, (first, second) if session % 2 else (second, first))
+        for which, place in enumerate(places):
+            seconds[which].append(found[place])
+            losses[which] = lost[place]
+    one, other = (np.concatenate(parts) for parts in seconds)
     return {
-        "num_pairs": len(ratios),
-        "cpu_s_per_update_fixed": float(np.median(fixed)),
-        "cpu_s_per_update_dynagroup": float(np.median(fits)),
-        "ratio_median": float(np.median(ratios)),
-        "ratio_quartiles": [float(q) for q in np.quantile(ratios, [0.25, 0.75])],
-        "ratio_median_95": [float(ratios[middle - off]), float(ratios[middle + off])],
-        "training_loss_fixed": losses[0],
-        "training_loss_dynagroup": losses[1],
+        "num_pairs": len(one),
+        "cpu_s_per_update": [float(np.median(one)), float(np.median(other))],
+        "ratio": spread(other / one),
+        "ratio_median_by_session": [float(np.median(b / a)) for a, b in zip(*seconds, strict=True)],
+        "difference_ms": spread((other - one) * 1e3),
+        "training_loss": losses,
+    }
+
+
+def spread(values: np.ndarray) -> dict[str, Any]:
+    ordered, off = np.sort(values), round(0.98 * math.sqrt(len(values)))
+    middle = len(values) // 2
+    return {
+        "median": float(np.median(values)),
+        "quartiles": [float(q) for q in np.quantile(values, [0.25, 0.75])],
+        "median_95": [
+            float(ordered[middle - off]),
+            float(ordered[middle + off]),
+        ],  # order statistics that hold it with 95 %
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--sessions", type=int, default=6)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+    steady_memory()
     samples = given.updates * BATCH * ACCUMULATION
     varied = np.random.default_rng(0).lognormal(4.0, 0.8, samples).clip(8, LONGEST).astype(int)
+    equal, sizes = np.full(samples, LONGEST), (given.updates, given.sessions)
     figures = {
         "setup": {
-            "model": "Llama, 2 layers of 64", "samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH,
-            "budget": BATCH * LONGEST, "threads": 1, "updates": given.updates, "warm_up": WARM_UP,
+            "model": MODEL, "tiny": TINY, "samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH,
+            "budget": BATCH * LONGEST, "threads": 1, "updates": given.updates, "sessions": given.sessions, "warm_up": WARM_UP,
         },
-        "equal_batches": compare(np.full(samples, LONGEST), given.updates),
-        "texts": compare(varied, given.updates),
+        "plain_over_plain": pairs(MODEL, equal, *sizes, first=False, second=False),
+        "equal_batches": pairs(MODEL, equal, *sizes, first=False, second=True),
+        "tiny_plain_over_plain": pairs(TINY, equal, *sizes, first=False, second=False),
+        "tiny_equal_batches": pairs(TINY, equal, *sizes, first=False, second=True),
+        "texts": pairs(MODEL, varied, *sizes, first=False, second=True),
     }  # fmt: skip
     print(results.save("trainer", figures, "transformers", "accelerate"))
-    for name in ("equal_batches", "texts"):
+    for name in list(figures)[1:]:
         print(name, json.dumps(figures[name]))
 
 
