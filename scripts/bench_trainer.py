@@ -162,15 +162,13 @@ def pairs(
 
 
 def spread(values: np.ndarray) -> dict[str, Any]:
+    """Median and quartiles, and the order statistics that hold the true median with 95 % probability."""
     ordered, off = np.sort(values), round(0.98 * math.sqrt(len(values)))
     middle = len(values) // 2
     return {
         "median": float(np.median(values)),
         "quartiles": [float(q) for q in np.quantile(values, [0.25, 0.75])],
-        "median_95": [
-            float(ordered[middle - off]),
-            float(ordered[middle + off]),
-        ],  # order statistics that hold it with 95 %
+        "median_95": [float(ordered[middle - off]), float(ordered[middle + off])],
     }
 
 

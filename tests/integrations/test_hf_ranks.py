@@ -1,4 +1,4 @@
-"""Checkpoints and memory running out under the Trainer, on one process and on two real ranks."""
+"""The Trainer adapter on two real ranks: checkpoints, memory that runs out, idle steps, learning rates."""
 
 from __future__ import annotations
 
