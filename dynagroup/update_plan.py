@@ -159,21 +159,19 @@ class FreeUpdates:
         self.planner = planner
         self.accumulation = checked_samples(accumulation, name="accumulation")
         self._counts: dict[tuple[int, int], tuple[int, int]] = {}
-        self.since = (0, 0, 0)
-        """(epoch, update, samples seen) at which the planner took over."""
+        self.past: list[tuple[int, int]] = []
+        """(updates, samples) of the first epochs, those that another planner planned."""
 
     def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
-        begin = self.start(epoch, world_size)
-        self.planner, self.since = planner, (epoch, begin.update, begin.samples_seen)
-        self._counts = {}
+        self.past = [self._count(before, world_size) for before in range(epoch)]
+        self.planner, self._counts = planner, {}
 
     def start(self, epoch: int, world_size: int) -> Cursor:
-        first, update, seen = self.since if epoch >= self.since[0] else (0, 0, 0)
-        before = [self._count(e, world_size) for e in range(first, epoch)]
+        before = [self._count(e, world_size) for e in range(epoch)]
         return Cursor(
             epoch=epoch,
-            update=update + sum(updates for updates, _ in before),
-            samples_seen=seen + sum(samples for _, samples in before),
+            update=sum(updates for updates, _ in before),
+            samples_seen=sum(samples for _, samples in before),
             position=self.planner.start(world_size),
         )
 
@@ -181,6 +179,8 @@ class FreeUpdates:
         return self._count(epoch, world_size)[0]
 
     def _count(self, epoch: int, world_size: int) -> tuple[int, int]:
+        if epoch < len(self.past):
+            return self.past[epoch]
         key = (epoch, world_size)
         if key not in self._counts:
             windows = list(self.planner.steps(epoch, world_size))

@@ -169,7 +169,6 @@ class UpdateLoader(Generic[B]):
         self._advance = 0
         self._start: Cursor | None = None
         self._cursor: Cursor | None = None
-        self._num_replans = 0
 
     @property
     def world(self) -> World:
@@ -219,8 +218,8 @@ class UpdateLoader(Generic[B]):
 
     @property
     def num_changes(self) -> int:
-        """How often the size of updates was changed at run time, or plans because of what the budget has learned."""
-        return self._num_replans + (len(self._plan.sizes.changes) if isinstance(self._plan, PreservedUpdates) else 0)
+        """Grows whenever the number of updates changes at run time: by their size, or by what the budget has learned."""
+        return len(self._plan.sizes.changes) if isinstance(self._plan, PreservedUpdates) else len(self._plan.past)
 
     def restart_epoch(self) -> None:
         """Forget how far the epoch is used: it begins anew."""
@@ -275,10 +274,10 @@ class UpdateLoader(Generic[B]):
 
     def _apply_learned(self) -> None:
         """An epoch begins: plan it by what the budget has learned."""
+        self._plan.start(self._epoch, self.world.size)  # counts the epochs before by the limits they had
         planner = self._plan.planner.renewed(self.world)
         if planner is not self._plan.planner:
             self._plan.replan(planner, self._epoch, self.world.size)
-            self._num_replans += 1
 
     def _weighed(self, update: PlannedUpdate, batches: Sequence[B]) -> Update[B]:
         counts = [0 if idle else len(b) for b, idle in zip(update.batches, update.idle, strict=True)]
@@ -315,7 +314,7 @@ class UpdateLoader(Generic[B]):
             "identity": plan.planner.identity,
             "cursor": asdict(cursor),
             "changes": [list(change) for change in plan.sizes.changes] if preserved else [],
-            "since": None if isinstance(plan, PreservedUpdates) else list(plan.since),
+            "past": [] if isinstance(plan, PreservedUpdates) else [list(counts) for counts in plan.past],
             "learned": learned_state(self.budget),
             "order": plan.order.checksum(cursor.epoch) if preserved and plan.order is not None else None,
         }
@@ -331,7 +330,7 @@ class UpdateLoader(Generic[B]):
         plan.planner = plan.planner.rebuilt()
         cursor = _checked_state(state_dict, plan.planner)
         if isinstance(plan, FreeUpdates):
-            plan.since = tuple(state_dict["since"])
+            plan.past = [(updates, samples) for updates, samples in state_dict["past"]]
         if isinstance(plan, PreservedUpdates):
             plan.sizes.restore(state_dict["changes"])
             if plan.order is not None and plan.order.checksum(cursor.epoch) != state_dict["order"]:
@@ -415,7 +414,7 @@ def _inner_loader(dataset: Any, feed: _Feed, kwargs: Mapping[str, Any]) -> DataL
 
 
 def _checked_state(state: Mapping[str, Any], planner: Planner) -> Cursor:
-    checked_state(state, ("cursor", "changes", "since", "learned"), "an UpdateLoader", planner)
+    checked_state(state, ("cursor", "changes", "past", "learned"), "an UpdateLoader", planner)
     try:
         cursor = Cursor(**state["cursor"])
     except TypeError as error:

@@ -80,6 +80,10 @@ def test_a_loaders_state_holds_what_was_learned(kind):
     assert batches(resumed) == batches_of_rest(items, kind)
     if kind == "free":
         assert resumed.cursor == loader.cursor, "the books count what was, not what the new limit would have made of it"
+        counts = [resumed.num_updates(epoch) for epoch in range(2)]
+        assert counts[0] < counts[1]
+        assert counts == [loader.num_updates(epoch) for epoch in range(2)]
+        assert sum(counts) == resumed.cursor.update
     assert largest(batches(resumed)) <= 0.9 * 800
     del used
 
