@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.callbacks import Callback
 
-from dynagroup.errors import ConfigError
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.loader import OnlineDataLoader
 from dynagroup.step import Step
 from dynagroup.updates import UpdateLoader
@@ -45,9 +45,29 @@ class LightningStep(NamedTuple):
 class _EpochHandle:
     def __init__(self, steps: LightningSteps) -> None:
         self._steps = steps
+        self._offset = 0
 
     def set_epoch(self, epoch: int) -> None:
-        self._steps.loader.set_epoch(epoch)
+        # Lightning fetches from a run's first epoch before it names it, and may name it wrongly after resuming.
+        if self._steps.begun_epoch is not None:
+            self._offset = self._steps.begun_epoch - epoch
+        else:
+            self._steps.loader.set_epoch(epoch + self._offset)
+
+
+class _Handover:
+    """A checkpoint's loader state, from the callback that reads it to the next loader that begins: Lightning makes the loader
+    known only after it has fetched from it, and gives it no state at all where an epoch had ended."""
+
+    state: Mapping[str, Any] | None = None
+
+    def take(self) -> Mapping[str, Any] | None:
+        state, self.state = self.state, None
+        return state
+
+
+_HANDOVER = _Handover()
+STATE_KEY = "dynagroup_steps"
 
 
 class LightningSteps:
@@ -68,6 +88,9 @@ class LightningSteps:
         self.sampler = _EpochHandle(self)
         self._ahead: deque[dict[str, Any]] = deque()
         self._state: dict[str, Any] | None = None
+        self.is_restored = False
+        self.begun_epoch: int | None = None
+        """An epoch that was begun, and none of its updates used yet."""
 
     @property
     def dataset(self) -> Any:
@@ -75,14 +98,23 @@ class LightningSteps:
 
     def __iter__(self) -> Iterator[LightningStep]:
         self._ahead.clear()
+        saved = _HANDOVER.take()
+        if saved is not None:
+            self.load_state_dict(saved)
+        self.begun_epoch = self.loader.next_epoch if isinstance(self.loader, UpdateLoader) else self.loader.epoch
         updates = self.loader if isinstance(self.loader, UpdateLoader) else self.loader.updates()
         for update in updates:
             self._ahead.append(self._current())
             yield from map(LightningStep.of, update)
+        if self._ahead:  # training has yet to use the last update: after it comes the next epoch
+            self._ahead[-1] = self._current()
+        else:
+            self._state = self._current()
 
     def update_is_done(self) -> None:
         """Training has used the oldest update that was fetched."""
         self._state = self._ahead.popleft()
+        self.begun_epoch = None
 
     def _current(self) -> dict[str, Any]:
         return {"ranks": [self.loader.state_dict()]}
@@ -100,6 +132,7 @@ class LightningSteps:
         return {"ranks": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.is_restored = True
         states = state_dict["ranks"]
         self.loader.load_state_dict(states[0] if isinstance(self.loader, UpdateLoader) else states)
         rank = rank_and_size()[0]
@@ -110,10 +143,44 @@ class UpdateCallback(Callback):
     """Makes Lightning step its optimizers where updates end. Also carries this rank's place in checkpoints.
 
     With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
+
+    Raises:
+        StateError: a run resumed within an epoch would read that epoch from its beginning.
     """
 
     def __init__(self) -> None:
         self._first = True
+        self._num_batches = 0
+        """Batches used in this epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_batches": self._num_batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_batches = state_dict["num_batches"]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        _HANDOVER.take()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if isinstance(trainer.train_dataloader, LightningSteps):
+            checkpoint[STATE_KEY] = trainer.train_dataloader.state_dict()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == "fit":
+            _HANDOVER.state = checkpoint.get(STATE_KEY)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader = trainer.train_dataloader
+        if self._num_batches and isinstance(loader, LightningSteps) and not loader.is_restored:
+            raise StateError(
+                f"the checkpoint was saved after {self._num_batches} batches of an epoch, but Lightning began to read the loader "
+                "before it restored its place, as `trainer.estimated_stepping_batches` can make it do (pytorch-lightning#20550): "
+                "those batches would come again. Count steps by `trainer.max_steps` or `len(loader) * trainer.max_epochs`"
+            )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._num_batches = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.accumulate_grad_batches != 1:
@@ -141,6 +208,7 @@ class UpdateCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._first = batch.ends_update
+        self._num_batches += 1
         if batch.ends_update:
             loader = trainer.train_dataloader
             if isinstance(loader, LightningSteps):

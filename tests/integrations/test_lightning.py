@@ -8,7 +8,7 @@ import pytest
 import torch
 
 lightning = pytest.importorskip("lightning.pytorch")
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget  # noqa: E402
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget  # noqa: E402
 from dynagroup.integrations.lightning import LightningSteps, UpdateCallback, update_loss  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
 from dynagroup.updates import UpdateLoader  # noqa: E402
@@ -97,6 +97,45 @@ def test_a_checkpoint_within_an_epoch_resumes_exactly(tmp_path, online):
     fit(tmp_path, resumed, loader(online), resume=str(saved))
     assert whole.seen[-len(resumed.seen) :] == resumed.seen
     assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
+
+
+class Estimating(Module):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        total = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / total)]
+
+
+STEPS = 9  # three epochs
+
+
+def resumed_and_whole(tmp_path, module, online, *, name="*.ckpt", **saving):
+    saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving)
+    whole, resumed = module(), module()
+    fit(tmp_path, whole, loader(online), callbacks=[saver], max_steps=STEPS, max_epochs=4)
+    [saved] = tmp_path.glob(name)
+    fit(tmp_path, resumed, loader(online), resume=str(saved), max_steps=STEPS, max_epochs=4)
+    return whole, resumed
+
+
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_any_checkpoint_resumes_exactly(tmp_path, online, step):
+    """Within the first epoch, at its end, within the second; pytorch-lightning#20550: also where the loader was read early."""
+    saving = {} if step == 3 else {"every_n_train_steps": step}
+    for number, module in enumerate((Module, Estimating)):
+        whole, resumed = resumed_and_whole(tmp_path / str(number), module, online, name=f"*step={step}.ckpt", **saving)
+        rest = [indices for _, indices in resumed.seen]  # Lightning's own epoch numbers differ under max_steps
+        assert [indices for _, indices in whole.seen][-len(rest) :] == rest
+        assert sum(len(indices) for _, indices in resumed.seen) == 16 * (STEPS - step)
+        assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
+
+
+def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
+    """As from strategies that restore after optimizers are made."""
+    monkeypatch.setattr(UpdateCallback, "on_load_checkpoint", lightning.Callback.on_load_checkpoint)
+    with pytest.raises(StateError, match=r"would come again. Count steps by `trainer.max_steps` or `len\(loader\)"):
+        resumed_and_whole(tmp_path, Estimating, False, name="*step=4.ckpt", every_n_train_steps=4)
 
 
 def test_misuse_is_named(tmp_path):
