@@ -8,34 +8,37 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
-from regressor.rows import Group
+from regressor.rows import Group, draw
 
 __all__ = ["calibrate"]
 
-SHAPES = 10
+SHAPES = 20
+PULL = 0.7  # towards the start, whose constants count tensors in the models' code
 
 
 def calibrate(
     groups: Sequence[Group], *, start: Mapping[str, float] = CONSTANTS, seed: int = 0, rounds: int = 12
 ) -> dict[str, float]:
-    """Constants under which the closed form is closest to the simulations in log bytes (a robust least-squares fit)."""
+    """Constants under which the closed form is closest to the simulations in log ratio (a robust least-squares fit)."""
     names = list(CONSTANTS)
     rng = np.random.default_rng(seed)
     cases = []
     for group in groups:
-        length = np.exp(rng.uniform(np.log(32), np.log(8192), SHAPES)).astype(np.int64)
-        n = np.maximum(1, np.exp(rng.uniform(np.log(2048), np.log(524288), SHAPES)) / length).astype(np.int64)
-        target = np.maximum(16, (length * rng.uniform(0.2, 1.0, SHAPES)).astype(np.int64))
-        cases.append((group.workload, group.shape(n, length, target), np.log(group.bytes(n, length, target))))
+        pairs = draw(group, rng, SHAPES)
+        weight = np.exp(-0.5 * (np.log(pairs.ratio) / 0.4) ** 2) + 0.02  # decisions are made near ratio 1
+        cases.append((group.workload, pairs, np.log(pairs.ratio), np.sqrt(weight)))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         constants = dict(zip(names, np.exp(logs), strict=True))
-        parts = [np.log(ClosedForm.of(w, constants).batch_bytes(s)) - y for w, s, y in cases]
-        centred = [0.3 * p.mean() + (p - p.mean()) for p in parts]  # ratios matter more than sizes
-        pull = 0.05 * (logs - np.log([start[k] for k in names]))
-        return np.concatenate([*centred, pull])
+        parts = []
+        for workload, pairs, ratio, weight in cases:
+            form = ClosedForm.of(workload, constants)
+            stated = np.log(form.batch_bytes(pairs.candidate)) - np.log(form.batch_bytes(pairs.baseline))
+            parts.append(weight * (stated - ratio))
+        pull = PULL * (logs - np.log([start[k] for k in names]))
+        return np.concatenate([*parts, pull])
 
     first = np.log([max(start[k], 1e-3) for k in names])
     bounds = (np.log(1e-3), np.log(50.0))
-    fit = least_squares(residuals, first, bounds=bounds, loss="soft_l1", f_scale=0.1, max_nfev=rounds)
+    fit = least_squares(residuals, first, bounds=bounds, max_nfev=rounds)
     return {k: round(float(v), 4) for k, v in zip(names, np.exp(fit.x), strict=True)}

@@ -79,7 +79,7 @@ def _t5_like(config: type, **more: Any) -> Callable[[Sizes], Any]:
 def _whisper(s: Sizes) -> Any:
     return hf.WhisperConfig(d_model=s.hidden, encoder_layers=s.layers, decoder_layers=s.layers, max_target_positions=16384,
                             encoder_attention_heads=s.heads, decoder_attention_heads=s.heads, encoder_ffn_dim=s.ffn,
-                            decoder_ffn_dim=s.ffn, vocab_size=s.vocabulary)  # fmt: skip
+                            decoder_ffn_dim=s.ffn, vocab_size=s.vocabulary, pad_token_id=0)  # fmt: skip
 
 
 def _llava(s: Sizes) -> Any:
@@ -155,7 +155,7 @@ FAMILIES: dict[str, Family] = {
                         moe_intermediate_size=max(128, s.ffn // 8), head_dim=128)(s), B(2048, 48, 32, 4, 6144, 151936)),
     "bert": Family(_encoder(hf.BertConfig), B(768, 12, 12, 12, 3072, 30522), "encoder", False),
     "roberta": Family(_encoder(hf.RobertaConfig), B(1024, 24, 16, 16, 4096, 50265), "encoder", False),
-    "modernbert": Family(_encoder(hf.ModernBertConfig), B(768, 22, 12, 12, 1152, 50368), "encoder", False),
+    "modernbert": Family(_encoder(hf.ModernBertConfig, pad_token_id=0), B(768, 22, 12, 12, 1152, 50368), "encoder", False),
     "electra": Family(_encoder(hf.ElectraConfig, embedding_size=128), B(1024, 24, 16, 16, 4096, 30522), "encoder", False),
     "distilbert": Family(lambda s: hf.DistilBertConfig(dim=s.hidden, n_layers=s.layers, n_heads=s.heads, hidden_dim=s.ffn,
                          vocab_size=s.vocabulary, max_position_embeddings=16384), B(768, 6, 12, 12, 3072, 30522), "encoder", False),  # noqa: E501

@@ -85,7 +85,7 @@ class DryDevice:
 
 def workloads(config: Any, kind: str, plan: Plan) -> Iterator[tuple[Workload, Shapes]]:
     """What is done with a model, each with its shapes."""
-    known = {"dtype": "bfloat16", "attention": "sdpa"}
+    known: dict[str, Any] = {"dtype": "bfloat16", "attention": "sdpa", "trace": False}  # every shape is simulated
     yield Workload.from_model(config, "train", **known), plan.train
     if kind == "encoder":
         yield Workload.from_model(config, "forward", **known), plan.other

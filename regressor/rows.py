@@ -8,12 +8,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.memory.closed_form import monomials
+from dynagroup.memory.measurements import Measurement, Measurements
+from dynagroup.memory.phases import peaks
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
-from regressor.families import FAMILIES
-from regressor.phases import design, peaks
 
-__all__ = ["Group", "Pairs", "draw", "largest", "load_groups"]
+__all__ = ["Group", "Pairs", "draw", "first_batches", "largest", "later_batches", "load_groups", "load_measured"]
+
+FEWEST_MEASURED = 3
+DEVICES = np.array([16, 24, 40, 48, 80, 141, 192, 282, 564, 1128]) * 1e9
+"""Bytes of the devices (beyond 192 GB: of several that share a model) whose memory a first batch nearly fills."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class Group:
     static_bytes: int
     two_streams: bool
     phases: NDArray[np.float64]
+    checked: tuple[int, ...] | None
+    """Bytes that a simulation of the whole model says of each of ``generate.CHECK_SHAPES``, where there was one."""
 
     def bytes(self, n: NDArray, length: NDArray, target: NDArray) -> NDArray[np.float64]:
         return peaks(self.phases, n, length, target if self.two_streams else np.zeros_like(length))
@@ -50,50 +57,63 @@ def load_groups(path: Path) -> list[Group]:
 
     groups = []
     for row in sorted(pq.read_table(path).to_pylist(), key=lambda r: r["key"]):
-        workload = Workload.from_json(row["workload"])
-        workload = _completed(workload, row["family"])
+        checked = None if row["checked"] is None else tuple(row["checked"])
+        workload, phases = Workload.from_json(row["workload"]), np.array(row["phases"])
         groups.append(
-            Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], np.array(row["phases"]))
+            Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], phases, checked)
         )
     return groups
 
 
-def _completed(workload: Workload, family: str) -> Workload:
-    """Fields that the first generation of the data did not record."""
-    if workload.causal is None:
-        workload = workload.replace(causal=FAMILIES[family].kind in ("decoder", "vision"))
-    if workload.attention == "flash":  # these were traced with the mask that FlashAttention does without
-        workload = workload.replace(attention="sdpa")
-    if family in ("bloom", "gemma2"):  # they have no fused attention: traced as eager, whatever was asked for
-        workload = workload.replace(attention="eager")
-    return workload.replace(num_kv_heads=1) if family == "falcon" else workload
+def load_measured(path: Path) -> list[Measurements]:
+    """What ``measure_gpu`` measured, a table a workload; those with too few rows that fitted are left out."""
+    import pyarrow.parquet as pq
+
+    found: dict[str, list[Measurement]] = {}
+    for row in pq.read_table(path).to_pylist():
+        longest = {name.removeprefix("longest_"): v for name, v in row.items() if name.startswith("longest_") and v}
+        sizes = {name: row[name] for name in ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes")}
+        measured = Measurement(longest=longest, **sizes)
+        found.setdefault(row["workload"], []).append(measured)
+    tables = [Measurements(tuple(rows), Workload.from_json(text), "measured") for text, rows in found.items()]
+    return [table for table in tables if len(table.complete) >= FEWEST_MEASURED]
 
 
-def _lengths(rng: np.random.Generator, size: int, least: float, most: NDArray | float) -> NDArray[np.int64]:
-    return np.exp(rng.uniform(np.log(least), np.log(np.maximum(most, least)), size)).astype(np.int64)
+def first_batches(group: Group, rng: np.random.Generator, size: int) -> tuple[NDArray, NDArray, NDArray]:
+    """Samples, tokens and target tokens of first batches: 1 to 512 samples of 16 to 8,192 tokens that take 40 to 95 % of what
+    the static memory leaves of a device."""
+    device = DEVICES[DEVICES > 1.2 * group.static_bytes][:5]
+    limit = (rng.choice(device, size) - group.static_bytes) * rng.uniform(0.4, 0.95, size)
+    length = np.exp(rng.uniform(np.log(16), np.log(8192), size)).astype(np.int64)
+    target = np.maximum(8, (length * rng.uniform(0.1, 1.2, size)).astype(np.int64))
+    return np.clip(largest(group, length, target, limit), 1, 512), length, target
 
 
 def draw(group: Group, rng: np.random.Generator, size: int) -> Pairs:
-    """Pairs as a plan meets them: a first batch that is worth its device, and candidates that are mostly shorter.
+    """Pairs as a plan meets them: a first batch that nearly fills a device, and candidates that are mostly shorter.
 
-    Baselines have 1 to 512 samples of 16 to 8,192 tokens, 1,024 to 524,288 tokens in all; candidates a quarter to 64 times
-    the baseline's padded tokens, half of them chosen near the decision.
+    Candidates have a quarter to 64 times the first batch's padded tokens; seven in ten are chosen near the decision.
     """
-    total = _lengths(rng, size, 1024, 524288)
-    n_b = np.minimum(_lengths(rng, size, 1, 512), total // 16)
-    len_b = np.clip(total // n_b, 16, 8192)
+    n_b, len_b, tgt_b = first_batches(group, rng, size)
     longer = rng.random(size) < 0.15
-    len_c = np.where(longer, _lengths(rng, size, 16, np.minimum(2.0 * len_b, 8192)), _lengths(rng, size, 16, len_b))
-    tgt_b = np.maximum(16, (len_b * rng.uniform(0.1, 1.2, size)).astype(np.int64))
+    share = np.where(longer, rng.uniform(1.0, 2.0, size), np.exp(rng.uniform(0, 1, size) * np.log(16 / len_b)))
+    len_c = np.maximum(16, np.minimum(8192, len_b * share)).astype(np.int64)
     tgt_c = np.maximum(8, np.minimum(tgt_b, (len_c * rng.uniform(0.1, 1.2, size)).astype(np.int64)))
     base = group.bytes(n_b, len_b, tgt_b)
     wide = np.exp(rng.uniform(np.log(0.25), np.log(64), size)) * n_b * len_b / len_c
     near = _solve(group, len_c, tgt_c, base * np.exp(rng.uniform(np.log(0.6), np.log(1.6), size)))
     n_c = np.where(rng.random(size) < 0.3, wide, near)
-    n_c = np.clip(n_c, 1, 64.0 * n_b * len_b / len_c).astype(np.int64)
-    n_c = np.maximum(n_c, 1)
+    n_c = np.maximum(1, np.minimum(n_c, 64.0 * n_b * len_b / len_c)).astype(np.int64)
     ratio = group.bytes(n_c, len_c, tgt_c) / base
     return Pairs(group, group.shape(n_b, len_b, tgt_b), group.shape(n_c, len_c, tgt_c), ratio)
+
+
+def later_batches(group: Group, rng: np.random.Generator, size: int) -> tuple[NDArray, ...]:
+    """First batches, and the lengths down to a sixteenth of later ones: n, tokens, target; tokens, target of the later one."""
+    n_b, len_b, tgt_b = first_batches(group, rng, size)
+    len_c = np.maximum(16, len_b * np.exp(rng.uniform(np.log(1 / 16), 0, size))).astype(np.int64)
+    like = tgt_b * len_c / len_b * np.exp(rng.normal(0, 0.3, size))
+    return n_b, len_b, tgt_b, len_c, np.maximum(8, np.minimum(tgt_b, like)).astype(np.int64)
 
 
 def largest(group: Group, length: NDArray, target: NDArray, limit: NDArray) -> NDArray[np.int64]:
@@ -104,8 +124,8 @@ def largest(group: Group, length: NDArray, target: NDArray, limit: NDArray) -> N
 def _solve(group: Group, length: NDArray, target: NDArray, limit: NDArray) -> NDArray[np.float64]:
     """Every phase is linear in n, so the limit is reached where the first of them reaches it."""
     target = target if group.two_streams else np.zeros_like(length)
-    at_zero = design(np.zeros(len(length)), length, target) @ group.phases.T
-    per_sample = design(np.ones(len(length)), length, target) @ group.phases.T - at_zero
+    at_zero = monomials(np.zeros(len(length)), length, target) @ group.phases.T
+    per_sample = monomials(np.ones(len(length)), length, target) @ group.phases.T - at_zero
     with np.errstate(divide="ignore", invalid="ignore"):
         n = np.where(per_sample > 0, (limit[:, None] - at_zero) / per_sample, np.inf)
     return np.clip(n.min(axis=1), 0, 2**40)

@@ -12,6 +12,7 @@ import json
 import platform
 import time
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -22,17 +23,20 @@ from typing import Any
 import numpy as np
 import xgboost
 
-from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
+from dynagroup.memory.closed_form import ClosedForm
 from dynagroup.memory.features import features
 from dynagroup.memory.fitting import TrainingRows, train_booster
+from dynagroup.memory.fitting import pairs_of as measured_pairs
+from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.plausible import member
 from dynagroup.memory.regressor import PRETRAINED, MemoryRegressor, describe
+from regressor import report
 from regressor.calibrate import calibrate
 from regressor.judge import Judge
-from regressor.rows import Group, Pairs, draw, load_groups
+from regressor.rows import Group, Pairs, draw, load_groups, load_measured
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "benchmarks" / "results" / "regressor.json"
-JUDGED = 2  # every second workload of a family is judged
+RESULTS = report.RESULTS
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,12 @@ class Recipe:
     )
     bound: float = 0.2
     """Largest correction of the closed form, in log ratio."""
-    safety: float = 1.0
-    """What a prediction for a known workload is multiplied by."""
-    plausible: int = 48
-    """Workloads that an unknown one may be."""
-    quantile: float = 0.95
-    """Of their closed forms."""
+    safety: float = 1.05
+    """What a prediction from sizes is multiplied by."""
+    plausible: int = 320
+    """Traced models that an unknown workload may be like."""
+    quantile: float = 0.98
+    """Of what they would need."""
     calibration_rounds: int = 15
     folds: int = 4
 
@@ -67,29 +71,26 @@ def sharp_rows(pairs: Pairs, constants: dict[str, float]) -> TrainingRows:
     return TrainingRows(features(pairs.candidate, pairs.baseline, pairs.group.workload, form), np.log(pairs.ratio))
 
 
-def train(groups: list[Group], recipe: Recipe, start: dict[str, float], rounds: int) -> MemoryRegressor:
-    """A regressor from these workloads."""
-    constants = calibrate(groups[:: max(1, len(groups) // 150)], start=start, rounds=rounds)
+def train(groups: list[Group], recipe: Recipe, measured: Sequence[Measurements] = ()) -> MemoryRegressor:
+    """A regressor from these workloads, and what was measured. The closed form's constants start from those in the source."""
+    constants = calibrate(groups[:: max(1, len(groups) // 200)], rounds=recipe.calibration_rounds)
     pairs = [pairs_of(g, recipe.pairs) for g in groups]
     sharp = [sharp_rows(p, constants) for p in pairs]
+    sharp += [measured_pairs(table, ClosedForm.of(table.workload, constants)) for table in measured]
     boosters = {"sharp": train_booster(sharp, **dict(recipe.sharp))}
-    places = np.linspace(0, len(groups) - 1, recipe.plausible).astype(int)
-    plausible = [json.loads(groups[p].workload.to_json()) for p in places]
+    places = np.linspace(0, len(groups) - 1, min(recipe.plausible, len(groups))).astype(int)
+    plausible = [member(groups[p].workload, groups[p].two_streams, groups[p].phases) for p in places]
     chosen = {"bound": recipe.bound, "safety": recipe.safety, "quantile": recipe.quantile, "plausible": plausible}
     return MemoryRegressor(boosters, {**describe(sharp, constants), **chosen})
 
 
-def judge_fold(
-    groups: list[Group], recipe: Recipe, constants: dict[str, float], fold: int, pairs: int, choices: int
-) -> Judge:
+def judge_fold(groups: list[Group], recipe: Recipe, fold: int, pairs: int, choices: int) -> Judge:
     """Judge every fourth family by a regressor trained without them, closed-form constants included."""
     held_out = set(sorted({g.family for g in groups})[fold :: recipe.folds])
     began = time.monotonic()
     judge = Judge(pairs, choices)
-    regressor = train(
-        [g for g in groups if g.family not in held_out], recipe, constants, rounds=recipe.calibration_rounds
-    )
-    for group in [g for g in groups if g.family in held_out][::JUDGED]:
+    regressor = train([g for g in groups if g.family not in held_out], recipe)
+    for group in [g for g in groups if g.family in held_out]:
         judge.add(group, regressor)
     print(f"without {', '.join(sorted(held_out))}: {time.monotonic() - began:.0f} s", flush=True)
     return judge
@@ -98,6 +99,9 @@ def judge_fold(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=HERE / "data" / "simulated.parquet")
+    parser.add_argument(
+        "--measured", type=Path, default=HERE / "data" / "measured.parquet", help="of measure_gpu, if any"
+    )
     parser.add_argument("--artifact", type=Path, default=PRETRAINED)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--no-evaluation", action="store_true", help="only train and write the artifact")
@@ -107,16 +111,17 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = Recipe()
     groups = load_groups(arguments.data)
+    measured = load_measured(arguments.measured) if arguments.measured.exists() else []
     source = hashlib.sha256(arguments.data.read_bytes()).hexdigest()
     about = {
         "recipe": {f.name: getattr(recipe, f.name) for f in fields(recipe)},
         "data_sha256": source,
         "workloads": len(groups),
+        "measured_workloads": len(measured),
     }
     if not arguments.only_evaluation:
-        constants = calibrate(groups[:: max(1, len(groups) // 150)], start=CONSTANTS, rounds=recipe.calibration_rounds)
-        print("constants:", constants)
-        regressor = train(groups, recipe, constants, rounds=3)
+        regressor = train(groups, recipe, measured)
+        print("constants:", regressor.card["constants"])
         arguments.artifact.parent.mkdir(parents=True, exist_ok=True)
         MemoryRegressor(regressor.boosters, {**regressor.card, **json.loads(json.dumps(about))}).save(
             arguments.artifact
@@ -124,11 +129,12 @@ def main() -> None:
     if arguments.no_evaluation:
         return
     judge = Judge(arguments.pairs, arguments.choices)
-    # The folds calibrate from the constants in the source, not from those of all families.
-    case = partial(judge_fold, groups, recipe, CONSTANTS, pairs=arguments.pairs, choices=arguments.choices)
+    case = partial(judge_fold, groups, recipe, pairs=arguments.pairs, choices=arguments.choices)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for part in pool.map(case, range(recipe.folds)):
             judge.rows += part.rows
+            judge.direct += part.direct
+            judge.never += part.never
     hardware = {
         "hardware": "2-core AMD EPYC, CPU",
         "python": platform.python_version(),
@@ -142,7 +148,9 @@ def main() -> None:
     }
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(judge.summary()["overall"], indent=1))
+    if arguments.results == RESULTS:
+        report.main()
+    print(json.dumps({k: judge.summary()[k] for k in ("overall", "counted", "simulated_directly")}, indent=1))
 
 
 if __name__ == "__main__":

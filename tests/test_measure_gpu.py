@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from regressor import measure_gpu
+from regressor import rows as regressor_rows
 from regressor.measure_gpu import DRY, MODELS, DryDevice, main, measure_all, report, save
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,7 @@ pytestmark = [
 ]
 
 
-def test_a_dry_run_covers_every_model_and_both_kinds_of_run(tmp_path, capsys):
+def test_a_dry_run_covers_every_model_and_both_kinds_of_run(tmp_path, capsys, monkeypatch):
     path = tmp_path / "dry.parquet"
     assert main(["--dry", "--output", str(path)]) == 0
     import pyarrow.parquet as pq
@@ -36,6 +37,11 @@ def test_a_dry_run_covers_every_model_and_both_kinds_of_run(tmp_path, capsys):
     assert (about["source"], about["failed"], about["left_out"]) == ("dry", {}, [])
     assert {"hardware", "versions", "date"} <= set(about)
     assert "qwen2 generate 2 x 16" in capsys.readouterr().out
+    monkeypatch.setattr(regressor_rows, "FEWEST_MEASURED", 2)
+    tables = regressor_rows.load_measured(path)
+    assert len(tables) == 2 * len(MODELS)
+    assert {row.num_samples for table in tables for row in table} == {1, 2}
+    assert all(table.workload.phases is None and table.workload.num_layers == 1 for table in tables)
 
 
 def test_it_asks_for_no_package_that_a_bare_machine_lacks(tmp_path):

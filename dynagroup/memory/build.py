@@ -146,7 +146,8 @@ def make_inputs(
         words = torch.zeros(num_samples, target, dtype=torch.long) if decodes else ids
         if with_labels:
             inputs["labels"] = words if "ForSequenceClassification" not in type(model).__name__ else words[:, 0].clone()
-        elif decodes:
+            words = words.clone()  # what the decoder reads: the labels, shifted by the collator or by the model
+        if decodes:
             inputs["decoder_input_ids"] = words
     accepted = inspect.signature(model.forward).parameters
     if "kwargs" not in accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):

@@ -6,33 +6,35 @@ constants (how many copies of the hidden states a layer keeps, and so on) are fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.memory.workload import ELEMENT_BYTES, Workload
+from dynagroup.memory.workload import ELEMENT_BYTES, Phases, Workload
 from dynagroup.shapes import TOKENS, BatchShape
 
-__all__ = ["CONSTANTS", "COMPONENTS", "TARGET", "ClosedForm"]
+__all__ = ["CONSTANTS", "COMPONENTS", "MONOMIALS", "TARGET", "ClosedForm", "columns", "monomials"]
 
 FloatArray = NDArray[np.float64]
 TARGET = "target"
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
-# Columns of a phase: 1, n, n*L, n*L^2, n*T, n*T^2, n*L*T (L: tokens, T: tokens of the target stream).
-WIDTH = 7
+# Columns of a phase (L: tokens, T: tokens of the target stream).
+MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
+ONE, N, NL, NL2, NT, T2, NT2, NLT = map(MONOMIALS.index, ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT"))
+QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
 CONSTANTS: dict[str, float] = {
-    "bias_hidden": 6.0, "bias_mask": 2.0, "bias_query": 8.0, "bias_scores": 2.0,
-    "cache": 1.0, "cache_layer": 0.2369, "cast_weights": 0.8553, "keep_dropout": 5.8452,
-    "keep_ffn": 1.6466, "keep_gate": 3.6327, "keep_hidden": 0.4837, "keep_kv": 3.4212,
-    "keep_lora": 1.2466, "keep_query": 1.611, "keep_wide": 3.3868, "last_logits": 2.0958,
-    "logits_grad": 1.5, "logits_run": 1.0218, "logits_train": 4.7154, "logits_wide": 1.2982,
-    "mask_keep": 0.9933, "mask_run": 1.0, "run_ffn": 1.4975, "run_hidden": 0.7566,
-    "run_query": 11.543, "score_bias": 1.6204, "score_run": 3.2944, "score_train": 2.1947,
+    "bias_hidden": 3.0, "bias_kv": 1.0, "bias_mask": 2.0, "bias_query": 2.0, "bias_scores": 2.0, "cache": 1.0,
+    "cache_layer": 0.2369, "cast_weights": 0.8553, "keep_cross": 0.3, "keep_dropout": 5.8452,
+    "keep_ffn": 1.6466, "keep_gate": 3.6327, "keep_hidden": 0.4837, "keep_kv": 3.4212, "keep_lora": 1.2466,
+    "keep_query": 1.611, "keep_wide": 3.3868, "last_logits": 2.0958, "logits_grad": 1.5, "logits_run": 1.0218,
+    "logits_train": 4.7154, "logits_wide": 1.2982, "mask_keep": 0.9933, "mask_pass": 0.5, "mask_run": 1.0,
+    "run_expert": 1.0, "run_ffn": 2.5, "run_hidden": 3.0, "run_query": 1.0, "score_bias": 1.05,
+    "score_pass": 2.0, "score_pass_wide": 4.0, "score_run": 1.5, "score_train": 1.0, "score_wide": 3.0,
     "table_grad": 2.6617, "weight_grad": 0.9314,
 }  # fmt: skip
 
@@ -48,7 +50,7 @@ USUAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Phases of one workload.
+    """Memory of one workload: the largest of its phases.
 
     >>> form = ClosedForm.of(Workload(mode="train", hidden_size=896, num_layers=24))
     >>> one, two = form.batch_bytes(BatchShape.of([1, 2], 1024))
@@ -57,32 +59,67 @@ class ClosedForm:
     """
 
     phases: FloatArray
-    """float64 (phases, components, columns), bytes."""
+    """float64 (phases, components, monomials), bytes."""
+    until: float = np.inf
+    """Tokens of the longest sample for which ``phases`` hold."""
+    after: FloatArray | None = None
+    """Phases beyond that."""
 
     @classmethod
     def of(cls, workload: Workload, constants: Mapping[str, float] = CONSTANTS) -> ClosedForm:
+        """What was traced of the model, or else what its sizes say."""
+        if workload.phases is not None:
+            return cls.traced(workload.phases)
         return cls(np.stack(_Builder(workload, constants).phases()))
+
+    @classmethod
+    def traced(cls, phases: Phases) -> ClosedForm:
+        """From phases whose components nobody knows: they all count as activations."""
+        if phases.until is None:
+            return cls(_spread(phases.rows))
+        return cls(_spread(phases.rows), phases.until, _spread(phases.after))
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
         """Bytes that grow with the batch, at least one: float64 (K,)."""
-        return np.maximum((_columns(shape) @ self.phases.sum(axis=1).T).max(axis=1), 1.0)
+        if self.after is None:
+            return np.maximum(_largest(self.phases, columns(shape)), 1.0)
+        # Beyond the border never less than at it, so that memory rises with the length everywhere.
+        inside = {**shape.longest, TOKENS: np.minimum(shape.longest[TOKENS], int(self.until))}
+        within = _largest(self.phases, columns(BatchShape.of(shape.num_samples, inside)))
+        beyond = np.where(shape.longest[TOKENS] > self.until, _largest(self.after, columns(shape)), 0.0)
+        return np.maximum(np.maximum(within, beyond), 1.0)
 
     def shares(self, shape: BatchShape) -> FloatArray:
         """Of the largest phase of each shape: the share of each component, and of what is quadratic in length. (K, 6)."""
-        columns = _columns(shape)
-        largest = (columns @ self.phases.sum(axis=1).T).argmax(axis=1)
-        terms = self.phases[largest] * columns[:, None, :]
+        values, phases = columns(shape), self.phases
+        largest = (values @ phases.sum(axis=1).T).argmax(axis=1)
+        terms = phases[largest] * values[:, None, :]
         total = np.maximum(terms.sum(axis=(1, 2)), 1.0)
-        quadratic = terms[:, :, [3, 5, 6]].sum(axis=(1, 2))
+        quadratic = terms[:, :, QUADRATIC].sum(axis=(1, 2))
         return np.concatenate([terms.sum(axis=2), quadratic[:, None]], axis=1) / total[:, None]
 
 
-def _columns(shape: BatchShape) -> FloatArray:
-    n = shape.num_samples.astype(np.float64)
-    length = np.maximum(shape.longest[TOKENS], 1).astype(np.float64)
-    target = np.maximum(shape.longest.get(TARGET, shape.longest[TOKENS]), 1).astype(np.float64)
+def _spread(rows: Sequence[Sequence[float]]) -> FloatArray:
+    phases = np.zeros((len(rows), len(COMPONENTS), len(MONOMIALS)))
+    phases[:, COMPONENTS.index("activations")] = rows
+    return phases
+
+
+def _largest(phases: FloatArray, values: FloatArray) -> FloatArray:
+    return (values @ phases.sum(axis=1).T).max(axis=1)
+
+
+def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:
+    """The monomials of each shape: float64 (K, 12)."""
+    n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
     one = np.ones_like(n)
-    return np.stack([one, n, n * length, n * length**2, n * target, n * target**2, n * length * target], axis=1)
+    return np.stack([one, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t], axis=1)
+
+
+def columns(shape: BatchShape) -> FloatArray:
+    """The monomials of a shape; a target without lengths of its own is as long as the tokens."""
+    length = shape.longest[TOKENS]
+    return monomials(shape.num_samples, np.maximum(length, 1), np.maximum(shape.longest.get(TARGET, length), 1))
 
 
 def _filled(workload: Workload) -> dict[str, Any]:
@@ -114,26 +151,32 @@ class _Builder:
         self.fixed = float(w["fixed_tokens"])
         two_stacks = w["encoder_decoder"]
         speech = two_stacks and self.fixed > 0
-        target = [4, 5] if two_stacks and not speech else [2, 3]
+        target = (NT, NT2) if two_stacks else (NL, NL2)
         # Tokens, tokens squared, of the decoder (or only stack) and of the encoder, as columns of a phase.
         offset = 0.0 if two_stacks else self.fixed
         self.words, self.words2 = self._powers(target[0], target[1], offset)
-        self.read, self.read2 = self._powers(2, 3, 0.0)
+        self.read, self.read2 = self._powers(NL, NL2, 0.0)
         if speech:
-            self.read, self.read2 = self._unit(1, self.fixed), self._unit(1, self.fixed**2)
-        self.cross = self.fixed * self.words if speech else self._unit(6)
+            self.read, self.read2 = self._unit(N, self.fixed), self._unit(N, self.fixed**2)
+        self.cross = self.fixed * self.words if speech else self._unit(NLT)
+        # A decoder beside an encoder knows no padding: its mask is the same for every sample.
+        self.mask_of = {NT2: self._unit(T2)} if two_stacks else {}
+        # Models that have no dropout any more normalise their scores in float32.
+        self.wide_scores = self.element < 4 and not w["dropout"] and not two_stacks
+        # BART and its kin drop hidden states only.
+        self.dropped_scores = w["mode"] == "train" and w["dropout"] and (not two_stacks or w["score_bias"])
         self.layers = float(w["num_layers"])
         self.encoders = float(w["num_encoder_layers"] or (w["num_layers"] if two_stacks else 0))
 
     @staticmethod
     def _unit(column: int, value: float = 1.0) -> FloatArray:
-        row = np.zeros(WIDTH)
+        row = np.zeros(len(MONOMIALS))
         row[column] = value
         return row
 
     def _powers(self, one: int, two: int, offset: float) -> tuple[FloatArray, FloatArray]:
-        first = self._unit(one) + self._unit(1, offset)
-        second = self._unit(two) + self._unit(one, 2 * offset) + self._unit(1, offset**2)
+        first = self._unit(one) + self._unit(N, offset)
+        second = self._unit(two) + self._unit(one, 2 * offset) + self._unit(N, offset**2)
         return first, second
 
     def phases(self) -> list[FloatArray]:
@@ -143,7 +186,7 @@ class _Builder:
 
     def _phase(self, **parts: FloatArray | float) -> FloatArray:
         rows = [parts.get(name, 0.0) for name in COMPONENTS]
-        return np.stack([np.asarray(r) if np.ndim(r) else self._unit(0, float(r)) for r in rows])  # type: ignore[arg-type]
+        return np.stack([np.asarray(r) if np.ndim(r) else self._unit(ONE, float(r)) for r in rows])  # type: ignore[arg-type]
 
     def _layer_keeps(self) -> float:
         """Bytes that a layer keeps for its backward pass, per token."""
@@ -157,59 +200,69 @@ class _Builder:
 
     def _scores(self, squared: FloatArray, per_score: float, per_mask: float) -> FloatArray:
         """Score matrices and masks of one layer of attention over ``squared`` pairs."""
-        w = self.w
-        size = 0.0
+        w, c = self.w, self.c
         if w["attention"] == "eager":
-            size = per_score * w["num_heads"] * self.element + per_mask * self.element
-        elif w["score_bias"]:
-            size = self.c["score_bias"] * w["num_heads"] * self.element
-        elif w["attention"] == "sdpa":
-            size = per_mask * self.element
-        return size * squared
+            copies = per_score * (c["score_wide"] if self.wide_scores else 1.0)
+            if self.dropped_scores:  # kept before and after dropout, and its mask of one byte
+                copies = per_score * (2 + 1 / self.element)
+            return self.element * (copies * w["num_heads"] + per_mask) * squared
+        shared = self._shared(squared)
+        if w["score_bias"]:
+            return self.element * c["score_bias"] * w["num_heads"] * shared
+        return self.element * per_mask * shared if w["attention"] == "sdpa" else 0.0 * squared
+
+    def _shared(self, squared: FloatArray) -> FloatArray:
+        """The pairs of which a mask or bias has one entry each."""
+        return next((unit for column, unit in self.mask_of.items() if squared[column] > 0), squared)
 
     def _training(self) -> list[FloatArray]:
         w, c = self.w, self.c
         per_token = self._layer_keeps()
         keep = lambda squared: self._scores(squared, c["score_train"], c["mask_keep"])  # noqa: E731
-        decoder = per_token * self.words, keep(self.words2)
-        encoder = per_token * self.read, keep(self.read2)
+        decoder, encoder = (per_token * self.words, keep(self.words2)), (per_token * self.read, keep(self.read2))
         if w["encoder_decoder"]:
-            decoder = 1.3 * decoder[0], decoder[1] + keep(self.cross)
-        one_layer = (
-            decoder[0] + (encoder[0] if self.encoders else 0.0),
-            decoder[1] + (encoder[1] if self.encoders else 0.0),
+            decoder = (1 + c["keep_cross"]) * decoder[0], decoder[1] + keep(self.cross)
+        stored = self._stored(decoder, self.layers, self.words, self.words2)
+        below = (
+            self._stored(encoder, self.encoders, self.read, self.read2)
+            if self.encoders
+            else (0 * stored[0], 0 * stored[1])
         )
-        if w["gradient_checkpointing"]:
-            inputs = self.element * w["hidden_size"] * (self.layers * self.words + self.encoders * self.read)
-            stored, scores = (
-                inputs,
-                self._scores(self.words2 + (self.read2 if self.encoders else 0.0), 0.0, c["mask_keep"]),
-            )
-        else:
-            stored = self.layers * decoder[0] + self.encoders * encoder[0]
-            scores = self.layers * decoder[1] + self.encoders * encoder[1]
+        all_stored, all_scores = stored[0] + below[0], stored[1] + below[1]
         trains_all = w["trainable_share"] >= 0.5
         table = c["weight_grad"] * w["vocabulary_size"] * w["hidden_size"] * self.parameter if trains_all else 0.0
         cast = self._cast_weights()
-        head = w["vocabulary_size"] * self.words if w["lm_head"] else np.zeros(WIDTH)
+        head = w["vocabulary_size"] * self.words if w["lm_head"] else np.zeros(len(MONOMIALS))
         copies = c["logits_train"] * self.element  # and in causal models a copy in float32
         copies += 4 * c["logits_wide"] if w["causal"] and self.element < 4 else 0.0
-        run = self.element * (c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn) * self.words
-        extra = self._scores(self.words2, c["score_run"], c["mask_run"])
-        layer = one_layer if w["gradient_checkpointing"] else (run, extra)
-        return [
-            self._phase(weights=cast, activations=stored, attention=scores, logits=copies * head),
+        output = self.element * head  # what the model returned lives as long as its caller holds it
+        first = self.element * w["hidden_size"] * (self.words + (self.read if self.encoders else 0.0))
+        phases = [
+            self._phase(weights=cast, activations=all_stored, attention=all_scores, logits=copies * head),
             self._phase(
-                weights=cast + table,
-                activations=stored,
-                attention=scores,
-                logits=c["logits_grad"] * self.element * head,
+                weights=cast + table, activations=all_stored, attention=all_scores, logits=c["logits_grad"] * output
             ),
-            self._phase(weights=cast, activations=stored + layer[0] + 0 * run, attention=scores + layer[1] + extra),
-            self._phase(
-                weights=cast + table * c["table_grad"], activations=self.element * w["hidden_size"] * self.words
-            ),
+            self._phase(weights=cast + table * c["table_grad"], activations=first, logits=output),
         ]
+        stacks = [(all_stored, all_scores, decoder, self.words, self.words2)]
+        if self.encoders:
+            stacks.append((*below, encoder, self.read, self.read2))
+        for kept, scores, layer, tokens, squared in stacks:
+            run = self.element * (c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn) * tokens
+            extra = self._scores(squared, c["score_run"], c["mask_run"])
+            if w["gradient_checkpointing"]:
+                run, extra = run + layer[0], extra + layer[1]
+            parts = {"activations": kept + run, "attention": scores + extra, "logits": output}
+            phases.append(self._phase(weights=cast + table, **parts))
+        return phases
+
+    def _stored(
+        self, layer: tuple[FloatArray, FloatArray], count: float, tokens: FloatArray, squared: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """What a stack keeps for its backward pass: of every layer all, or with checkpointing its input."""
+        if not self.w["gradient_checkpointing"]:
+            return count * layer[0], count * layer[1]
+        return self.element * self.w["hidden_size"] * count * tokens, self._scores(squared, 0.0, self.c["mask_keep"])
 
     def _cast_weights(self) -> float:
         """Autocast keeps a copy of every matrix in the lower precision from its forward to its backward."""
@@ -221,67 +274,73 @@ class _Builder:
         head = w["hidden_size"] * w["vocabulary_size"] if w["lm_head"] else 0
         return self.c["cast_weights"] * self.element * ((self.layers + self.encoders) * matrices + head)
 
-    def _running(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """What one layer holds while it runs without gradients: activations, scores, and where each attention begins.
+    def _running(self, tokens: FloatArray, squared: FloatArray, **held: FloatArray) -> list[FloatArray]:
+        """Two phases of a layer that runs without gradients, beside what is ``held`` already: its attention, and what follows.
 
-        Attention first widens the mask (or the bias of every head) to what its kernel reads, and then lets go of it:
-        that is a phase of its own, with the activations of the projections only.
+        Attention widens the mask (or the bias of every head) to what its kernel reads, or holds the scores in several
+        copies; the feed-forward layer is wide, and beside it only what attention returned is left.
         """
         w, c = self.w, self.c
-        wide = self.element * (
-            c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
-        )
-        first = c["bias_hidden"] * w["hidden_size"]
-        narrow = self.element * (first if w["score_bias"] else c["bias_query"] * (self.query + self.kv))
-        tokens, squared = self.words, self.words2
-        if w["encoder_decoder"] and w["mode"] == "generate":  # only the encoder reads in parallel
-            tokens, squared = self.read, self.read2
-        elif self.encoders:
-            tokens, squared = np.maximum(tokens, self.read), np.maximum(squared, self.read2)
-        fused = w["attention"] == "sdpa"
-        per_mask = self.element * (c["bias_scores"] * w["num_heads"] if w["score_bias"] else c["bias_mask"])
-        held = c["mask_run"] * squared if fused else self._scores(squared, c["score_run"], c["mask_run"])
-        biased = self._phase(activations=narrow * tokens, attention=per_mask * squared if fused else 0.0 * held)
-        return wide * tokens, held, biased
+        fused = w["attention"] != "eager"
+        wide = c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
+        if w["experts_per_token"] > 1:
+            wide += c["run_expert"] * w["experts_per_token"] * w["hidden_size"]
+        narrow = c["bias_hidden"] * w["hidden_size"] + c["bias_query"] * self.query + c["bias_kv"] * self.kv
+        if w["attention"] == "sdpa" and self.kv < self.query:
+            narrow += 2 * self.query  # the kernel that takes a mask has no grouped heads
+        scores = 0.0
+        if fused and w["attention"] == "sdpa":
+            scores = c["bias_scores"] * w["num_heads"] if w["score_bias"] else c["bias_mask"]
+        elif not fused:
+            copies = c["score_pass_wide"] if self.wide_scores else c["score_pass"]
+            scores = copies * w["num_heads"] + c["mask_pass"]
+        left = c["mask_pass"] if w["attention"] == "sdpa" else 0.0 if fused else w["num_heads"] + c["mask_pass"]
+        kept = held.pop("activations", 0.0)
+        squared = self._shared(squared) if fused else squared
+        return [
+            self._phase(
+                activations=kept + self.element * narrow * tokens, attention=self.element * scores * squared, **held
+            ),
+            self._phase(
+                activations=kept + self.element * wide * tokens, attention=self.element * left * squared, **held
+            ),
+        ]
 
     def _forward(self) -> list[FloatArray]:
         w, c = self.w, self.c
-        running, scores, biased = self._running()
         head = self.element * (w["vocabulary_size"] if w["lm_head"] else 0) * self.words
-        encoded = self.element * w["hidden_size"] * (self.words + (self.read if self.encoders else 0.0))
-        cache = (
-            c["cache"] * 2 * self.kv * self.element * self.layers * self.words
-        )  # models return it unless told otherwise
-        if w["encoder_decoder"]:
-            cache = cache + c["cache"] * 2 * self.kv * self.element * self.layers * self.read
-        elif not w["causal"]:
-            cache = np.zeros(WIDTH)
+        hidden = self.element * w["hidden_size"]
+        per_layer = c["cache"] * 2 * self.kv * self.element * self.layers  # models return it unless told otherwise
+        cache = per_layer * self.words if w["causal"] or w["encoder_decoder"] else np.zeros(len(MONOMIALS))
+        phases, encoded = [], np.zeros(len(MONOMIALS))
+        if self.encoders:
+            phases += self._running(self.read, self.read2)
+            cache, encoded = cache + per_layer * self.read, hidden * self.read
+        phases += self._running(self.words, self.words2, cache=cache, activations=encoded)
         return [
-            self._phase(activations=running, attention=scores, cache=cache),
-            biased + self._phase(cache=cache),
-            self._phase(activations=encoded, logits=c["logits_run"] * head, cache=cache),
+            *phases,
+            self._phase(activations=encoded + hidden * self.words, logits=c["logits_run"] * head, cache=cache),
         ]
 
     def _generation(self) -> list[FloatArray]:
         w, c = self.w, self.c
-        running, scores, biased = self._running()
-        prompt = self.read if w["encoder_decoder"] else self.words
-        new = self._unit(1, float(w["max_new_tokens"]))
+        two_stacks = bool(w["encoder_decoder"])
+        prompt, squared = (self.read, self.read2) if two_stacks else (self.words, self.words2)
+        new = self._unit(N, float(w["max_new_tokens"]))
         per_layer = c["cache"] * 2 * self.kv * self.element
         held = per_layer * (prompt + new)
-        if w["encoder_decoder"]:
+        if two_stacks:
             held = held + self.element * w["hidden_size"] * prompt / max(self.layers, 1.0)
-        last = self._unit(1, c["last_logits"] * 4.0 * w["vocabulary_size"])
-        step = self._unit(1, self.element * self.ffn * 2.0)
+        filled = np.zeros(len(MONOMIALS)) if two_stacks else self.layers * per_layer * prompt
+        last = self._unit(N, c["last_logits"] * 4.0 * w["vocabulary_size"])
+        step = self._unit(N, self.element * self.ffn * 2.0)
         grown = self.layers * held + c["cache_layer"] * held
-        mask = self._scores(self._unit(1) + prompt, c["score_run"], c["mask_run"])
+        mask = np.zeros(len(MONOMIALS))  # of one new token: fused kernels need none
+        if w["attention"] == "eager":
+            mask = self._scores(self._unit(N) + prompt, c["score_pass"], c["mask_pass"])
+        encoded = self.element * w["hidden_size"] * prompt
         return [
-            self._phase(activations=running, attention=scores),
-            biased,
-            self._phase(
-                activations=self.element * w["hidden_size"] * prompt,
-                cache=self.layers * per_layer * prompt,
-                logits=last,
-            ),
+            *self._running(prompt, squared, cache=filled),
+            self._phase(activations=encoded, cache=self.layers * per_layer * prompt, logits=last),
             self._phase(activations=step, attention=mask, cache=grown, logits=last),
         ]

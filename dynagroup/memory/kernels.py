@@ -20,7 +20,8 @@ MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimensio
 
 # What torch.autocast runs in the lower precision, and what it lifts to float32, on CUDA (autocast_mode.h).
 LOWER = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm,
-         torch.einsum, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.mm, torch.Tensor.__matmul__,
+         torch.einsum, torch.Tensor.baddbmm, torch.Tensor.addmm, torch.Tensor.addbmm,
+         torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.mm, torch.Tensor.__matmul__,
          torch.conv1d, torch.conv2d, torch.addbmm, F.scaled_dot_product_attention}  # fmt: skip
 HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy, F.nll_loss, torch.softmax,
           torch.log_softmax, torch.layer_norm, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.sum, torch.cumsum,
@@ -37,11 +38,13 @@ class CudaKernels(TorchFunctionMode):
     Args:
         autocast: dtype of ``torch.autocast`` around the forward pass, or None.
         padded: whether batches reach the model with a padding mask.
+        aligned: whether a mask whose width is a multiple of the kernel's alignment is spared its padding.
     """
 
-    def __init__(self, autocast: torch.dtype | None = None, padded: bool = True) -> None:
+    def __init__(self, autocast: torch.dtype | None = None, padded: bool = True, aligned: bool = True) -> None:
         super().__init__()
         self.padded = padded
+        self.aligned = aligned
         self.autocast = autocast
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -50,11 +53,13 @@ class CudaKernels(TorchFunctionMode):
         if self.autocast is not None:
             args, kwargs = self._recast(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
-            return attention(*args, **kwargs)
+            return attention(*args, aligned=self.aligned, **kwargs)
         if func is F.dropout:
             return dropout(*args, **kwargs)
         if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
             return _softmax(func, *args, **kwargs)
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+            return args[0] @ args[1][0]  # CUDA multiplies other dtypes, too; what is alive is the same
         if func in (torch.any, torch.Tensor.any) and len(args) == 1 and not kwargs and args[0].is_meta:
             return torch.tensor(False, device="cpu")
         if func is torch.Tensor.__bool__ and args[0].is_meta:
@@ -97,6 +102,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    aligned: bool = True,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` with the kernel that CUDA takes: flash, else memory-efficient."""
     same_heads = query.shape[-3] == key.shape[-3]
@@ -108,20 +114,22 @@ def attention(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
-        attn_mask = _bias(attn_mask, query, key)
+        attn_mask = _bias(attn_mask, query, key, aligned)
     needs_grad = torch.is_grad_enabled() and query.requires_grad
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, aligned: bool) -> torch.Tensor:
     """The mask as the additive bias that the memory-efficient kernel reads; each call makes its own copy, as CUDA does."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     width = mask.shape[-1]
     if width % MASK_ALIGNMENT:
         mask = F.pad(mask, (0, MASK_ALIGNMENT - width % MASK_ALIGNMENT))[..., :width]
+    elif not aligned:
+        mask = mask.clone()
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 

@@ -64,6 +64,11 @@ class ProfiledMemory:
         return cls(int(static), streams, tuple(tuple(map(float, p)) for p in phases), float(error))
 
     @property
+    def monomials(self) -> tuple[str, ...]:
+        """What each number of a phase multiplies: n samples, L tokens, T tokens of the second stream."""
+        return ("1", "n", "nL", "nL2", "nT", "nT2", "nLT")[: len(self.phases[0])]
+
+    @property
     def fingerprint(self) -> str:
         """Changes with the form."""
         return (

@@ -18,12 +18,15 @@ __all__ = ["MakeInputs", "prepare", "static_bytes", "trace"]
 MakeInputs: TypeAlias = Callable[[torch.nn.Module, int, Mapping[str, int]], dict[str, torch.Tensor]]
 
 
-def prepare(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
-    """The meta model in the state that the workload runs it in, gradients of earlier steps included."""
+def prepare(model: torch.nn.Module, workload: Workload, aligned: bool = True) -> torch.nn.Module:
+    """The meta model in the state that the workload runs it in, gradients of earlier steps included.
+
+    ``aligned``: as in :func:`trace`, for what checkpointing runs again.
+    """
     training = workload.mode == "train"
     model.train(training)
     if training and workload.gradient_checkpointing:
-        _checkpoint(model, getattr(torch, workload.autocast) if workload.autocast else None)
+        _checkpoint(model, getattr(torch, workload.autocast) if workload.autocast else None, aligned)
     if training:
         for p in model.parameters():
             if p.requires_grad:
@@ -34,9 +37,9 @@ def prepare(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     return model
 
 
-def _checkpoint(model: Any, autocast: torch.dtype | None) -> None:
+def _checkpoint(model: Any, autocast: torch.dtype | None, aligned: bool) -> None:
     # Function modes do not reach what the autograd engine calls, so the recomputation enters its own.
-    options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), CudaKernels(autocast))}
+    options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), CudaKernels(autocast, aligned=aligned))}
     if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.2x renamed it
         model.activation_checkpointing_enable(options)
     else:
@@ -71,13 +74,19 @@ def trace(
     *,
     inputs: MakeInputs | None = None,
     block: int = BLOCK,
+    slack: int = 0,
     watch: Callable[[LiveBytes], Any] | None = None,
+    aligned: bool = True,
 ) -> LiveBytes:
-    """Run one batch on the meta device and return the bytes that were alive meanwhile, static memory left out."""
+    """Run one batch on the meta device and return the bytes that were alive meanwhile, static memory left out.
+
+    ``block`` and ``slack``: of :class:`LiveBytes`. ``aligned=False``: masks are padded whatever the length, as those of most
+    lengths are.
+    """
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    tracer = LiveBytes(apart, block=block)
+    tracer = LiveBytes(apart, block=block, slack=slack)
     autocast = getattr(torch, workload.autocast) if workload.autocast else None
-    kernels = CudaKernels(autocast, padded=workload.attention != "flash")
+    kernels = CudaKernels(autocast, padded=workload.attention != "flash", aligned=aligned)
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":

@@ -6,7 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.closed_form import COMPONENTS, CONSTANTS, WIDTH, ClosedForm
+from dynagroup.memory.closed_form import CONSTANTS, MONOMIALS, TARGET, ClosedForm
 from dynagroup.memory.features import CANDIDATE, FEATURES, Features, features, is_sharp
 from dynagroup.memory.fitting import MIN_ROWS, pairs_of, train_booster
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.plausible import Plausible
 from dynagroup.memory.profiled import ProfiledMemory
-from dynagroup.memory.workload import Workload
+from dynagroup.memory.workload import Phases, Workload
 from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:
@@ -30,17 +31,17 @@ __all__ = ["MemoryRegressor"]
 
 FloatArray = NDArray[np.float64]
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class MemoryRegressor:
     """Predicts memory relative to a baseline batch: a closed form of the workload, and trees for what it misses.
 
-    A known workload: its closed form, corrected by trees within the card's bound, times a safety factor. One of which something
-    is unknown: a high quantile of the closed forms of plausible workloads. Make one with :meth:`pretrained`, :meth:`load` or
-    :meth:`fit`. Outside the trained range a prediction for a known workload is never below the closed form, and for batches
-    beyond it never below padded tokens.
+    A traced workload (:meth:`Workload.from_model`): what was traced, to the byte. One known by its sizes only: their closed
+    form, corrected by trees within the card's bound, times a safety factor; outside the trained range never below the closed
+    form, and for batches beyond it never below padded tokens. One of which something is unknown: a high quantile of what
+    traced models of that kind would need. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`.
 
     >>> regressor = MemoryRegressor.pretrained()
     >>> half, same = regressor.relative(BatchShape.of([4, 8], 512), BatchShape.of(8, 512))
@@ -102,7 +103,7 @@ class MemoryRegressor:
         parts = [pairs_of(table, form) for table, form in zip(tables, forms, strict=True)]
         few = {"least_weight": 1.0, "regularisation": 1.0}  # hundreds of rows, not hundreds of thousands
         booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed, **few)
-        own = {"workload": json.loads(tables[0].workload.to_json()), "form": forms[0].phases.tolist()}
+        own = {"workload": json.loads(tables[0].workload.to_json()), "form": forms[0].phases.sum(axis=1).tolist()}
         boosters = {"sharp": booster}
         card = {**describe(parts, CONSTANTS), **own, "hashes": _hashes(_raw(boosters))}
         return cls(boosters, card, tables[0].workload)
@@ -122,7 +123,11 @@ class MemoryRegressor:
     @property
     def sharp(self) -> bool:
         """Whether the workload is known well enough to be predicted rather than bounded."""
-        return "plausible" not in self.card or is_sharp(self.workload)
+        return self._traced or "plausible" not in self.card or is_sharp(self.workload)
+
+    @property
+    def _traced(self) -> bool:
+        return self.workload.phases is not None and "form" not in self.card
 
     @property
     def fingerprint(self) -> str:
@@ -132,9 +137,12 @@ class MemoryRegressor:
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         """Predicted memory of each of K batches as a share of the baseline's: float64 (K,)."""
+        if self._traced:
+            return self._form.batch_bytes(shape) / self._form.batch_bytes(baseline)
         if not self.sharp:
-            ratios = np.stack([form.batch_bytes(shape) / form.batch_bytes(baseline) for form in self._plausible])
-            return np.quantile(ratios, self.card["quantile"], axis=0, method="higher")
+            models = self._plausible(TARGET in shape.longest)
+            ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)
+            return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
         found = features(shape, baseline, self.workload, self._form)
         bound = self.card.get("bound", np.inf)
         trees = np.zeros(len(shape))
@@ -144,24 +152,18 @@ class MemoryRegressor:
             trees = np.clip(raw, -bound, bound)
         return self._clamped(np.exp(found.margin + trees), found) * self.card.get("safety", 1.0)
 
-    @cached_property
-    def _plausible(self) -> list[ClosedForm]:
-        """Closed forms of the workloads that this one may be: what is known of it, completed from trained ones."""
-        known = {k: v for k, v in asdict(self.workload).items() if v is not None}
-        forms = []
-        for member in map(Workload.from_mapping, self.card["plausible"]):
-            if self.workload.mode in (None, member.mode):
-                try:
-                    forms.append(ClosedForm.of(member.replace(**known), self.card["constants"]))
-                except ConfigError:  # its other fields contradict what is known
-                    continue
-        return forms or [self._form]
+    def _plausible(self, two_streams: bool) -> Plausible:
+        """Traced models that this one may be like."""
+        cache: dict[bool, Plausible] = self.__dict__.setdefault("_models", {})
+        if two_streams not in cache:
+            cache[two_streams] = Plausible(self.workload, self.card["plausible"], two_streams)
+        return cache[two_streams]
 
     @cached_property
     def _form(self) -> ClosedForm:
         own = self.card.get("form")
         if own is not None and self.workload == Workload.from_mapping(self.card["workload"]):
-            return ClosedForm(np.array(own))
+            return ClosedForm.traced(Phases(own))
         return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
@@ -193,9 +195,10 @@ class MemoryRegressor:
 def _profiled_form(table: Measurements) -> ClosedForm:
     """The closed form that these rows themselves say: better than one from sizes alone."""
     profile = ProfiledMemory.fit(table)
-    phases = np.zeros((len(profile.phases), len(COMPONENTS), WIDTH))
-    phases[:, COMPONENTS.index("activations"), : len(profile.phases[0])] = profile.phases
-    return ClosedForm(phases)
+    rows = np.zeros((len(profile.phases), len(MONOMIALS)))
+    for column, name in enumerate(profile.monomials):
+        rows[:, MONOMIALS.index(name)] = [phase[column] for phase in profile.phases]
+    return ClosedForm.traced(Phases(tuple(map(tuple, rows.tolist()))))
 
 
 def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, Any]:

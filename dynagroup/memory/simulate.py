@@ -83,10 +83,12 @@ def checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
 def checked_workload(model_or_config: Any, workload: Workload | None) -> Workload:
     """The workload with unknown fields read from the model, or a ConfigError where the two differ."""
     if workload is None:
-        return Workload.from_model(model_or_config)
+        return Workload.from_model(model_or_config, trace=False)
     mode = workload.mode or "train"
     own = {n: getattr(workload, n) for n in Workload.__slots__ if n != "mode" and getattr(workload, n) is not None}
-    described = Workload.from_model(model_or_config, mode, **({"dtype": own["dtype"]} if "dtype" in own else {}))
+    described = Workload.from_model(
+        model_or_config, mode, trace=False, **({"dtype": own["dtype"]} if "dtype" in own else {})
+    )
     field = workload.contradicts(described)
     if field is not None:
         raise ConfigError(

@@ -25,15 +25,16 @@ class LiveBytes(TorchDispatchMode):
     Args:
         apart: tensors that are counted elsewhere (parameters, gradients); their storages and views count nothing here.
         block: allocations are rounded up to a multiple of this many bytes.
+        slack: bytes that every allocation takes beyond its size: half a block, where rounding would hide what it grows with.
     """
 
-    def __init__(self, apart: Iterable[torch.Tensor] = (), block: int = BLOCK) -> None:
+    def __init__(self, apart: Iterable[torch.Tensor] = (), block: int = BLOCK, slack: int = 0) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
         self.timeline: list[int] = []
         self.marks: dict[str, tuple[int, int]] = {}
-        self._block = block
+        self._block, self._slack = block, slack
         self._apart = {_key(t): t.untyped_storage() for t in apart}  # held, so that no new storage takes their place
         self._known = set(self._apart)
 
@@ -60,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or not tensor.is_meta:
             return
-        size = -(-storage.nbytes() // self._block) * self._block
+        size = -(-storage.nbytes() // self._block) * self._block + self._slack
         self._known.add(key)
         self.live += size
         self._reach(self.live)

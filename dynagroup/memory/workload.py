@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from dynagroup.errors import ConfigError
 
-__all__ = ["Attention", "Dtype", "Mode", "Workload"]
+if TYPE_CHECKING:
+    from dynagroup.memory.program import MakeInputs
+
+__all__ = ["Attention", "Dtype", "Mode", "Phases", "Workload"]
 
 Mode: TypeAlias = Literal["train", "forward", "generate"]
 Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
@@ -27,6 +30,29 @@ _COUNTS = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_
            "max_new_tokens")  # fmt: skip
 _FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "causal", "score_bias",
           "gradient_checkpointing", "ddp")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """How a model's memory depends on the batch shape: of each phase the bytes per monomial, of which the largest counts.
+
+    >>> Phases(((0.0,) * 12,)).until is None
+    True
+    """
+
+    rows: tuple[tuple[float, ...], ...]
+    """One tuple a phase, of the monomials that ``memory.closed_form.MONOMIALS`` lists."""
+    until: int | None = None
+    """The longest sample, in tokens, for which ``rows`` hold; None: for all."""
+    after: tuple[tuple[float, ...], ...] = ()
+    """As ``rows``, beyond that: where attention slides."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "after"):
+            rows = tuple(tuple(map(float, row)) for row in getattr(self, name))
+            if not all(value >= 0 for row in rows for value in row):  # false for NaN, too
+                raise ConfigError("`phases` has a size below zero or NaN; make it with Workload.from_model")
+            object.__setattr__(self, name, rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +105,8 @@ class Workload:
     ddp: bool | None = None
     """Whether DistributedDataParallel keeps a second copy of the gradients in its buckets."""
     max_new_tokens: int | None = None
+    phases: Phases | None = field(default=None, repr=False)
+    """What tracing the model found: how its memory depends on the batch shape, exactly. See ``memory.phases``."""
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -95,6 +123,8 @@ class Workload:
             if value is not None and not isinstance(value, bool):
                 raise ConfigError(f"`{name}` must be True, False or None, but is {value!r}")
         self._check_relations()
+        if isinstance(self.phases, Mapping):
+            object.__setattr__(self, "phases", Phases(**self.phases))
 
     def _check_relations(self) -> None:
         share, state = self.trainable_share, self.optimizer_bytes
@@ -108,12 +138,23 @@ class Workload:
             )
 
     @classmethod
-    def from_model(cls, model_or_config: Any, mode: Mode = "train", **known: Any) -> Workload:
+    def from_model(
+        cls,
+        model_or_config: Any,
+        mode: Mode = "train",
+        *,
+        trace: bool = True,
+        inputs: MakeInputs | None = None,
+        **known: Any,
+    ) -> Workload:
         """The workload of a ``transformers`` model or config, or of its name.
 
         Args:
             model_or_config: a model, a config, or a name that ``AutoConfig.from_pretrained`` takes. No weights are loaded.
             mode: "train", "forward" or "generate".
+            trace: run a few layers of the model on tensors without data (about a second on a CPU) to know exactly how its
+                memory depends on the batch. Without, or with a warning where that is impossible, it is estimated from the sizes.
+            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take more than text.
             known: fields that you know better, such as ``dtype="bfloat16"``, ``gradient_checkpointing=True``,
                 ``max_new_tokens=256``, ``ddp=True`` or ``optimizer_bytes=8``.
 
@@ -124,22 +165,25 @@ class Workload:
         >>> workload.num_layers, workload.num_parameters, workload.dropout
         (12, 124439808, True)
         """
-        from dynagroup.memory.describe import describe
+        from dynagroup.memory.describe import describe, traced
 
-        unknown = sorted(set(known) - {f.name for f in fields(cls)})
+        names = [f.name for f in fields(cls) if f.name != "phases"]
+        unknown = sorted(set(known) - set(names))
         if unknown:
-            raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(f.name for f in fields(cls))}")
-        return cls(**describe(model_or_config, mode, known))
+            raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(names)}")
+        workload = cls(**describe(model_or_config, mode, known))
+        return traced(model_or_config, workload, inputs) if trace else workload
 
     @property
     def known_share(self) -> float:
         """Share of the fields that are known."""
-        values = [getattr(self, f.name) for f in fields(self) if f.name != "autocast"]
+        values = [getattr(self, f.name) for f in fields(self) if f.name not in ("autocast", "phases")]
         return sum(v is not None for v in values) / len(values)
 
     def replace(self, **changes: Any) -> Workload:
-        """This workload with some fields changed."""
-        return replace(self, **changes)
+        """This workload with some fields changed. What was traced is forgotten where it no longer holds."""
+        same = all(getattr(self, name) == value for name, value in changes.items())
+        return self if same else replace(self, **{"phases": None, **changes})
 
     def to_json(self) -> str:
         """The known fields as JSON text."""

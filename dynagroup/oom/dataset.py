@@ -14,6 +14,8 @@ import numpy as np
 from dynagroup.budget import UNLIMITED, BoolArray, Budget, MemoryBudget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
+from dynagroup.memory import MemoryRegressor, Workload
+from dynagroup.memory.workload import Mode
 from dynagroup.oom.feedback import LearningBudget
 from dynagroup.oom.generate import generate_with_oom_retry
 from dynagroup.oom.journal import Journal, read_results
@@ -77,7 +79,14 @@ def generate_dataset(
         decoded = tokenizer.batch_decode(new, skip_special_tokens=True)
         return decoded if each == 1 else [decoded[i : i + each] for i in range(0, len(decoded), each)]
 
-    run = _Run(model, tokenizer, texts, _budget(batch_size, budget), max_length, learned)
+    run = _Run(
+        model,
+        tokenizer,
+        texts,
+        _budget(batch_size, budget, model, "generate", max_new_tokens=max_new_tokens),
+        max_length,
+        learned,
+    )
     run.grows = (copies, max_new_tokens)
     run.padding_side = "left" if causal else "right"
     return run(process, output, f"generate {max_new_tokens} {sorted(generate_kwargs.items())!r}", progress, world)
@@ -110,7 +119,7 @@ def embed_dataset(
         pooled = _pool(model(**batch).last_hidden_state, batch["attention_mask"], pooling).float()
         return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled
 
-    run = _Run(model, tokenizer, texts, _budget(batch_size, budget), max_length, LearningBudget())
+    run = _Run(model, tokenizer, texts, _budget(batch_size, budget, model, "forward"), max_length, LearningBudget())
     rows = run(run.forward(vectors), output, f"embed {pooling} {normalize}", progress, world)
     return np.asarray(rows, dtype=np.float32)
 
@@ -128,7 +137,7 @@ def classify_dataset(
     world: World | None = None,
 ) -> np.ndarray:
     """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`generate_dataset`."""
-    run = _Run(model, tokenizer, texts, _budget(batch_size, budget), max_length, LearningBudget())
+    run = _Run(model, tokenizer, texts, _budget(batch_size, budget, model, "forward"), max_length, LearningBudget())
     rows = run(run.forward(lambda batch: model(**batch).logits.float()), output, "classify", progress, world)
     return np.asarray(rows, dtype=np.float32)
 
@@ -292,10 +301,15 @@ class _Bar:
         self._bar.update(int(self._lengths[list(indices)].sum()))
 
 
-def _budget(batch_size: int | None, budget: Budget | None) -> Budget:
+def _budget(batch_size: int | None, budget: Budget | None, model: Any, mode: Mode, **known: int) -> Budget:
+    """The user's, or one that knows the model."""
     if budget is not None:
         return budget
-    return MemoryBudget(batch_size)
+    try:
+        workload = Workload.from_model(model, mode, **known)
+    except ConfigError:  # not a model of transformers
+        workload = Workload(mode=mode, **known)
+    return MemoryBudget(batch_size, model=MemoryRegressor.pretrained(workload))
 
 
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """The simulator against what is known: hand counts, CUDA's kernel choices, and errors."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
@@ -20,6 +23,19 @@ SMALL = LlamaConfig(
 
 def batch_bytes(config, shapes, mode="train", **known):
     return [row.batch_bytes for row in simulate(config, Workload.from_model(config, mode, **known), shapes)]
+
+
+def test_a_7b_model_is_traced_and_simulated_in_little_memory():
+    """Llama 2 7B's sizes: 13 GB of weights in bfloat16, none of which is allocated."""
+    code = (
+        "import resource; from transformers import LlamaConfig; from dynagroup.memory import Workload, simulate\n"
+        "workload = Workload.from_model(LlamaConfig(), dtype='bfloat16', gradient_checkpointing=True)\n"
+        "assert workload.num_parameters > 6.7e9 and workload.phases is not None\n"
+        "simulate(LlamaConfig(), workload, [(4, 2048)])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 4 * 2**20  # KiB
 
 
 def test_static_memory_is_parameters_gradients_and_optimizer_state():

@@ -3,41 +3,133 @@
 What is alive after each allocation is a polynomial in (n, L): the same program runs whatever the shape, and every tensor's
 size is a product of its dimensions. A few traces determine the polynomial at every allocation; the peak of any shape is
 their maximum. Layers are alike, so a trace of three layers says what any number of layers would do: an added layer
-raises everything between its own forward and the end of its backward by what it keeps.
+raises everything between its own forward and the end of its backward by what it keeps. Where they are not, all are traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from dynagroup.memory.program import MakeInputs, trace
-from dynagroup.memory.tracer import LiveBytes
-from dynagroup.memory.workload import Workload
+from dynagroup.memory.build import as_meta_model
+from dynagroup.memory.closed_form import MONOMIALS, monomials
+from dynagroup.memory.program import MakeInputs, prepare, trace
+from dynagroup.memory.tracer import BLOCK, LiveBytes
+from dynagroup.memory.workload import Phases, Workload
 
-__all__ = ["MONOMIALS", "fit_phases", "peaks", "stacks"]
+__all__ = ["fit_phases", "peaks", "stacks", "trace_phases"]
 
+Probe: TypeAlias = "tuple[int, int, int]"
 TRACED_LAYERS = 3
-MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
+ALIKE = 5e-3  # how much the peak of a deepened trace may differ from that of the whole model
 _ONE_STREAM = 6
 PROBES = [(2, 64, 96), (3, 64, 32), (2, 256, 160), (5, 192, 96), (4, 320, 64), (3, 512, 256), (7, 96, 352), (2, 160, 512),
           (6, 64, 256), (3, 128, 320), (4, 384, 480), (5, 480, 128), (2, 32, 32), (8, 224, 288)]  # fmt: skip
+PROBED = 512  # the longest of them
+FEWEST_POSITIONS = 64
 
 
-def design(n: np.ndarray, length: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The monomials of each shape: float64 (K, 12)."""
-    n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
-    one = np.ones_like(n)
-    return np.stack([one, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t], axis=1)
+def trace_phases(model_or_config: Any, workload: Workload, *, inputs: MakeInputs | None = None) -> Phases:
+    """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
+
+    Memory is the largest of the phases. Where attention slides, the program and its cache are others for lengths beyond the
+    window: then there are two sets of them.
+
+    Args:
+        model_or_config: a model, a transformers config, or its name.
+        workload: what is done with it. inputs: as in :func:`simulate`.
+
+    Raises:
+        ValueError: the program depends on more than the shape, or the model has too few positions to tell.
+    """
+    two_streams = bool(workload.encoder_decoder) and workload.mode != "generate"
+    config = getattr(as_meta_model(model_or_config, workload), "config", None)
+    window = _sliding_window(config)
+    if window is None:
+        return Phases(_rows(_traced(model_or_config, workload, _probes(config, two_streams), inputs, two_streams)))
+    until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
+    beyond = [(n, length + -(-window // 16) * 16, target) for n, length, target in _probes(config, two_streams)]
+    after = _rows(_traced(model_or_config, workload, beyond, inputs, two_streams))
+    if until < FEWEST_POSITIONS:
+        return Phases(after)
+    probes = _probes(config, two_streams, until)
+    return Phases(_rows(_traced(model_or_config, workload, probes, inputs, two_streams)), until, after)
+
+
+def _rows(phases: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(map(float, row)) for row in phases)
+
+
+def _traced(
+    model_or_config: Any, workload: Workload, probes: Sequence[Probe], inputs: MakeInputs | None, two_streams: bool
+) -> np.ndarray:
+    whole = prepare(as_meta_model(model_or_config, workload), workload, aligned=False)
+    depth = {index: len(stack) for index, stack in enumerate(stacks(whole))}
+    if max(depth.values(), default=0) > TRACED_LAYERS + 1:
+        shallow = as_meta_model(model_or_config, workload)
+        for stack in stacks(shallow):
+            del stack[TRACED_LAYERS:]
+        n, length, target = probes[-1]
+        try:
+            phases = fit_phases(
+                prepare(shallow, workload, False), workload, probes, two_streams, layers=depth, inputs=inputs
+            )
+            stated = float(peaks(phases, *(np.array([v]) for v in (n, length, target * two_streams)))[0])
+            if abs(stated / _run(whole, workload, probes[-1], inputs, two_streams).peak - 1) < ALIKE:
+                return phases
+        except (ValueError, KeyError):
+            pass  # the layers are not alike
+    return fit_phases(whole, workload, probes, two_streams, inputs=inputs)
+
+
+def _run(
+    model: torch.nn.Module,
+    workload: Workload,
+    probe: Probe,
+    inputs: MakeInputs | None,
+    two_streams: bool,
+    watch: Any = None,
+) -> LiveBytes:
+    n, length, target = probe
+    longest = {"tokens": length, "target": target} if two_streams else {"tokens": length}
+    return trace(model, workload, n, longest, inputs=inputs, block=1, slack=BLOCK // 2, watch=watch, aligned=False)
+
+
+def _probes(config: Any, two_streams: bool, within: int = PROBED) -> list[Probe]:
+    """Shapes that tell the monomials apart, within the model's positions. Multiples of 16: kernels pad masks to that."""
+    columns = len(MONOMIALS) if two_streams else _ONE_STREAM
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = min(getattr(text, "max_position_embeddings", None) or PROBED, PROBED, within)
+    most_target = min(getattr(text, "max_target_positions", None) or most, most)
+    scaled = [
+        (n, max(16, most * length // PROBED // 16 * 16), max(16, most_target * target // PROBED // 16 * 16))
+        for n, length, target in PROBES
+    ]
+    for count in range(columns + 1, len(scaled) + 1):
+        known = monomials(*np.array(scaled[:count]).T)[:, :columns]
+        if np.linalg.matrix_rank(known / known.max(0)) == columns:
+            return scaled[:count]
+    raise ValueError(f"{min(most, most_target)} positions are too few to tell how memory grows with the length")
+
+
+def _sliding_window(config: Any) -> int | None:
+    """Positions that the cache of a sliding layer keeps, or None where no layer slides."""
+    from transformers import DynamicCache
+
+    if not hasattr(config, "get_text_config"):
+        return None
+    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
+    windows = {layer.sliding_window for layer in cache.layers if getattr(layer, "sliding_window", None)}
+    return max(windows) if windows else None
 
 
 def peaks(phases: np.ndarray, n: np.ndarray, length: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Batch bytes of each shape: the largest phase. float64 (K,)."""
-    return (design(n, length, target) @ phases.T).max(axis=1)
+    return (monomials(n, length, target) @ phases.T).max(axis=1)
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
@@ -120,34 +212,37 @@ def _cast_bytes(layer: torch.nn.Module) -> int:
 def fit_phases(
     model: torch.nn.Module,
     workload: Workload,
-    *,
+    probes: Sequence[Probe],
     two_streams: bool,
+    *,
     layers: Mapping[int, int] | None = None,
     inputs: MakeInputs | None = None,
 ) -> np.ndarray:
-    """Phases (P, 12) in bytes: coefficients of :data:`MONOMIALS`, static memory left out.
+    """Phases (P, 12) in bytes per monomial, static memory left out.
+
+    Args:
+        model: prepared, on the meta device. probes: shapes to trace, one more than there are monomials.
+        layers: how many layers each stack really has, where the model has three.
 
     Raises:
         ValueError: the program differs between shapes, or a size is no polynomial in them.
     """
     columns = len(MONOMIALS) if two_streams else _ONE_STREAM
-    probes = PROBES[: len(MONOMIALS) + 1] if two_streams else PROBES[: _ONE_STREAM + 1]
     lines = []
-    for n, length, target in probes:
+    for probe in probes:
         deepen = Deepen(model, layers, workload) if layers else None
-        longest = {"tokens": length, "target": target} if two_streams else {"tokens": length}
-        tracer = trace(model, workload, n, longest, inputs=inputs, block=1, watch=deepen)
+        tracer = _run(model, workload, probe, inputs, two_streams, watch=deepen)
         lines.append(deepen.raised(tracer) if deepen else np.array(tracer.timeline, dtype=np.float64))
     if len({len(line) for line in lines}) > 1:
         raise ValueError(f"the program depends on the shape: {[len(line) for line in lines]} allocations")
-    known = design(*np.array(probes).T)[:, :columns]
+    known = monomials(*np.array(probes).T)[:, :columns]
     observed = np.array(lines)
     coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
     error = np.abs(known @ coefficients - observed).max() / observed.max()
     if error > 1e-4:
         raise ValueError(f"sizes are no polynomial of the shape: relative error {error:.2e}")
     phases = np.zeros((coefficients.shape[1], len(MONOMIALS)))
-    phases[:, :columns] = np.where(np.abs(coefficients) < 1e-3, 0.0, coefficients).T
+    phases[:, :columns] = np.maximum(coefficients, 0.0).T  # below zero is rounding: nothing alive has a negative size
     return _binding(phases, two_streams)
 
 
@@ -158,8 +253,8 @@ def _binding(phases: np.ndarray, two_streams: bool) -> np.ndarray:
     length = np.exp(rng.uniform(np.log(16), np.log(8192), 6000)).astype(int)
     target = np.exp(rng.uniform(np.log(16), np.log(8192), 6000)).astype(int) if two_streams else np.zeros(6000, int)
     # distinct rows only: most allocations repeat an earlier state
-    phases = np.unique(phases.round(2), axis=0)
+    phases = np.unique(phases.round(1), axis=0)
     winners: set[int] = set()
     for part in np.array_split(np.arange(6000), 12):
-        winners |= set((design(n[part], length[part], target[part]) @ phases.T).argmax(axis=1).tolist())
+        winners |= set((monomials(n[part], length[part], target[part]) @ phases.T).argmax(axis=1).tolist())
     return phases[sorted(winners)]

@@ -1,0 +1,185 @@
+"""Writes REPORT.md from the figures of ``benchmarks/results/regressor.json``: ``python -m regressor.report``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "benchmarks" / "results" / "regressor.json"
+REPORT = HERE / "REPORT.md"
+
+RMSE, UNSAFE, GROWTH, UNKNOWN_UNSAFE, UNKNOWN_GROWTH = 0.05, 0.1, 0.93, 0.5, 0.75
+"""Targets: RMSE of the ratio near the decision, unsafe rate in percent, and growth; the last two with the workload unknown."""
+
+Figures = dict[str, Any]
+
+HEAD = """# The pretrained regressor: figures
+
+Trained on {workloads} simulated workloads of {families} families (see `data/README.md`).
+{measured}
+`benchmarks/results/regressor.json` holds all figures, by mode and by family too; this page is written from it by
+`python -m regressor.report`. {hardware}, {date}.
+
+**Leave one architecture out**: every family is judged by a regressor that saw neither it nor eight others (four folds), with
+the constants of the closed form fitted again in each fold. A first batch nearly fills a device: 40 to 95 % of what static
+memory leaves of 16 GB or more. A later one is mostly shorter. *Near the decision* is a true ratio of 0.7 to 1.3. *Unsafe* is
+accepted at headroom 0.9 with a true ratio above 1.0, in percent of what was accepted, and of the batches that a plan would
+choose. *Growth* is the chosen batch size over the largest that truly stays within the headroom; never growing at all is a
+growth of {never}.
+"""
+
+TIERS = """
+## What is known decides
+
+- **traced**: `Workload.from_model(model)` runs a few layers on tensors without data and knows the memory of any batch as
+  polynomials. The trees have nothing to add, and are not asked.
+- **sizes**: a workload written down by hand, or of a model that cannot be traced: the closed form of its sizes, corrected
+  by trees, times {safety}.
+- **kind**, **mode**, **nothing**: quantile {quantile} over traced models that agree with what is known.
+"""
+
+COUNTED = """## Families whose lengths count all that is read ({rows:.0f} rows)
+
+Without Whisper, whose audio has no length, and without the images of the vision model.
+"""
+
+DIRECT = """## Against simulations of the whole model ({shapes} shapes)
+
+For the rows above a traced workload would be exact by definition. Here the truth is another one: all layers run, at lengths
+that were not traced. Of the bytes themselves the traced form is off by {lowest:+.2f} to {highest:+.2f} % (median {median:.3f} %).
+"""
+
+NOTES = """## Where the errors come from
+
+- A trace is of a few layers at a few shapes. Where a mask must be padded to 16 positions for its kernel, every length is
+  taken to need that; sizes are half an allocation block more than their bytes.
+- Known by its sizes, a model is what its config says, not what its code does: whether attention normalises in float32,
+  returns its scores, or shares a bias between layers has no field.
+- With nothing known, generation with a thousand new tokens is as likely as training: both cannot be served.
+  `Workload(mode="train")` is enough to grow batches; so is `Workload.from_model`.
+- Lengths that do not count everything that is read (audio, images outside the text) make every unknown workload's bound
+  wrong: say `fixed_tokens`, or trace the model with `inputs=`.
+"""
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown."""
+    head, *body = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body]) + "\n"
+
+
+def rival_table(figures: Figures, names: dict[str, str]) -> str:
+    """One line a rival."""
+    chosen = "growth" in next(iter(figures.values()))
+    rows = [["", "RMSE", "bias", "median error", "unsafe % of accepted"] + ["unsafe % of chosen", "growth"] * chosen]
+    for name, shown in names.items():
+        if name in figures:
+            f = figures[name]
+            row = [f"{f['rmse']:.3f}", f"{f['bias']:+.3f}", f"{f['median_error']:.3f}", f"{f['unsafe_percent']:.2f}"]
+            rows.append([shown, *row])
+            if chosen:
+                rows[-1] += [f"{f['unsafe_choices_percent']:.2f}", f"{f['growth']:.3f}"]
+    return table(rows)
+
+
+NAMES = {
+    "regressor, workload traced": "regressor, traced",
+    "regressor, sizes known": "regressor, sizes known",
+    "regressor, no factor": "regressor, sizes known, without its safety factor",
+    "closed form, sizes known": "closed form alone, sizes known",
+    "closed form, safety 1.05": "closed form x 1.05",
+    "closed form, safety 1.1": "closed form x 1.1",
+    "regressor, kind known": "regressor, kind known",
+    "regressor, mode known": "regressor, mode known",
+    "regressor, nothing known": "regressor, nothing known",
+    "quantile 0.9, mode known": "mode known, quantile 0.9",
+    "quantile 0.99, mode known": "mode known, quantile 0.99",
+    "quantile 0.9, nothing known": "nothing known, quantile 0.9",
+    "quantile 0.99, nothing known": "nothing known, quantile 0.99",
+    "padded tokens": "padded tokens",
+    "dynabatch 0.2.23": "dynabatch 0.2.23",
+}
+
+
+def targets(result: Figures) -> str:
+    """What was aimed at, and what was reached."""
+    overall, counted = result["overall"], result["counted"]
+    cases: list[tuple[str, Figures, float | None, float, float | None]] = [
+        ("traced", result["simulated_directly"]["regressor, workload traced"], RMSE, UNSAFE, None),
+        ("sizes known", overall["regressor, sizes known"], RMSE, UNSAFE, GROWTH),
+        ("sizes known, without the factor", overall["regressor, no factor"], RMSE, UNSAFE, GROWTH),
+        ("nothing known", overall["regressor, nothing known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
+        ("nothing known, all counted", counted["regressor, nothing known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
+        ("mode known", overall["regressor, mode known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
+        ("mode known, all counted", counted["regressor, mode known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
+    ]
+    rows = [["", "target", "", "figure"]]
+    for name, found, rmse, unsafe, growth in cases:
+        if rmse is not None:
+            rows.append([name, f"RMSE at most {rmse}", _reached(found["rmse"] <= rmse), f"{found['rmse']:.4f}"])
+        chosen = f", {found['unsafe_choices_percent']:.2f} of chosen" if "growth" in found else ""
+        figure = f"{found['unsafe_percent']:.2f} of accepted{chosen}"
+        rows.append([name, f"unsafe % at most {unsafe}", _reached(found["unsafe_percent"] <= unsafe), figure])
+        if growth is not None:
+            reached = _reached(found["growth"] >= growth)
+            rows.append([name, f"growth at least {growth}", reached, f"{found['growth']:.3f}"])
+    return table(rows)
+
+
+def _reached(yes: bool) -> str:
+    return "reached" if yes else "missed"
+
+
+def by_family(result: Figures) -> str:
+    """Where the closed form of the sizes is far off, and where the trees make it worse."""
+    found = {
+        name: (f["regressor, no factor"], f["closed form, sizes known"]) for name, f in result["by_family"].items()
+    }
+    worse = sorted(name for name, (ours, form) in found.items() if ours["rmse"] > form["rmse"] + 5e-4)
+    far = sorted(found, key=lambda name: -found[name][0]["rmse"])[:8]
+    rows = [["family", "RMSE", "closed form", "unsafe % of accepted", "growth"]]
+    rows += [
+        [n, f"{o['rmse']:.3f}", f"{f['rmse']:.3f}", f"{o['unsafe_percent']:.2f}", f"{o['growth']:.3f}"]
+        for n in far
+        for o, f in [found[n]]
+    ]
+    text = f"{', '.join(worse)} ({len(worse)} of {len(found)})" if worse else "none"
+    return f"{table(rows)}\nFamilies on which trees make the closed form worse by more than 0.0005: {text}.\n"
+
+
+def write(result: Figures) -> str:
+    """The whole page."""
+    error, counted = result["traced_bytes_error"], result["measured_workloads"]
+    measured = (
+        f"{counted} measured ones are among its rows." if counted else "No GPU was at hand: nothing here is measured."
+    )
+    about = {"workloads": result["workloads"], "families": len(result["by_family"]), "measured": measured}
+    percent = {name: 100 * error[name] for name in ("lowest", "highest", "median")}
+    rows_of = {name: result[name]["padded tokens"]["rows"] for name in ("overall", "counted")}
+    never = f"{result['never_growing']:.2f}"
+    return "\n".join([
+        HEAD.format(**about, never=never, hardware=result["hardware"], date=result["date"]),
+        "## Targets\n",
+        targets(result),
+        "Not measured: simulated against measured peaks (`python -m regressor.measure_gpu`).\n" if not counted else "",
+        TIERS.format(**{name: result["recipe"][name] for name in ("quantile", "safety")}),
+        f"## All families ({rows_of['overall']:.0f} rows)\n",
+        rival_table(result["overall"], NAMES),
+        COUNTED.format(rows=rows_of["counted"]),
+        rival_table(result["counted"], NAMES),
+        DIRECT.format(shapes=error["shapes"], **percent),
+        rival_table(result["simulated_directly"], NAMES),
+        "## By family, sizes known, without the factor\n",
+        by_family(result),
+        NOTES,
+    ])  # fmt: skip
+
+
+def main() -> None:
+    REPORT.write_text(write(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

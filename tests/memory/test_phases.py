@@ -1,0 +1,166 @@
+"""A traced workload says what simulating the whole model says, for shapes that nobody traced."""
+
+import warnings
+from functools import cache
+
+import pytest
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynagroup.errors import ConfigError
+from dynagroup.memory import ClosedForm, MemoryRegressor, Workload, simulate
+from dynagroup.memory.plausible import Plausible, member
+from dynagroup.memory.workload import Phases
+from dynagroup.shapes import BatchShape
+
+SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "vocab_size": 900}
+LLAMA = hf.LlamaConfig(**SMALL, num_hidden_layers=7, num_key_value_heads=2)
+BERT = hf.BertConfig(**SMALL, num_hidden_layers=6, max_position_embeddings=512)
+T5 = hf.T5Config(d_model=64, num_layers=5, num_heads=4, d_kv=16, d_ff=128, vocab_size=900, decoder_start_token_id=0)
+GPT2 = hf.GPT2Config(n_embd=64, n_layer=6, n_head=4, vocab_size=900, n_positions=128)
+# Its first six of seven layers slide; what one layer adds is not what the next one does.
+GEMMA = hf.Gemma3TextConfig(**SMALL, num_hidden_layers=7, num_key_value_heads=2, head_dim=16, sliding_window=112)
+MIXTRAL = hf.MixtralConfig(**SMALL, num_hidden_layers=6, num_key_value_heads=2, num_local_experts=4)
+
+CASES = {
+    "llama": (LLAMA, "train", {"dtype": "bfloat16"}),
+    "llama checkpointed": (LLAMA, "train", {"dtype": "bfloat16", "gradient_checkpointing": True}),
+    "llama autocast": (LLAMA, "train", {"dtype": "float32", "autocast": "bfloat16", "attention": "eager"}),
+    "llama generating": (LLAMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 70}),
+    "bert": (BERT, "train", {}),
+    "bert forward": (BERT, "forward", {"attention": "eager"}),
+    "gpt2": (GPT2, "train", {}),
+    "t5": (T5, "train", {"dtype": "bfloat16"}),
+    "t5 generating": (T5, "generate", {"max_new_tokens": 30}),
+    "gemma": (GEMMA, "train", {"dtype": "bfloat16"}),
+    "gemma generating": (GEMMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 40}),
+    "mixtral autocast": (MIXTRAL, "train", {"dtype": "float32", "autocast": "bfloat16"}),
+}
+SHAPES = [(1, 33), (3, 120), (7, 97), (40, 21)]
+LONG = [(2, 700), (1, 411)]
+
+
+@cache
+def workload_of(name):
+    config, mode, known = CASES[name]
+    return config, Workload.from_model(config, mode, **known)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_traced_workload_agrees_with_the_whole_model(name):
+    config, workload = workload_of(name)
+    assert workload.phases is not None
+    shapes = SHAPES + ([] if name.split()[0] in ("bert", "gpt2") else LONG)
+    if name == "t5":
+        shapes = [
+            (n, {"tokens": length, "target": target})
+            for (n, length), target in zip(shapes, (90, 14, 300, 55, 60, 777), strict=True)
+        ]  # noqa: E501
+    form = ClosedForm.of(workload)
+    for row in simulate(config, workload, shapes):
+        stated = float(form.batch_bytes(BatchShape.of(row.num_samples, dict(row.longest)))[0])
+        assert stated == pytest.approx(row.batch_bytes, rel=0.05), (row.num_samples, row.longest)
+
+
+def test_a_cache_that_slides_stops_growing():
+    """The cache of six layers of seven holds 111 positions, whatever the length."""
+    phases = workload_of("gemma generating")[1].phases
+    assert phases.until == 112 - 40
+    at_border, beyond, without = (ClosedForm.traced(p) for p in (phases, Phases(phases.after), Phases(phases.rows)))
+    short, long = BatchShape.of(16, 20), BatchShape.of(16, 140)
+    assert at_border.batch_bytes(short) == without.batch_bytes(short) < beyond.batch_bytes(short)
+    assert at_border.batch_bytes(long) == beyond.batch_bytes(long) <= without.batch_bytes(long)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(CASES)), st.integers(1, 300), st.integers(1, 3000), st.integers(0, 50), st.integers(0, 400)
+)
+def test_a_traced_workload_keeps_the_law_of_budgets(name, n, length, more, longer):
+    regressor = MemoryRegressor.pretrained(workload_of(name)[1])
+    shapes = BatchShape.of([n, n + more, n, n + more], [length, length, length + longer, length + longer])
+    ratio = regressor.relative(shapes, BatchShape.of(8, 256))
+    assert ratio[0] <= min(ratio[1:3])
+    assert max(ratio[1:3]) <= ratio[3]
+    assert regressor.relative(BatchShape.of(8, 256), BatchShape.of(8, 256)).tolist() == [1.0]
+
+
+def test_what_was_traced_holds_for_that_workload_only():
+    _, workload = workload_of("llama")
+    assert workload.replace(gradient_checkpointing=True).phases is None
+    assert workload.replace(dtype="bfloat16").phases == workload.phases
+    assert Workload.from_json(workload.to_json()) == workload
+    assert Workload.from_model(LLAMA, trace=False).phases is None
+    with pytest.raises(ConfigError, match="`phases` has a size below zero or NaN"):
+        workload.replace(phases=Phases(((float("nan"),) * 12,)))
+
+
+def test_a_traced_workload_needs_no_training_range():
+    """Far beyond what the trees saw: traced, there is nothing to be careful about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ratio = MemoryRegressor.pretrained(workload_of("llama")[1]).relative(
+            BatchShape.of([1, 2], 4), BatchShape.of(1, 4)
+        )
+    assert ratio.tolist()[0] == 1.0
+
+
+def test_a_model_that_cannot_be_traced_is_estimated_and_says_why():
+    class Odd(hf.LlamaForCausalLM):
+        def forward(self, input_ids=None, **kwargs):
+            if input_ids.sum().item() > 3:
+                input_ids = input_ids + 1
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    model = Odd(LLAMA)
+    with pytest.warns(UserWarning, match="estimated from its sizes, because it cannot be traced"):
+        workload = Workload.from_model(model)
+    assert workload.phases is None
+    assert workload.hidden_size == 64
+
+
+def test_a_model_that_reads_images_is_not_traced_without_them():
+    config = hf.LlavaConfig(text_config=hf.LlamaConfig(**SMALL, num_hidden_layers=2))
+    with pytest.warns(UserWarning, match="it reads images, of which text says nothing"):
+        assert Workload.from_model(config).phases is None
+
+
+def test_attention_that_the_model_lacks_is_refused():
+    config = hf.Gemma2Config(**SMALL, num_hidden_layers=3, num_key_value_heads=2, head_dim=16)
+    with pytest.raises(ConfigError, match="`attention` is 'sdpa', but Gemma2ForCausalLM has no fused attention"):
+        Workload.from_model(config, trace=False, attention="sdpa")
+    assert Workload.from_model(config, trace=False).attention == "eager"
+
+
+def one(mode, per_token, per_sample=0.0, **known):
+    phases = [[0.0, per_sample, 0.0, per_token, *[0.0] * 8]]
+    return member(Workload(mode=mode, **known), False, phases)
+
+
+def test_models_that_disagree_with_what_is_known_do_not_count():
+    members = [
+        one("train", 10.0),
+        one("generate", 1.0, 1000.0, max_new_tokens=100),
+        one("train", 1.0, 99.0, fixed_tokens=99),
+    ]
+    shape = BatchShape.of([2, 4], 100)
+    assert Plausible(Workload(mode="train"), members, False).batch_bytes(shape).tolist() == [[2000.0], [4000.0]]
+    assert Plausible(Workload(), members, False).batch_bytes(shape).tolist() == [[2000.0, 2200.0], [4000.0, 4400.0]]
+    whisper = Workload(mode="train", fixed_tokens=50)
+    assert Plausible(whisper, members, False).batch_bytes(shape).tolist() == [[398.0], [796.0]]
+
+
+def test_the_nearest_sizes_count():
+    members = [one("generate", 1.0, 10.0 * new, max_new_tokens=new) for new in range(1, 101)]
+    near = Plausible(Workload(mode="generate", max_new_tokens=80), members, False).batch_bytes(BatchShape.of(1, 1))
+    assert near.shape == (1, 33)
+    assert near.min() > 600
+
+
+def test_knowing_more_never_makes_it_bolder_than_what_is_so():
+    """Nothing known must allow for generation; training known need not."""
+    first, later = BatchShape.of(32, 512), BatchShape.of(128, 64)
+    nothing = MemoryRegressor.pretrained().relative(later, first)[0]
+    training = MemoryRegressor.pretrained(Workload(mode="train")).relative(later, first)[0]
+    assert training < nothing
