@@ -90,11 +90,11 @@ def _rivals(group: Group, regressor: MemoryRegressor) -> dict[str, Predict]:
 
     known, mode = group.workload, Workload(mode=group.workload.mode)
     kind = Workload(**{name: getattr(known, name) for name in (*LIKE, "max_new_tokens", "fixed_tokens")})
+    form = told(known, lift=(0.0, 0.0))
     rivals: dict[str, Predict] = {
         "regressor, sizes known": told(known),
-        "regressor, no factor": told(known, safety=1.0),
-        "closed form, sizes known": told(known, bound=0.0, safety=1.0),
-        **{f"closed form, safety {safety}": told(known, bound=0.0, safety=safety) for safety in SAFETIES},
+        "closed form, sizes known": form,
+        **{f"closed form, safety {s}": lambda *a, s=s: s * form(*a) for s in SAFETIES},
         "regressor, kind known": told(kind),
         "regressor, mode known": told(mode),
         "regressor, nothing known": told(Workload()),

@@ -45,15 +45,15 @@ class Recipe:
 
     pairs: int = 120
     sharp: tuple[tuple[str, Any], ...] = (
-        ("rounds", 80),
-        ("max_depth", 3),
-        ("regularisation", 500.0),
-        ("learning_rate", 0.05),
+        ("rounds", 200),
+        ("max_depth", 2),
+        ("regularisation", 1.0),
+        ("learning_rate", 0.1),
+        ("quantile", 0.98),
     )
-    bound: float = 0.2
-    """Largest correction of the closed form, in log ratio."""
-    safety: float = 1.05
-    """What a prediction from sizes is multiplied by."""
+    """Trees that say by how much the closed form may fall short: the quantile that true ratios stay below."""
+    lift: tuple[float, float] = (0.0, 0.4)
+    """Least and largest correction of the closed form, in log ratio."""
     plausible: int = 320
     """Traced models that an unknown workload may be like."""
     quantile: float = 0.98
@@ -80,7 +80,7 @@ def train(groups: list[Group], recipe: Recipe, measured: Sequence[Measurements] 
     boosters = {"sharp": train_booster(sharp, **dict(recipe.sharp))}
     places = np.linspace(0, len(groups) - 1, min(recipe.plausible, len(groups))).astype(int)
     plausible = [member(groups[p].workload, groups[p].two_streams, groups[p].phases) for p in places]
-    chosen = {"bound": recipe.bound, "safety": recipe.safety, "quantile": recipe.quantile, "plausible": plausible}
+    chosen = {"lift": recipe.lift, "quantile": recipe.quantile, "plausible": plausible}
     return MemoryRegressor(boosters, {**describe(sharp, constants), **chosen})
 
 

@@ -39,8 +39,8 @@ class MemoryRegressor:
     """Predicts memory relative to a baseline batch: a closed form of the workload, and trees for what it misses.
 
     A traced workload (:meth:`Workload.from_model`): what was traced, to the byte. One known by its sizes only: their closed
-    form, corrected by trees within the card's bound, times a safety factor; outside the trained range never below the closed
-    form, and for batches beyond it never below padded tokens. One of which something is unknown: a high quantile of what
+    form, lifted by trees where forms like it were found to fall short; for batches beyond the trained range never below padded
+    tokens. One of which something is unknown: a high quantile of what
     traced models of that kind would need. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`.
 
     >>> regressor = MemoryRegressor.pretrained()
@@ -144,13 +144,13 @@ class MemoryRegressor:
             ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)
             return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
         found = features(shape, baseline, self.workload, self._form)
-        bound = self.card.get("bound", np.inf)
+        lowest, highest = self.card.get("lift", (-np.inf, np.inf))
         trees = np.zeros(len(shape))
-        if bound > 0:  # clipping a rising function leaves it rising
+        if highest > 0:  # clipping a rising function leaves it rising
             values = found.values.astype(np.float32)
             raw = self.boosters["sharp"].inplace_predict(values, predict_type="margin", base_margin=trees)
-            trees = np.clip(raw, -bound, bound)
-        return self._clamped(np.exp(found.margin + trees), found) * self.card.get("safety", 1.0)
+            trees = np.clip(raw, lowest, highest)
+        return self._clamped(np.exp(found.margin + trees), found)
 
     def _plausible(self, two_streams: bool) -> Plausible:
         """Traced models that this one may be like."""

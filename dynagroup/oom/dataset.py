@@ -301,14 +301,16 @@ class _Bar:
         self._bar.update(int(self._lengths[list(indices)].sum()))
 
 
-def _budget(batch_size: int | None, budget: Budget | None, model: Any, mode: Mode, **known: int) -> Budget:
+def _budget(
+    batch_size: int | None, budget: Budget | None, model: Any, mode: Mode, max_new_tokens: int | None = None
+) -> Budget:
     """The user's, or one that knows the model."""
     if budget is not None:
         return budget
     try:
-        workload = Workload.from_model(model, mode, **known)
+        workload = Workload.from_model(model, mode, max_new_tokens=max_new_tokens or 0)
     except ConfigError:  # not a model of transformers
-        workload = Workload(mode=mode, **known)
+        workload = Workload(mode=mode, max_new_tokens=max_new_tokens)
     return MemoryBudget(batch_size, model=MemoryRegressor.pretrained(workload))
 
 
