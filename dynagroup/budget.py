@@ -251,6 +251,14 @@ class MemoryBudget(Budget):
             raise ConfigError(
                 f"`headroom` is the share of the limit that may be used, at most 1.0, but is {self.headroom!r}"
             )
+        for name, value in self.longest.items() if isinstance(self.longest, Mapping) else [("longest", self.longest)]:
+            if value is not None:
+                _positive(name, value)
+        if self.model is not None and not hasattr(self.model, "relative"):
+            raise ConfigError(
+                f"`model` must predict memory, but is {type(self.model).__name__}; for a model of transformers: "
+                "MemoryRegressor.pretrained(Workload.from_model(model))"
+            )
         if self.max_growth is not None:
             _positive("max_growth", self.max_growth, float)
 

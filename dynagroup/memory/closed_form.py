@@ -24,6 +24,7 @@ COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
 # Columns of a phase (L: tokens, T: tokens of the target stream).
 MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
+MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
 ONE, N, NL, NL2, NT, T2, NT2, NLT = map(MONOMIALS.index, ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT"))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
@@ -64,6 +65,8 @@ class ClosedForm:
     """Tokens of the longest sample for which ``phases`` hold."""
     after: FloatArray | None = None
     """Phases beyond that."""
+    aligned: ClosedForm | None = None
+    """The form of lengths whose masks need no padding, where that is another one."""
 
     @classmethod
     def of(cls, workload: Workload, constants: Mapping[str, float] = CONSTANTS) -> ClosedForm:
@@ -75,9 +78,10 @@ class ClosedForm:
     @classmethod
     def traced(cls, phases: Phases) -> ClosedForm:
         """From phases whose components nobody knows: they all count as activations."""
+        aligned = None if phases.aligned is None else cls.traced(phases.aligned)
         if phases.until is None:
-            return cls(_spread(phases.rows))
-        return cls(_spread(phases.rows), phases.until, _spread(phases.after))
+            return cls(_spread(phases.rows), aligned=aligned)
+        return cls(_spread(phases.rows), phases.until, _spread(phases.after), aligned)
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
         """Bytes that grow with the batch, at least one: float64 (K,)."""
@@ -88,6 +92,17 @@ class ClosedForm:
         within = _largest(self.phases, columns(BatchShape.of(shape.num_samples, inside)))
         beyond = np.where(shape.longest[TOKENS] > self.until, _largest(self.after, columns(shape)), 0.0)
         return np.maximum(np.maximum(within, beyond), 1.0)
+
+    def relative(self, shape: BatchShape, baseline: BatchShape) -> FloatArray:
+        """Bytes of each batch as a share of the baseline's: float64 (K,).
+
+        A batch is taken to pad its masks, so that the share rises with the length; a baseline that does not is not.
+        """
+        least = self.batch_bytes(baseline)
+        if self.aligned is not None:
+            spared = np.logical_or.reduce([length % MASK_ALIGNMENT == 0 for length in baseline.longest.values()])
+            least = np.where(spared, self.aligned.batch_bytes(baseline), least)
+        return self.batch_bytes(shape) / least
 
     def shares(self, shape: BatchShape) -> FloatArray:
         """Of the largest phase of each shape: the share of each component, and of what is quadratic in length. (K, 6)."""

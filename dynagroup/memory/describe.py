@@ -19,9 +19,12 @@ __all__ = ["describe", "traced"]
 def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the Workload of this model in this mode; ``known`` fields win."""
     model_or_config = model_or_config if is_model(model_or_config) else as_config(model_or_config)
-    config = model_or_config.config if is_model(model_or_config) else model_or_config
+    config = getattr(model_or_config, "config", None) if is_model(model_or_config) else model_or_config
     if config is None:
-        raise ConfigError("`model_or_config` has no transformers config; build Workload(...) from what you know")
+        raise ConfigError(
+            "`model_or_config` has no transformers config; "
+            "write Workload(mode=..., num_layers=..., hidden_size=..., ...) from what you know of it"
+        )
     found = {"mode": mode, **architecture(config), **run(model_or_config, config, mode, known)}
     return {**found, **known}
 

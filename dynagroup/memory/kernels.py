@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from dynagroup.memory.closed_form import MASK_ALIGNMENT
+
 __all__ = ["CudaKernels"]
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256  # largest that the flash kernel takes (aten/native/transformers/cuda/sdp_utils.cpp)
-MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
 
 # What torch.autocast runs in the lower precision, and what it lifts to float32, on CUDA (autocast_mode.h).
 LOWER = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,18 +48,26 @@ def trace_phases(model_or_config: Any, workload: Workload, *, inputs: MakeInputs
     Raises:
         ValueError: the program depends on more than the shape, or the model has too few positions to tell.
     """
+    padded = _phases(model_or_config, workload, inputs, aligned=False)
+    if workload.attention != "sdpa":
+        return padded
+    aligned = _phases(model_or_config, workload, inputs, aligned=True)
+    return padded if aligned == padded else replace(padded, aligned=aligned)
+
+
+def _phases(model_or_config: Any, workload: Workload, inputs: MakeInputs | None, aligned: bool) -> Phases:
     two_streams = bool(workload.encoder_decoder) and workload.mode != "generate"
+    run = partial(_traced, model_or_config, workload, inputs=inputs, two_streams=two_streams, aligned=aligned)
     config = getattr(as_meta_model(model_or_config, workload), "config", None)
     window = _sliding_window(config)
     if window is None:
-        return Phases(_rows(_traced(model_or_config, workload, _probes(config, two_streams), inputs, two_streams)))
+        return Phases(_rows(run(_probes(config, two_streams))))
     until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
     beyond = [(n, length + -(-window // 16) * 16, target) for n, length, target in _probes(config, two_streams)]
-    after = _rows(_traced(model_or_config, workload, beyond, inputs, two_streams))
+    after = _rows(run(beyond))
     if until < FEWEST_POSITIONS:
         return Phases(after)
-    probes = _probes(config, two_streams, until)
-    return Phases(_rows(_traced(model_or_config, workload, probes, inputs, two_streams)), until, after)
+    return Phases(_rows(run(_probes(config, two_streams, until))), until, after)
 
 
 def _rows(phases: np.ndarray) -> tuple[tuple[float, ...], ...]:
@@ -65,9 +75,14 @@ def _rows(phases: np.ndarray) -> tuple[tuple[float, ...], ...]:
 
 
 def _traced(
-    model_or_config: Any, workload: Workload, probes: Sequence[Probe], inputs: MakeInputs | None, two_streams: bool
+    model_or_config: Any,
+    workload: Workload,
+    probes: Sequence[Probe],
+    inputs: MakeInputs | None,
+    two_streams: bool,
+    aligned: bool,
 ) -> np.ndarray:
-    whole = prepare(as_meta_model(model_or_config, workload), workload, aligned=False)
+    whole = prepare(as_meta_model(model_or_config, workload), workload, aligned)
     depth = {index: len(stack) for index, stack in enumerate(stacks(whole))}
     if max(depth.values(), default=0) > TRACED_LAYERS + 1:
         shallow = as_meta_model(model_or_config, workload)
@@ -79,11 +94,11 @@ def _traced(
                 prepare(shallow, workload, False), workload, probes, two_streams, layers=depth, inputs=inputs
             )
             stated = float(peaks(phases, *(np.array([v]) for v in (n, length, target * two_streams)))[0])
-            if abs(stated / _run(whole, workload, probes[-1], inputs, two_streams).peak - 1) < ALIKE:
+            if abs(stated / _run(whole, workload, probes[-1], inputs, two_streams, aligned).peak - 1) < ALIKE:
                 return phases
         except (ValueError, KeyError):
             pass  # the layers are not alike
-    return fit_phases(whole, workload, probes, two_streams, inputs=inputs)
+    return fit_phases(whole, workload, probes, two_streams, inputs=inputs, aligned=aligned)
 
 
 def _run(
@@ -92,11 +107,12 @@ def _run(
     probe: Probe,
     inputs: MakeInputs | None,
     two_streams: bool,
+    aligned: bool,
     watch: Any = None,
 ) -> LiveBytes:
     n, length, target = probe
     longest = {"tokens": length, "target": target} if two_streams else {"tokens": length}
-    return trace(model, workload, n, longest, inputs=inputs, block=1, slack=BLOCK // 2, watch=watch, aligned=False)
+    return trace(model, workload, n, longest, inputs=inputs, block=1, slack=BLOCK // 2, watch=watch, aligned=aligned)
 
 
 def _probes(config: Any, two_streams: bool, within: int = PROBED) -> list[Probe]:
@@ -217,6 +233,7 @@ def fit_phases(
     *,
     layers: Mapping[int, int] | None = None,
     inputs: MakeInputs | None = None,
+    aligned: bool = False,
 ) -> np.ndarray:
     """Phases (P, 12) in bytes per monomial, static memory left out.
 
@@ -231,7 +248,7 @@ def fit_phases(
     lines = []
     for probe in probes:
         deepen = Deepen(model, layers, workload) if layers else None
-        tracer = _run(model, workload, probe, inputs, two_streams, watch=deepen)
+        tracer = _run(model, workload, probe, inputs, two_streams, aligned, watch=deepen)
         lines.append(deepen.raised(tracer) if deepen else np.array(tracer.timeline, dtype=np.float64))
     if len({len(line) for line in lines}) > 1:
         raise ValueError(f"the program depends on the shape: {[len(line) for line in lines]} allocations")

@@ -58,6 +58,10 @@ class MemoryRegressor:
     @classmethod
     def pretrained(cls, workload: Workload | None = None) -> MemoryRegressor:
         """The regressor that comes with the package, for this workload; None: nothing is known, and it is careful."""
+        if workload is not None and not isinstance(workload, Workload):
+            raise ConfigError(
+                f"`workload` must be a Workload, but is {type(workload).__name__}; see Workload.from_model"
+            )
         return replace(_pretrained(), workload=workload or Workload())
 
     @classmethod
@@ -138,7 +142,7 @@ class MemoryRegressor:
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         """Predicted memory of each of K batches as a share of the baseline's: float64 (K,)."""
         if self._traced:
-            return self._form.batch_bytes(shape) / self._form.batch_bytes(baseline)
+            return self._form.relative(shape, baseline)
         if not self.sharp:
             models = self._plausible(TARGET in shape.longest)
             ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)

@@ -46,6 +46,8 @@ class Phases:
     """The longest sample, in tokens, for which ``rows`` hold; None: for all."""
     after: tuple[tuple[float, ...], ...] = ()
     """As ``rows``, beyond that: where attention slides."""
+    aligned: Phases | None = None
+    """The same for lengths that are multiples of 16, whose masks need no padding for their kernel; None: no different."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "after"):
@@ -53,6 +55,8 @@ class Phases:
             if not all(value >= 0 for row in rows for value in row):  # false for NaN, too
                 raise ConfigError("`phases` has a size below zero or NaN; make it with Workload.from_model")
             object.__setattr__(self, name, rows)
+        if isinstance(self.aligned, Mapping):
+            object.__setattr__(self, "aligned", Phases(**self.aligned))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

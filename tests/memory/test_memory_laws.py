@@ -83,6 +83,8 @@ def test_batch_size_alone_is_enough():
     budget = MemoryBudget(32).bind({"tokens": np.array([10, 500], np.int32)})
     assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
     assert budget.largest(np.array([50]))[0] > 48
+    training = MemoryBudget(32, longest=500, model=MemoryRegressor.pretrained(Workload(mode="train")))
+    assert training.largest(np.array([50]))[0] > 256
     assert "regressor-" in budget.fingerprint
     assert budget.fingerprint != MemoryBudget(32, longest=500, model=MemoryRegressor.pretrained(KNOWN)).fingerprint
 
