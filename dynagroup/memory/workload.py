@@ -156,7 +156,7 @@ class Workload:
         Args:
             model_or_config: a model, a config, or a name that ``AutoConfig.from_pretrained`` takes. No weights are loaded.
             mode: "train", "forward" or "generate".
-            trace: run a few layers of the model on tensors without data (about a second on a CPU) to know exactly how its
+            trace: run a few layers of the model on tensors without data (a few seconds on a CPU) to know exactly how its
                 memory depends on the batch. Without, or with a warning where that is impossible, it is estimated from the sizes.
             inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take more than text.
             known: fields that you know better, such as ``dtype="bfloat16"``, ``gradient_checkpointing=True``,
