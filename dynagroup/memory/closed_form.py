@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.memory.workload import ELEMENT_BYTES, Phases, Workload
+from dynagroup.memory.workload import ELEMENT_BYTES, MONOMIALS, Phases, Workload
 from dynagroup.shapes import TOKENS, BatchShape
 
 __all__ = ["CONSTANTS", "COMPONENTS", "MONOMIALS", "TARGET", "ClosedForm", "columns", "monomials"]
@@ -22,8 +22,6 @@ FloatArray = NDArray[np.float64]
 TARGET = "target"
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
-# Columns of a phase (L: tokens, T: tokens of the target stream).
-MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
 MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
 ONE, N, NL, NL2, NT, T2, NT2, NLT = map(MONOMIALS.index, ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT"))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
@@ -100,7 +98,9 @@ class ClosedForm:
         """
         least = self.batch_bytes(baseline)
         if self.aligned is not None:
-            spared = np.logical_or.reduce([length % MASK_ALIGNMENT == 0 for length in baseline.longest.values()])
+            spared = np.logical_or.reduce(
+                [baseline.longest[s] % MASK_ALIGNMENT == 0 for s in (TOKENS, TARGET) if s in baseline.longest]
+            )
             least = np.where(spared, self.aligned.batch_bytes(baseline), least)
         return self.batch_bytes(shape) / least
 

@@ -35,7 +35,9 @@ PROBED = 512  # the longest of them
 FEWEST_POSITIONS = 64
 
 
-def trace_phases(model_or_config: Any, workload: Workload, *, inputs: MakeInputs | None = None) -> Phases:
+def trace_phases(
+    model_or_config: Any, workload: Workload, *, inputs: MakeInputs | None = None, aligned: bool = True
+) -> Phases:
     """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
 
     Memory is the largest of the phases. Where attention slides, the program and its cache are others for lengths beyond the
@@ -44,15 +46,16 @@ def trace_phases(model_or_config: Any, workload: Workload, *, inputs: MakeInputs
     Args:
         model_or_config: a model, a transformers config, or its name.
         workload: what is done with it. inputs: as in :func:`simulate`.
+        aligned: whether to trace again for lengths whose masks need no padding.
 
     Raises:
         ValueError: the program depends on more than the shape, or the model has too few positions to tell.
     """
     padded = _phases(model_or_config, workload, inputs, aligned=False)
-    if workload.attention != "sdpa":
+    if workload.attention != "sdpa" or not aligned:
         return padded
-    aligned = _phases(model_or_config, workload, inputs, aligned=True)
-    return padded if aligned == padded else replace(padded, aligned=aligned)
+    spared = _phases(model_or_config, workload, inputs, aligned=True)
+    return padded if spared == padded else replace(padded, aligned=spared)
 
 
 def _phases(model_or_config: Any, workload: Workload, inputs: MakeInputs | None, aligned: bool) -> Phases:

@@ -12,12 +12,14 @@ from dynagroup.errors import ConfigError
 if TYPE_CHECKING:
     from dynagroup.memory.program import MakeInputs
 
-__all__ = ["Attention", "Dtype", "Mode", "Phases", "Workload"]
+__all__ = ["MONOMIALS", "Attention", "Dtype", "Mode", "Phases", "Workload"]
 
 Mode: TypeAlias = Literal["train", "forward", "generate"]
 Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
+# What a phase has bytes for (n: samples, L: tokens of the longest, T: of the longest target).
+MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
 ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CHOICES = {
     "mode": get_args(Mode),
@@ -54,6 +56,8 @@ class Phases:
             rows = tuple(tuple(map(float, row)) for row in getattr(self, name))
             if not all(value >= 0 for row in rows for value in row):  # false for NaN, too
                 raise ConfigError("`phases` has a size below zero or NaN; make it with Workload.from_model")
+            if any(len(row) != len(MONOMIALS) for row in rows) or (name == "rows" and not rows):
+                raise ConfigError(f"`phases` needs rows of {len(MONOMIALS)} numbers; make it with Workload.from_model")
             object.__setattr__(self, name, rows)
         if isinstance(self.aligned, Mapping):
             object.__setattr__(self, "aligned", Phases(**self.aligned))

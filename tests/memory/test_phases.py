@@ -108,6 +108,9 @@ def test_what_was_traced_holds_for_that_workload_only():
     assert workload.replace(dtype="bfloat16").phases == workload.phases
     assert Workload.from_json(workload.to_json()) == workload
     assert Workload.from_model(LLAMA, trace=False).phases is None
+    for rows in ([], [[1.0, 2.0]]):
+        with pytest.raises(ConfigError, match="`phases` needs rows of 12 numbers"):
+            Phases(rows)
     with pytest.raises(ConfigError, match="`phases` has a size below zero or NaN"):
         workload.replace(phases=Phases(((float("nan"),) * 12,)))
 
