@@ -6,12 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynagroup.budget import AdditiveCap, Budget, MemoryBudget, TokenBudget
+    from dynagroup.budget.base import AdditiveCap, Budget
+    from dynagroup.budget.learning import LearningBudget
+    from dynagroup.budget.memory import MemoryBudget
+    from dynagroup.budget.tokens import TokenBudget
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.lengths import measure_lengths
-    from dynagroup.loader import OnlineDataLoader
+    from dynagroup.online.collate import RefinementCollator
+    from dynagroup.online.loader import OnlineDataLoader
     from dynagroup.oom import (
-        LearningBudget,
         OomSafeBackward,
         classify_dataset,
         embed_dataset,
@@ -19,46 +22,45 @@ if TYPE_CHECKING:
         generate_with_oom_retry,
         run_with_oom_retry,
     )
-    from dynagroup.partition import friendly_size, multiple_of
-    from dynagroup.plan import BatchPlan
-    from dynagroup.refine import RefinementCollator
-    from dynagroup.sampler import LengthAwareBatchSampler
-    from dynagroup.schedule import scale_learning_rate
-    from dynagroup.shard import shard_micro_batches
-    from dynagroup.step import Share, Step
+    from dynagroup.plan.cut import friendly_size, multiple_of
+    from dynagroup.plan.plan import BatchPlan
+    from dynagroup.plan.sampler import LengthAwareBatchSampler
+    from dynagroup.plan.shard import shard_micro_batches
     from dynagroup.text import text_dataloader
-    from dynagroup.updates import UpdateLoader
+    from dynagroup.update.loader import UpdateLoader
+    from dynagroup.update.schedule import scale_learning_rate
+    from dynagroup.update.step import Share, Step
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AdditiveCap": "budget",
+    "AdditiveCap": "budget.base",
     "AlignmentError": "errors",
-    "BatchPlan": "plan",
-    "Budget": "budget",
+    "BatchPlan": "plan.plan",
+    "Budget": "budget.base",
     "BudgetError": "errors",
     "ConfigError": "errors",
-    "LearningBudget": "oom",
-    "LengthAwareBatchSampler": "sampler",
-    "MemoryBudget": "budget",
-    "OnlineDataLoader": "loader",
+    "LearningBudget": "budget.learning",
+    "LengthAwareBatchSampler": "plan.sampler",
+    "MemoryBudget": "budget.memory",
+    "OnlineDataLoader": "online.loader",
     "OomSafeBackward": "oom",
-    "RefinementCollator": "refine",
-    "Share": "step",
+    "RefinementCollator": "online.collate",
+    "Share": "update.step",
     "StateError": "errors",
-    "Step": "step",
-    "TokenBudget": "budget",
-    "UpdateLoader": "updates",
+    "Step": "update.step",
+    "TokenBudget": "budget.tokens",
+    "UpdateLoader": "update.loader",
     "classify_dataset": "oom",
     "embed_dataset": "oom",
-    "friendly_size": "partition",
+    "friendly_size": "plan.cut",
     "generate_dataset": "oom",
     "generate_with_oom_retry": "oom",
     "measure_lengths": "lengths",
-    "multiple_of": "partition",
+    "multiple_of": "plan.cut",
     "run_with_oom_retry": "oom",
-    "scale_learning_rate": "schedule",
-    "shard_micro_batches": "shard",
+    "scale_learning_rate": "update.schedule",
+    "shard_micro_batches": "plan.shard",
     "text_dataloader": "text",
 }
 

@@ -69,7 +69,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from dynagroup.sampler import LengthAwareBatchSampler
+    from dynagroup.plan.sampler import LengthAwareBatchSampler
 
     sampler = LengthAwareBatchSampler(
         _lengths(args),
@@ -123,7 +123,8 @@ def _measured(args: argparse.Namespace) -> Any:
 
 
 def _budget(args: argparse.Namespace) -> Any:
-    from dynagroup.budget import MemoryBudget, TokenBudget
+    from dynagroup.budget.memory import MemoryBudget
+    from dynagroup.budget.tokens import TokenBudget
 
     if args.max_tokens is not None:
         return TokenBudget(
@@ -165,8 +166,8 @@ def _shape(text: str) -> tuple[int, int]:
 
 def _profile(args: argparse.Namespace) -> None:
     memory: Any = import_module("dynagroup.memory")  # its names load when they are used
-    from dynagroup.memory.build import as_config
     from dynagroup.memory.profile import bytes_of, draw_profile, profile_lengths, profile_shapes, suggest
+    from dynagroup.memory.trace.build import as_config
 
     gpu_memory, config = bytes_of(args.gpu_memory), as_config(args.model)
     workload = memory.Workload.from_model(config, args.mode, **_known(args))
@@ -192,15 +193,15 @@ def _known(args: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(config: Any, workload: Any, shapes: Sequence[tuple[int, int]]) -> Any:
     from dynagroup.memory import measure
-    from dynagroup.memory.build import as_random_model
-    from dynagroup.memory.measure import CudaDevice
+    from dynagroup.memory.trace.build import as_random_model
+    from dynagroup.memory.trace.measure import CudaDevice
 
     device = CudaDevice()  # refuses before a model is built
     return measure(as_random_model(config, workload, device.device), workload, shapes, device=device)
 
 
 def _sizes(rows: Sequence[Any]) -> str:
-    from dynagroup.report import format_table
+    from dynagroup.plan.report import format_table
 
     sizes = [
         [

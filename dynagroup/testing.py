@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from dynagroup.budget import UNLIMITED, Budget
+from dynagroup.budget.base import UNLIMITED, Budget
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
 from dynagroup.world import World
@@ -168,7 +168,7 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
         lengths: stream -> int32 (N,), realistic lengths; shapes are drawn from them.
         num_shapes: how many pairs of shapes to compare.
 
-    >>> from dynagroup.budget import TokenBudget
+    >>> from dynagroup.budget.tokens import TokenBudget
     >>> assert_budget_law(TokenBudget(64), {"tokens": np.arange(50, dtype=np.int32)})
     """
     bound = budget.bind(lengths)

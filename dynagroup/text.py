@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from dynagroup.budget import Budget
+from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
-from dynagroup.sampler import LengthAwareBatchSampler
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 if TYPE_CHECKING:
     import torch

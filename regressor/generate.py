@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import transformers
 
-from dynagroup.memory.build import as_meta_model
 from dynagroup.memory.closed_form import MONOMIALS
-from dynagroup.memory.phases import trace_phases
-from dynagroup.memory.program import prepare, static_bytes, trace
+from dynagroup.memory.trace.build import as_meta_model
+from dynagroup.memory.trace.phases import trace_phases
+from dynagroup.memory.trace.program import prepare, static_bytes, trace
 from dynagroup.memory.workload import Workload
 from regressor.families import FAMILIES, Family, Sizes, VisionLanguage, random_sizes
 

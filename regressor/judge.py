@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.memory.learned.plausible import LIKE
+from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.model import PaddedTokens
-from dynagroup.memory.plausible import LIKE
-from dynagroup.memory.regressor import MemoryRegressor
 from dynagroup.memory.workload import Phases, Workload
 from dynagroup.shapes import BatchShape
 from regressor import rival

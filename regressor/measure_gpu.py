@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from dynagroup.memory import Measurement, Workload, measure, simulate
-from dynagroup.memory.build import as_random_model
-from dynagroup.memory.measure import CudaDevice, Device
-from dynagroup.report import environment, format_table
+from dynagroup.memory.trace.build import as_random_model
+from dynagroup.memory.trace.measure import CudaDevice, Device
+from dynagroup.plan.report import environment, format_table
 from regressor.families import FAMILIES, Sizes
 
 __all__ = ["Plan", "main", "rows_of", "save"]

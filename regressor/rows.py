@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dynagroup.memory.closed_form import monomials
 from dynagroup.memory.measurements import Measurement, Measurements
-from dynagroup.memory.phases import peaks
+from dynagroup.memory.trace.phases import peaks
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 

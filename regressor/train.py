@@ -24,12 +24,12 @@ import numpy as np
 import xgboost
 
 from dynagroup.memory.closed_form import ClosedForm
-from dynagroup.memory.features import features
-from dynagroup.memory.fitting import TrainingRows, train_booster
-from dynagroup.memory.fitting import pairs_of as measured_pairs
+from dynagroup.memory.learned.features import features
+from dynagroup.memory.learned.fitting import TrainingRows, train_booster
+from dynagroup.memory.learned.fitting import pairs_of as measured_pairs
+from dynagroup.memory.learned.plausible import member
+from dynagroup.memory.learned.regressor import PRETRAINED, MemoryRegressor, describe
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.plausible import member
-from dynagroup.memory.regressor import PRETRAINED, MemoryRegressor, describe
 from regressor import report
 from regressor.calibrate import calibrate
 from regressor.judge import Judge

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from results import save  # noqa: E402
 
 from dynagroup import OnlineDataLoader, TokenBudget  # noqa: E402
-from dynagroup.align import Offer, agree, hand_out, level  # noqa: E402
-from dynagroup.exchange import WIDTH  # noqa: E402
-from dynagroup.online_config import OnlineConfig  # noqa: E402
-from dynagroup.partition import cut, shapes_of  # noqa: E402
-from dynagroup.planned import Rank, exact_plans, exact_window  # noqa: E402
-from dynagroup.rows import cut_evenly  # noqa: E402
+from dynagroup.online.align import Offer, agree, hand_out, level  # noqa: E402
+from dynagroup.online.config import OnlineConfig  # noqa: E402
+from dynagroup.online.exchange import WIDTH  # noqa: E402
+from dynagroup.online.requests import Rank, exact_plans, exact_window  # noqa: E402
+from dynagroup.plan.cut import cut, shapes_of  # noqa: E402
+from dynagroup.plan.rows import cut_evenly  # noqa: E402
 from dynagroup.shapes import TOKENS  # noqa: E402
 from dynagroup.testing import run_ranks  # noqa: E402
 from dynagroup.world import World  # noqa: E402

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynagroup import OnlineDataLoader, TokenBudget
-from dynagroup.step import Share, Step, loss_scale
-from dynagroup.weights import count_label_tokens
+from dynagroup.update.step import Share, Step, loss_scale
+from dynagroup.update.weigh import count_label_tokens
 
 VOCABULARY = 64
 SAMPLES = 2048

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent))
 from results import save  # noqa: E402
 
-from dynagroup.budget import Budget, TokenBudget  # noqa: E402
+from dynagroup.budget.base import Budget, TokenBudget  # noqa: E402
 from dynagroup.oom import (  # noqa: E402
     LearningBudget,
     OomSafeBackward,
@@ -35,7 +35,7 @@ from dynagroup.oom import (  # noqa: E402
     generate_with_oom_retry,
     run_with_oom_retry,
 )
-from dynagroup.sampler import LengthAwareBatchSampler  # noqa: E402
+from dynagroup.plan.sampler import LengthAwareBatchSampler  # noqa: E402
 from dynagroup.shapes import TOKENS, BatchShape  # noqa: E402
 
 NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800

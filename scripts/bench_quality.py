@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dynagroup import TokenBudget, measure_lengths, text_dataloader
 from dynagroup.demo.corpus import load_texts, train_tokenizer
 from dynagroup.text import TokenizingCollator
-from dynagroup.updates import UpdateLoader
-from dynagroup.weights import count_label_tokens
+from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.weigh import count_label_tokens
 
 LONGEST, BUDGET, HELD_OUT = 96, 2048, 1024
 

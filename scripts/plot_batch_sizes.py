@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from transformers import Qwen2Config
 
-from dynagroup.budget import MemoryBudget, TokenBudget
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory import MemoryRegressor, Workload, simulate
-from dynagroup.report import environment
+from dynagroup.plan.report import environment
 
 ROOT = Path(__file__).parent.parent
 BATCH_SIZE, LONGEST = 8, 2048

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dynagroup.report import environment
+from dynagroup.plan.report import environment
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "results"
 

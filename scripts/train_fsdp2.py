@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dynagroup import TokenBudget
-from dynagroup.updates import UpdateLoader
+from dynagroup.update.loader import UpdateLoader
 
 VOCAB = 50
 

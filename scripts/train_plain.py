@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup import TokenBudget
-from dynagroup.updates import UpdateLoader
+from dynagroup.update.loader import UpdateLoader
 
 VOCAB = 50
 

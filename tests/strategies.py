@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from dynagroup.budget import AdditiveCap, Budget, MemoryBudget, TokenBudget
+from dynagroup.budget.base import AdditiveCap, Budget
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory.model import PaddedTokens
-from dynagroup.partition import friendly_size, multiple_of
+from dynagroup.plan.cut import friendly_size, multiple_of
 
 ROUNDINGS = st.sampled_from([None, multiple_of(2), multiple_of(8), friendly_size])
 

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from dynagroup.budget import TokenBudget
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.cli import main
-from dynagroup.sampler import LengthAwareBatchSampler
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
 

@@ -112,9 +112,9 @@ def _tokenizer(config: DemoConfig, texts: Sequence[str]) -> Any:
 
 def _make_runs(config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np.int64]) -> list[Run]:
     """The same samples in the same updates, divided into fixed batches and into batches that fill the budget."""
-    from dynagroup.budget import TokenBudget
+    from dynagroup.budget.tokens import TokenBudget
     from dynagroup.demo.training import Run
-    from dynagroup.sampler import LengthAwareBatchSampler
+    from dynagroup.plan.sampler import LengthAwareBatchSampler
 
     per_update = min(config.samples_per_update, len(chosen))
     batch_size = config.budget // int(lengths[chosen].max())
@@ -145,7 +145,7 @@ def _train_both(
 ) -> None:
     from tqdm.auto import tqdm
 
-    from dynagroup.budget import TokenBudget
+    from dynagroup.budget.tokens import TokenBudget
     from dynagroup.demo.training import TimeLimit, held_out_loss, train
     from dynagroup.text import TokenizingCollator, text_dataloader
 
@@ -202,7 +202,7 @@ def _model_maker(config: DemoConfig, tokenizer: Any) -> Callable[[], torch.nn.Mo
 def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32], device: str) -> dict[str, Any]:
     import torch
 
-    from dynagroup.report import environment
+    from dynagroup.plan.report import environment
 
     fixed, ours = (np.asarray(run.seconds) for run in runs)
     return {
@@ -238,7 +238,7 @@ def _run_figures(run: Run, lengths: NDArray[np.int32]) -> dict[str, float]:
 
 
 def _table(figures: dict[str, Any], runs: Sequence[Run]) -> str:
-    from dynagroup.report import format_table
+    from dynagroup.plan.report import format_table
 
     header = [
         "",
@@ -267,7 +267,7 @@ def _table(figures: dict[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _draw(runs: Sequence[Run], lengths: NDArray[np.int32], path: str) -> None:
-    from dynagroup.report import draw_padding, new_figure
+    from dynagroup.plan.report import draw_padding, new_figure
 
     figure = new_figure(12, 3.8)
     for axes, run in zip(figure.subplots(1, len(runs), sharey=True), runs, strict=True):

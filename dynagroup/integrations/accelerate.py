@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.loader import OnlineDataLoader
-from dynagroup.sampler import LengthAwareBatchSampler
-from dynagroup.step import Step
-from dynagroup.updates import UpdateLoader
+from dynagroup.online.loader import OnlineDataLoader
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.step import Step
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

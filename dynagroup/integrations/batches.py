@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynagroup.step import Step
+from dynagroup.update.step import Step
 
 __all__ = ["counted", "flattened", "is_update"]
 

@@ -13,9 +13,9 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.online import OnlineUpdates
 from dynagroup.oom.train import OomSafeBackward
-from dynagroup.schedule import scale_learning_rate
-from dynagroup.update_plan import UpdateStats
-from dynagroup.updates import UpdateLoader
+from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import UpdateStats
+from dynagroup.update.schedule import scale_learning_rate
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

@@ -11,7 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dynagroup.integrations.host import write_state
 from dynagroup.integrations.online import OnlineUpdates
-from dynagroup.updates import UpdateLoader
+from dynagroup.update.loader import UpdateLoader
 
 if TYPE_CHECKING:
     from dynagroup.integrations.books import Books

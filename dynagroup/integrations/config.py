@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dynagroup.budget import Budget
+from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.oom.train import OomMode
-from dynagroup.schedule import BatchSizeSchedule, ScalingRule, checked_samples
+from dynagroup.update.schedule import BatchSizeSchedule, ScalingRule, checked_samples
 from dynagroup.world import World
 
 __all__ = ["DynagroupConfig"]

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from dynagroup.budget import Budget, learner_of
+from dynagroup.budget.base import Budget
+from dynagroup.budget.learner import learner_of
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.batches import counted, flattened, is_update
 from dynagroup.integrations.books import Books, Updates
@@ -35,11 +37,10 @@ from dynagroup.integrations.host import (
     unsharded,
 )
 from dynagroup.integrations.online import OnlineUpdates
-from dynagroup.loader import OnlineDataLoader
-from dynagroup.oom.feedback import LearningBudget
+from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
-from dynagroup.step import Step
-from dynagroup.updates import UpdateLoader
+from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.step import Step
 
 if TYPE_CHECKING:
     import torch

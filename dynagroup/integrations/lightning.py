@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning.pytorch.callbacks import Callback
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.loader import OnlineDataLoader
-from dynagroup.step import Step
-from dynagroup.updates import UpdateLoader
+from dynagroup.online.loader import OnlineDataLoader
+from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.step import Step
 from dynagroup.world import rank_and_size
 
 if TYPE_CHECKING:

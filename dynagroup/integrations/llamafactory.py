@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.budget import Budget
+from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import dynagroup_trainer

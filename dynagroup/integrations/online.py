@@ -7,17 +7,17 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dynagroup.errors import StateError
-from dynagroup.loader import OnlineDataLoader
-from dynagroup.step import Step
-from dynagroup.update_plan import UpdateStats
-from dynagroup.update_sizes import Cursor, UpdateSizes, first_cursor
+from dynagroup.online.loader import OnlineDataLoader
+from dynagroup.update.planned import UpdateStats
+from dynagroup.update.sizes import Cursor, UpdateSizes, first_cursor
+from dynagroup.update.step import Step
 from dynagroup.world import World
 
 __all__ = ["OnlineUpdates"]
 
 
 class OnlineUpdates:
-    """What adapters ask of :class:`~dynagroup.updates.UpdateLoader`, answered by an :class:`OnlineDataLoader`.
+    """What adapters ask of :class:`~dynagroup.update.loader.UpdateLoader`, answered by an :class:`OnlineDataLoader`.
 
     Args:
         loader: with ``samples_per_update``, a number or a schedule; without it, or with a stream, there is no length.

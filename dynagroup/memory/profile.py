@@ -11,7 +11,7 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.profiled import ProfiledMemory
-from dynagroup.memory.simulate import Shape, simulate
+from dynagroup.memory.trace.simulate import Shape, simulate
 from dynagroup.memory.workload import Workload
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def profile_shapes(model_or_config: Any) -> list[Shape]:
 
 
 def _positions(model_or_config: Any) -> int:
-    from dynagroup.memory.build import as_config, is_model
+    from dynagroup.memory.trace.build import as_config, is_model
 
     config = model_or_config.config if is_model(model_or_config) else as_config(model_or_config)
     text = config.get_text_config()

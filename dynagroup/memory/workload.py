@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from dynagroup.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dynagroup.memory.program import MakeInputs
+    from dynagroup.memory.trace.program import MakeInputs
 
 __all__ = ["MONOMIALS", "Attention", "Dtype", "Mode", "Phases", "Workload"]
 
@@ -173,7 +173,7 @@ class Workload:
         >>> workload.num_layers, workload.num_parameters, workload.dropout
         (12, 124439808, True)
         """
-        from dynagroup.memory.describe import describe, traced
+        from dynagroup.memory.trace.describe import describe, traced
 
         names = [f.name for f in fields(cls) if f.name != "phases"]
         unknown = sorted(set(known) - set(names))

@@ -1,8 +1,8 @@
 """Running out of memory as an event, not the end: split, run again, learn."""
 
+from dynagroup.budget.learning import LearningBudget, OomReport
+from dynagroup.device import is_out_of_memory
 from dynagroup.oom.dataset import classify_dataset, embed_dataset, generate_dataset
-from dynagroup.oom.detect import is_out_of_memory
-from dynagroup.oom.feedback import LearningBudget, OomReport
 from dynagroup.oom.generate import Generated, generate_with_oom_retry
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dynagroup.budget import UNLIMITED, BoolArray, Budget, MemoryBudget
+from dynagroup.budget.base import UNLIMITED, BoolArray, Budget
+from dynagroup.budget.learning import LearningBudget
+from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.memory.workload import Mode
-from dynagroup.oom.feedback import LearningBudget
 from dynagroup.oom.generate import generate_with_oom_retry
 from dynagroup.oom.journal import Journal, read_results
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
-from dynagroup.sampler import LengthAwareBatchSampler
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
 from dynagroup.world import World, current_world
 

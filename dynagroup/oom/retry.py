@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
+from dynagroup.budget.learning import LearningBudget
+from dynagroup.device import is_out_of_memory
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom.detect import is_out_of_memory
-from dynagroup.oom.feedback import LearningBudget
 from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of
 from dynagroup.shapes import BatchShape
 

@@ -10,15 +10,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from dynagroup.budget.learning import COST_UNIT, NO_COST, LearningBudget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom.feedback import COST_UNIT, NO_COST, LearningBudget
 from dynagroup.oom.gradients import GradientExchange, RngState, broadcast_buffers, find_ddp, local_gradients
 from dynagroup.oom.peak import PeakWatch
 from dynagroup.oom.retry import attempt, check_min_samples, halves
 from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of
 from dynagroup.oom.weigh import Weigh, weigher
 from dynagroup.shapes import BatchShape
-from dynagroup.step import Step
+from dynagroup.update.step import Step
 from dynagroup.world import DistributedWorld, SingleProcess, World
 
 if TYPE_CHECKING:

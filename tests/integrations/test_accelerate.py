@@ -15,7 +15,7 @@ from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget  # noqa: E402
 from dynagroup.integrations.accelerate import prepare  # noqa: E402
-from dynagroup.updates import UpdateLoader  # noqa: E402
+from dynagroup.update.loader import UpdateLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
 from tests.integrations.ranks import on_ranks  # noqa: E402

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import TrainerCallback  # noqa: E402
 
-from dynagroup.schedule import doubling  # noqa: E402
+from dynagroup.update.schedule import doubling  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, train, trainer  # noqa: E402
 from tests.integrations.ranks import on_ranks  # noqa: E402

@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, Trainer
 from dynagroup import ConfigError, StateError, TokenBudget  # noqa: E402
 from dynagroup.integrations.config import DynagroupConfig  # noqa: E402
 from dynagroup.integrations.hf import DynagroupTrainer, MemoryCleanupCallback, dynagroup_trainer  # noqa: E402
-from dynagroup.schedule import adabatch, doubling  # noqa: E402
+from dynagroup.update.schedule import adabatch, doubling  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import arguments, parameters, trainer  # noqa: E402
 

@@ -11,7 +11,7 @@ lightning = pytest.importorskip("lightning.pytorch")
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget  # noqa: E402
 from dynagroup.integrations.lightning import LightningSteps, UpdateCallback, update_loss  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
-from dynagroup.updates import UpdateLoader  # noqa: E402
+from dynagroup.update.loader import UpdateLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
 from tests.integrations.ranks import on_ranks  # noqa: E402

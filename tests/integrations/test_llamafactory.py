@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
 from dynagroup.integrations.llamafactory import STAGES, dynamic_batching, stage_trainer  # noqa: E402
-from dynagroup.updates import UpdateLoader  # noqa: E402
+from dynagroup.update.loader import UpdateLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
 

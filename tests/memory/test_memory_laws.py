@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup.budget import MemoryBudget
+from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import ClosedForm, Measurement, Measurements, MemoryRegressor, ProfiledMemory, Workload
-from dynagroup.memory.features import FEATURES, MONOTONE
+from dynagroup.memory.learned.features import FEATURES, MONOTONE
 from dynagroup.shapes import BatchShape
 
 KNOWN = Workload(

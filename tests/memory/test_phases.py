@@ -10,10 +10,10 @@ import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup.budget import MemoryBudget
+from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
 from dynagroup.memory import ClosedForm, MemoryRegressor, Workload, simulate
-from dynagroup.memory.plausible import Plausible, member
+from dynagroup.memory.learned.plausible import Plausible, member
 from dynagroup.memory.workload import Phases
 from dynagroup.shapes import BatchShape
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup.order import epoch_order
+from dynagroup.plan.order import epoch_order
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 
 from .helpers import Jittered, all_ids, ids_in, lengths_of, make_loader, used

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dynagroup import TokenBudget
-from dynagroup.refine import RefinementCollator, WindowRequest, WindowSamples
+from dynagroup.online.collate import RefinementCollator, WindowRequest, WindowSamples
 from dynagroup.testing import run_ranks
 
 from .helpers import Tokens, ids_in, lengths_of, make_loader, used

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from dynagroup import AlignmentError, ConfigError, StateError, TokenBudget
-from dynagroup.schedule import doubling, linear_ramp
 from dynagroup.testing import assert_resumes_exactly, run_ranks
-from dynagroup.updates import UpdateLoader
+from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.schedule import doubling, linear_ramp
 from tests.torchrun import torchrun
 
 from .helpers import Jittered, Tokens, collate, lengths_of, make_loader, used

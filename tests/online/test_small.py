@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from dynagroup import BudgetError, ConfigError, TokenBudget
-from dynagroup.align import quantile
-from dynagroup.exchange import Exchange
-from dynagroup.packing import pack_tensors, unpack_tensors
-from dynagroup.refine import RefinementCollator
-from dynagroup.stats import LoaderStats
-from dynagroup.step import Share, Step, pin
+from dynagroup.online.align import quantile
+from dynagroup.online.collate import RefinementCollator
+from dynagroup.online.exchange import Exchange
+from dynagroup.online.transfer import pack_tensors, unpack_tensors
 from dynagroup.testing import run_ranks
-from dynagroup.weights import count_label_tokens, weigher
+from dynagroup.update.stats import LoaderStats
+from dynagroup.update.step import Share, Step, pin
+from dynagroup.update.weigh import count_label_tokens, weigher
 
 from .helpers import collate, make_loader
 
@@ -154,7 +154,7 @@ def test_tensors_of_any_type_and_shape_survive_packing(dtype):
 
 
 def test_a_window_survives_pickling_with_more_than_a_block(monkeypatch):
-    monkeypatch.setattr("dynagroup.packing.BLOCK_BYTES", 256)
+    monkeypatch.setattr("dynagroup.online.transfer.BLOCK_BYTES", 256)
     window = RefinementCollator(collate, TokenBudget(20))(samples(4, 5, 3, 19, 7, 7))
     back = pickle.loads(pickle.dumps(window))
     assert [r.indices for r in back] == [r.indices for r in window]

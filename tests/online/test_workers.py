@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget
-from dynagroup.refine import RefinementCollator
+from dynagroup.online.collate import RefinementCollator
+from dynagroup.online.windows import IndexedDataset
 from dynagroup.testing import assert_resumes_exactly, run_ranks
-from dynagroup.windows import IndexedDataset
 
 from .helpers import Stream, Tokens, all_ids, collate, ids_in, lengths_of, make_loader, used
 
@@ -311,7 +311,7 @@ def test_stateful_dataloader_style_state_survives_json_between_processes_setting
 
 
 def state_indices(state):
-    from dynagroup.online_state import unpack_groups
+    from dynagroup.online.state import unpack_groups
 
     left = sum(len(g) for name in ("agreed", "pool") for g in unpack_groups(state["progress"][name]))
     pending = sum(stop - start for start, stop, _ in state["progress"]["pending"])
@@ -378,7 +378,7 @@ def test_a_free_running_loader_has_no_length():
 
 
 def test_padded_samples_are_measured_by_their_mask():
-    from dynagroup.refine import measure_sample
+    from dynagroup.online.collate import measure_sample
 
     with pytest.warns(UserWarning, match="samples come padded"):
         assert (

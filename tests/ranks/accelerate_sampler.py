@@ -10,9 +10,9 @@ import numpy as np
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from dynagroup.budget import TokenBudget
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
-from dynagroup.sampler import LengthAwareBatchSampler
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 200).astype(np.int32).clip(max=512)
 

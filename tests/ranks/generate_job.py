@@ -10,9 +10,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from dynagroup.budget import TokenBudget
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.oom import dataset, journal
-from tests.oom_texts import TEXTS, small_llama, small_tokenizer
+from tests.oom.texts import TEXTS, small_llama, small_tokenizer
 
 
 def main(output: str, die_after: int) -> None:

@@ -1,0 +1,17 @@
+"""Does a batch fit? One monotone question, and the budgets that answer it."""
+
+from dynagroup.budget.base import AdditiveCap, AllOf, Budget, padded_tokens
+from dynagroup.budget.learning import LearningBudget, OomReport
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import TokenBudget
+
+__all__ = [
+    "AdditiveCap",
+    "AllOf",
+    "Budget",
+    "LearningBudget",
+    "MemoryBudget",
+    "OomReport",
+    "TokenBudget",
+    "padded_tokens",
+]

@@ -1,0 +1,157 @@
+"""Budgets: one monotone question, *does a batch of this shape fit?*
+
+Law: a shape that fits still fits after a sample is taken away or shortened. Everything that forms batches rests on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.errors import ConfigError
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
+
+__all__ = ["AdditiveCap", "AllOf", "BoolArray", "Budget", "Layout", "UNLIMITED", "padded_tokens", "positive"]
+
+Layout: TypeAlias = Literal["padded", "packed"]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+UNLIMITED = np.iinfo(np.int64).max // 4
+
+
+class Budget(Protocol):
+    """Decides which batch shapes fit. Subclass it and write :meth:`fits`; the rest has defaults.
+
+    ``fits`` must be monotone: never from False to True when a sample is added or lengthened.
+    ``dynagroup.testing.assert_budget_law`` checks a budget of your own.
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> class AtMostFour(Budget):
+    ...     def fits(self, shape, /):
+    ...         return shape.num_samples <= 4
+    >>> (AtMostFour() & TokenBudget(100)).fits(BatchShape.of([2, 4, 5], longest=30)).tolist()
+    [True, False, False]
+    """
+
+    @property
+    def layout(self) -> Layout:
+        """ "padded": a batch costs samples times longest; "packed": it costs the sum of its tokens."""
+        return "padded"
+
+    @property
+    def pad_to_multiple_of(self) -> int:
+        """The collate function rounds the longest sample of a batch up to a multiple of this."""
+        return 1
+
+    def fits(self, shape: BatchShape, /) -> BoolArray:
+        """Which of these K shapes fit: bool (K,)."""
+        ...
+
+    def bind(self, lengths: Streams, /) -> Budget:
+        """This budget with its limit taken from the lengths of a whole dataset, where it needs that."""
+        return self
+
+    def largest(self, longest: IntArray, /) -> IntArray | None:
+        """Most samples that fit a batch whose longest has so many tokens: int64 (K,), 0 where not even one fits.
+
+        Must agree with :meth:`fits`; None (the default) where more must be known than the longest sample's tokens.
+        """
+        return None
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes whenever answers may change."""
+        if is_dataclass(self):
+            shown = ((f.name, getattr(self, f.name)) for f in fields(self))
+        else:
+            shown = sorted(vars(self).items())
+        values = (f"{name}={getattr(value, 'fingerprint', value)!r}" for name, value in shown)
+        return f"{type(self).__qualname__}({', '.join(values)})"
+
+    def __and__(self, other: Budget) -> Budget:
+        return AllOf.of(self, other)
+
+
+def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
+    """Tokens that a device multiplies for each shape: with padding, or without it in a packed layout. int64 (K,)."""
+    if budget.layout == "packed":
+        return shape.total[TOKENS]
+    return shape.num_samples * round_up(shape.longest[TOKENS], budget.pad_to_multiple_of)
+
+
+def positive(name: str, value: float, kind: type = int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer) if kind is int else (int, float, np.number)):
+        raise ConfigError(f"`{name}` must be a positive {kind.__name__}, but is {value!r}")
+    if not value > 0 or math.isinf(value):
+        raise ConfigError(f"`{name}` must be greater than 0 and finite, but is {value!r}")
+
+
+@dataclass(frozen=True)
+class AdditiveCap(Budget):
+    """At most ``limit`` units of a stream in a batch, summed over its samples; the batch's padding does not matter.
+
+    For what is concatenated, not padded, such as vision patches. Combine it with a budget of tokens:
+    ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
+
+    >>> AdditiveCap("patches", 100).fits(BatchShape.of(2, {"tokens": 9, "patches": [50, 51]})).tolist()
+    [True, False]
+    """
+
+    stream: str
+    limit: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stream, str) or not self.stream:
+            raise ConfigError(f"`stream` must be the name of a length stream, but is {self.stream!r}")
+        positive("limit", self.limit)
+
+    def fits(self, shape: BatchShape, /) -> BoolArray:
+        if self.stream not in shape.total:
+            raise ConfigError(
+                f"AdditiveCap needs the stream {self.stream!r}, but lengths have {sorted(shape.total)}; "
+                f"pass lengths={{'tokens': ..., {self.stream!r}: ...}}"
+            )
+        return shape.total[self.stream] <= self.limit
+
+
+@dataclass(frozen=True)
+class AllOf(Budget):
+    """A batch fits when it fits every part. Made by ``&``."""
+
+    parts: tuple[Budget, ...]
+
+    @classmethod
+    def of(cls, *budgets: Budget) -> AllOf:
+        parts = tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,)))
+        layouts = {p.layout for p in parts if not isinstance(p, AdditiveCap)}
+        if len(layouts) > 1:
+            raise ConfigError("a batch is either padded or packed: budgets of both layouts cannot be combined with `&`")
+        return cls(parts)
+
+    @property
+    def layout(self) -> Layout:
+        layouts: list[Layout] = [p.layout for p in self.parts if not isinstance(p, AdditiveCap)]
+        return layouts[0] if layouts else "padded"
+
+    @property
+    def pad_to_multiple_of(self) -> int:
+        return math.lcm(*(p.pad_to_multiple_of for p in self.parts))
+
+    @property
+    def fingerprint(self) -> str:
+        return " & ".join(p.fingerprint for p in self.parts)
+
+    def fits(self, shape: BatchShape, /) -> BoolArray:
+        return np.logical_and.reduce([p.fits(shape) for p in self.parts])
+
+    def bind(self, lengths: Streams, /) -> AllOf:
+        return AllOf(tuple(p.bind(lengths) for p in self.parts))
+
+    def largest(self, longest: IntArray, /) -> IntArray | None:
+        answers = [p.largest(longest) for p in self.parts]
+        known = [a for a in answers if a is not None]
+        return np.minimum.reduce(known) if len(known) == len(answers) else None

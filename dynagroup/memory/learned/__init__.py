@@ -1,0 +1,1 @@
+"""What XGBoost has learned about memory."""

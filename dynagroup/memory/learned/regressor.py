@@ -1,0 +1,289 @@
+"""XGBoost on top of the closed form: predicts a batch's memory relative to another one's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.errors import ConfigError, StateError
+from dynagroup.memory.closed_form import CONSTANTS, MONOMIALS, TARGET, ClosedForm
+from dynagroup.memory.learned.features import CANDIDATE, FEATURES, Features, features, is_sharp
+from dynagroup.memory.learned.fitting import MIN_ROWS, pairs_of, train_booster
+from dynagroup.memory.learned.plausible import Plausible
+from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.profiled import ProfiledMemory
+from dynagroup.memory.workload import Phases, Workload
+from dynagroup.shapes import BatchShape
+
+if TYPE_CHECKING:
+    import xgboost
+
+__all__ = ["MemoryRegressor"]
+
+FloatArray = NDArray[np.float64]
+PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class MemoryRegressor:
+    """Predicts memory relative to a baseline batch: a closed form of the workload, and trees for what it misses.
+
+    A traced workload (:meth:`Workload.from_model`): what was traced, to the byte. One known by its sizes only: their closed
+    form, lifted by trees where forms like it were found to fall short; for batches beyond the trained range never below padded
+    tokens. One of which something is unknown: a high quantile of what
+    traced models of that kind would need. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`.
+
+    >>> regressor = MemoryRegressor.pretrained()
+    >>> half, same = regressor.relative(BatchShape.of([4, 8], 512), BatchShape.of(8, 512))
+    >>> bool(half < same)
+    True
+    """
+
+    boosters: Mapping[str, xgboost.Booster] = field(repr=False)
+    """"sharp": the trees for a known workload."""
+    card: Mapping[str, Any] = field(repr=False)
+    """What the artifact was trained on: features, ranges, constants, metrics, versions, data hash."""
+    workload: Workload = Workload()
+
+    @classmethod
+    def pretrained(cls, workload: Workload | None = None) -> MemoryRegressor:
+        """The regressor that comes with the package, for this workload; None: nothing is known, and it is careful."""
+        if workload is not None and not isinstance(workload, Workload):
+            raise ConfigError(
+                f"`workload` must be a Workload, but is {type(workload).__name__}; see Workload.from_model"
+            )
+        return replace(_pretrained(), workload=workload or Workload())
+
+    @classmethod
+    def load(cls, path: str | Path, workload: Workload | None = None) -> MemoryRegressor:
+        """What :meth:`save` wrote. ``workload``: default, the one it was fitted for.
+
+        Raises:
+            StateError: the file is no UBJSON of XGBoost, is not the one that its card describes, or has other features.
+        """
+        path = Path(path)
+        card = _read_card(path.with_suffix(".json"))
+        boosters = {
+            name: _read_booster(file, card["hashes"][name]) for name, file in _files(path, card["hashes"]).items()
+        }
+        return cls(boosters, card, workload or Workload.from_mapping(card.get("workload", {})))
+
+    @classmethod
+    def fit(
+        cls,
+        measurements: Measurements | Sequence[Measurements],
+        *,
+        rounds: int = 120,
+        max_depth: int = 3,
+        seed: int = 0,
+    ) -> MemoryRegressor:
+        """A regressor for your own workload (or several), from simulated or measured rows.
+
+        Args:
+            measurements: at least 8 rows that did not run out of memory, of shapes like those to be predicted.
+            rounds: trees. max_depth: of each. seed: of XGBoost.
+
+        Raises:
+            ConfigError: too few rows.
+        """
+        tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
+        if not tables or any(len(t.complete) < MIN_ROWS for t in tables):
+            least = min((len(t.complete) for t in tables), default=0)
+            raise ConfigError(
+                f"fit needs at least {MIN_ROWS} measurements of each workload that did not run out of memory, but got {least}; "
+                "simulate or measure more shapes"
+            )
+        forms = [_profiled_form(table) for table in tables]
+        parts = [pairs_of(table, form) for table, form in zip(tables, forms, strict=True)]
+        few = {"least_weight": 1.0, "regularisation": 1.0}  # hundreds of rows, not hundreds of thousands
+        booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed, **few)
+        own = {"workload": json.loads(tables[0].workload.to_json()), "form": forms[0].phases.sum(axis=1).tolist()}
+        boosters = {"sharp": booster}
+        card = {**describe(parts, CONSTANTS), **own, "hashes": _hashes(_raw(boosters))}
+        return cls(boosters, card, tables[0].workload)
+
+    def save(self, path: str | Path) -> None:
+        """Write XGBoost's UBJSON (``path``) and a JSON card beside it."""
+        path = Path(path)
+        if path.suffix != ".ubj":
+            raise ConfigError(f"`path` must end in .ubj, XGBoost's own format, but is {str(path)!r}")
+        raw = _raw(self.boosters)
+        hashes = _hashes(raw)
+        for name, file in _files(path, hashes).items():
+            file.write_bytes(raw[name])
+        card = {**self.card, "hashes": hashes}
+        path.with_suffix(".json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+    @property
+    def sharp(self) -> bool:
+        """Whether the workload is known well enough to be predicted rather than bounded."""
+        return self._traced or "plausible" not in self.card or is_sharp(self.workload)
+
+    @property
+    def _traced(self) -> bool:
+        return self.workload.phases is not None and "form" not in self.card
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the artifact and the workload."""
+        about = json.dumps([self.card.get("hashes"), self.card["data_hash"], self.workload.to_json()])
+        return "regressor-" + hashlib.sha256(about.encode()).hexdigest()[:12]
+
+    def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
+        """Predicted memory of each of K batches as a share of the baseline's: float64 (K,)."""
+        if self._traced:
+            return self._form.relative(shape, baseline)
+        if not self.sharp:
+            models = self._plausible(TARGET in shape.longest)
+            ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)
+            return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
+        found = features(shape, baseline, self.workload, self._form)
+        lowest, highest = self.card.get("lift", (-np.inf, np.inf))
+        trees = np.zeros(len(shape))
+        if highest > 0:  # clipping a rising function leaves it rising
+            values = found.values.astype(np.float32)
+            raw = self.boosters["sharp"].inplace_predict(values, predict_type="margin", base_margin=trees)
+            trees = np.clip(raw, lowest, highest)
+        return self._clamped(np.exp(found.margin + trees), found)
+
+    def _plausible(self, two_streams: bool) -> Plausible:
+        """Traced models that this one may be like."""
+        cache: dict[bool, Plausible] = self.__dict__.setdefault("_models", {})
+        if two_streams not in cache:
+            cache[two_streams] = Plausible(self.workload, self.card["plausible"], two_streams)
+        return cache[two_streams]
+
+    @cached_property
+    def _form(self) -> ClosedForm:
+        own = self.card.get("form")
+        if own is not None and self.workload == Workload.from_mapping(self.card["workload"]):
+            return ClosedForm.traced(Phases(own))
+        return ClosedForm.of(self.workload, self.card["constants"])
+
+    def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
+        """At least the closed form for a strange workload or first batch, and padded tokens for a batch beyond the range."""
+        lowest, highest = (np.array(self.card["ranges"][k], dtype=np.float64) for k in ("lowest", "highest"))
+        values = found.values
+        count = len(CANDIDATE)
+        with np.errstate(invalid="ignore"):
+            above = (values[:, :count] > highest[:count] + 1e-6).any(axis=1)
+            strange = ((values < lowest - 1e-6) | (values > highest + 1e-6))[:, count:].any(axis=1)
+        if strange.any():
+            outside = (values < lowest - 1e-6) | (values > highest + 1e-6)
+            self._warn(FEATURES[count + int(outside[:, count:].any(axis=0).argmax())])
+        padded = values[:, CANDIDATE.index("padded_tokens")]
+        floored = np.where(strange | above, np.maximum(predicted, np.exp(found.margin)), predicted)
+        return np.where(above, np.maximum(floored, np.exp(padded)), floored)
+
+    def _warn(self, feature: str) -> None:
+        if self.__dict__.setdefault("_warned", False):
+            return
+        self.__dict__["_warned"] = True
+        warnings.warn(
+            f"the regressor never saw a workload or first batch like this one ({feature} is outside its training range); "
+            "it predicts on the safe side. MemoryRegressor.fit(simulate(...)) makes one for your model",
+            stacklevel=4,
+        )
+
+
+def _profiled_form(table: Measurements) -> ClosedForm:
+    """The closed form that these rows themselves say: better than one from sizes alone."""
+    profile = ProfiledMemory.fit(table)
+    rows = np.zeros((len(profile.phases), len(MONOMIALS)))
+    for column, name in enumerate(profile.monomials):
+        rows[:, MONOMIALS.index(name)] = [phase[column] for phase in profile.phases]
+    return ClosedForm.traced(Phases(tuple(map(tuple, rows.tolist()))))
+
+
+def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, Any]:
+    """The card of a regressor trained on these rows."""
+    import xgboost
+
+    values = np.concatenate([p.features.values for p in parts])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a feature that no row knows has no range
+        lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
+    digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
+    return {
+        "format": FORMAT,
+        "features": list(FEATURES),
+        "ranges": {"lowest": _finite(lowest, -np.inf), "highest": _finite(highest, np.inf)},
+        "constants": dict(constants),
+        "rows": len(values),
+        "data_hash": digest,
+        "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
+    }
+
+
+def _finite(values: FloatArray, missing: float) -> list[float]:
+    big = np.sign(missing) * 1e30
+    return [float(v) if np.isfinite(v) else float(big) for v in values]
+
+
+def _raw(boosters: Mapping[str, xgboost.Booster]) -> dict[str, bytes]:
+    return {name: bytes(booster.save_raw("ubj")) for name, booster in boosters.items()}
+
+
+def _hashes(raw: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for name, data in raw.items()}
+
+
+def _files(path: Path, names: Mapping[str, Any]) -> dict[str, Path]:
+    return {name: path if name == "sharp" else path.with_suffix(f".{name}.ubj") for name in names}
+
+
+@lru_cache(maxsize=1)
+def _pretrained() -> MemoryRegressor:
+    return MemoryRegressor.load(PRETRAINED)
+
+
+def _read_card(path: Path) -> dict[str, Any]:
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StateError(f"{path} is missing: a saved regressor is an .ubj file and a .json card beside it") from None
+    except ValueError as error:
+        raise StateError(f"{path} is not JSON ({error}); save the regressor again") from error
+    if not isinstance(card, dict) or card.get("format") != FORMAT:
+        raise StateError(
+            f"{path} has format {card.get('format') if isinstance(card, dict) else None!r}, expected {FORMAT}"
+        )
+    if tuple(card.get("features", ())) != FEATURES:
+        differs = sorted(set(card.get("features", ())) ^ set(FEATURES)) or ["their order"]
+        raise StateError(
+            f"{path}: this version of dynagroup computes other features ({', '.join(differs)}); fit it again"
+        )
+    return card
+
+
+def _read_booster(path: Path, expected: str) -> xgboost.Booster:
+    import xgboost
+
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise StateError(f"{path} is missing: its card names it; save the regressor again") from None
+    if raw[:1] != b"{":  # UBJSON opens an object; refuse anything else before XGBoost reads it
+        raise StateError(f"{path} is not UBJSON; a regressor is saved by MemoryRegressor.save, and never as a pickle")
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != expected:
+        raise StateError(
+            f"{path} has hash {digest[:12]}, but its card says {expected[:12]}; the two do not belong together"
+        )
+    booster = xgboost.Booster()
+    try:
+        booster.load_model(bytearray(raw))
+    except xgboost.core.XGBoostError as error:
+        raise StateError(f"{path} is not a model of XGBoost: {str(error).splitlines()[0]}") from error
+    booster.set_param({"nthread": 1})
+    return booster

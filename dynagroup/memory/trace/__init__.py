@@ -1,0 +1,1 @@
+"""All that runs a model to learn its memory."""

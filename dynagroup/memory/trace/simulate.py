@@ -1,0 +1,132 @@
+"""Peak memory without a device: the model runs on tensors that have shapes but no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dynagroup.errors import ConfigError
+from dynagroup.memory.measurements import Measurement, Measurements
+from dynagroup.memory.workload import Workload
+from dynagroup.shapes import TOKENS
+
+if TYPE_CHECKING:
+    from dynagroup.memory.trace.program import MakeInputs
+
+__all__ = ["Shape", "checked_shapes", "checked_workload", "simulate"]
+
+Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
+ABSURD = 2**40  # elements of one batch: beyond every device
+
+
+def simulate(
+    model_or_config: Any, workload: Workload | None, shapes: Iterable[Shape], *, inputs: MakeInputs | None = None
+) -> Measurements:
+    """Peak memory of a ``transformers`` model for each shape, as a CUDA device's allocator would count it.
+
+    Nothing of the model's size is allocated: parameters and activations are tensors on PyTorch's meta device. Kernels are
+    those of CUDA (flash or memory-efficient attention, fused dropout), and every batch has a padding mask. Training is a
+    step inside an accumulation: gradients of earlier steps exist and count as static memory.
+
+    Args:
+        model_or_config: a torch model (left untouched), a transformers config, or its name.
+        workload: from :meth:`Workload.from_model`; None: training.
+        shapes: ``(num_samples, longest)``; ``longest`` in tokens, or by stream: ``{"tokens": 512, "target": 64}``.
+        inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take other inputs.
+
+    Raises:
+        ConfigError: a shape is not positive, the workload contradicts the model, or the model cannot be run without data.
+
+    >>> from transformers import GPT2Config
+    >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
+    >>> [row.batch_bytes // 1000 for row in simulate(config, None, [(2, 64), (4, 64)])]
+    [4067, 8132]
+    """
+    from dynagroup.memory.trace.build import as_config, as_meta_model, is_model
+    from dynagroup.memory.trace.program import prepare, static_bytes, trace
+
+    wanted = checked_shapes(shapes)
+    model_or_config = model_or_config if is_model(model_or_config) else as_config(model_or_config)
+    workload = checked_workload(model_or_config, workload)
+    model = prepare(as_meta_model(model_or_config, workload), workload)
+    static = static_bytes(model, workload)
+    rows = []
+    for num_samples, longest in wanted:
+        with _explained(workload):
+            peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
+        rows.append(Measurement(num_samples, longest, static, peak))
+    return Measurements(tuple(rows), workload, "simulated", _about())
+
+
+def checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
+    """The shapes with named streams, or a ConfigError about the first that cannot be."""
+    checked = []
+    for number, shape in enumerate(shapes):
+        try:
+            num_samples, longest = shape
+        except (TypeError, ValueError):
+            raise ConfigError(f"shapes[{number}] must be (num_samples, longest), but is {shape!r}") from None
+        streams = dict(longest) if isinstance(longest, Mapping) else {TOKENS: longest}
+        if TOKENS not in streams:
+            raise ConfigError(f"shapes[{number}]: longest has streams {sorted(streams)}, but not 'tokens'")
+        for name, value in {"num_samples": num_samples, **streams}.items():
+            if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
+                raise ConfigError(f"shapes[{number}]: `{name}` must be a positive integer, but is {value!r}")
+        if int(num_samples) * max(map(int, streams.values())) > ABSURD:
+            raise ConfigError(f"shapes[{number}] = {shape!r} has more than 2**40 tokens; no device holds that")
+        checked.append((int(num_samples), {k: int(v) for k, v in streams.items()}))
+    if not checked:
+        raise ConfigError("`shapes` is empty; give at least one (num_samples, longest)")
+    return checked
+
+
+def checked_workload(model_or_config: Any, workload: Workload | None) -> Workload:
+    """The workload with unknown fields read from the model, or a ConfigError where the two differ."""
+    if workload is None:
+        return Workload.from_model(model_or_config, trace=False)
+    mode = workload.mode or "train"
+    own = {n: getattr(workload, n) for n in Workload.__slots__ if n != "mode" and getattr(workload, n) is not None}
+    described = Workload.from_model(
+        model_or_config, mode, trace=False, **({"dtype": own["dtype"]} if "dtype" in own else {})
+    )
+    field = workload.contradicts(described)
+    if field is not None:
+        raise ConfigError(
+            f"the workload says {field}={getattr(workload, field)!r}, but the model has {getattr(described, field)!r}; "
+            "make it with Workload.from_model(model)"
+        )
+    return described.replace(**own)
+
+
+class _explained:
+    """Turns whatever stops a run without data into one error that names the operation."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, (ConfigError, KeyboardInterrupt, MemoryError)):
+            return
+        place = trace
+        while place.tb_next is not None and "torch" not in place.tb_next.tb_frame.f_globals.get("__name__", ""):
+            place = place.tb_next
+        where = f"{place.tb_frame.f_globals.get('__name__')}:{place.tb_lineno}"
+        raise ConfigError(
+            f"this model cannot be simulated in mode {self._workload.mode!r}: {where} needs more than shapes "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
+            "measure() on a device and MemoryRegressor still work; `inputs=` helps where only the arguments are wrong"
+        ) from error
+
+
+def _about() -> dict[str, str]:
+    import torch
+
+    about = {"torch": str(torch.__version__)}
+    try:
+        import transformers
+    except ImportError:
+        return about
+    return {**about, "transformers": str(transformers.__version__)}

@@ -1,0 +1,1 @@
+"""The same, when lengths are known only after processing."""

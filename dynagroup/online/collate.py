@@ -1,0 +1,405 @@
+"""Worker side of the online half: measure true lengths after the user's processing, cut into batches that fit, collate.
+
+No collectives happen here. What comes back is typed: nothing is added to the user's batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.online.transfer import pack_tensors, unpack_tensors
+from dynagroup.plan.cut import Batches, cut, shapes_of
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+from dynagroup.update.step import pin
+from dynagroup.update.weigh import Weigh, weigher
+
+__all__ = ["Refined", "RefinedWindow", "RefinementCollator", "WindowRequest", "WindowSamples", "measure_sample"]
+
+LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
+Oversize: TypeAlias = Literal["alone", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRequest:
+    """What the main process asks a worker for.
+
+    Args:
+        number: which of this rank's windows; answers carry it.
+        indices: dataset indices.
+        groups: sizes of batches already planned, in the order of ``indices``; None: one window to be cut.
+        keep: so many of the largest batches come back with their processed samples, so that they can be split later.
+        epoch: handed to the dataset's ``set_epoch`` in the worker, where it has one.
+        costs: padded tokens planned for each of ``groups``; neighbours that both came out smaller are joined where they fit.
+    """
+
+    number: int
+    indices: Sequence[int]
+    groups: tuple[int, ...] | None = None
+    keep: int = 0
+    epoch: int = 0
+    costs: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSamples:
+    """A request with its processed samples; ``resume`` is the stream's own state before the first of them."""
+
+    request: WindowRequest
+    samples: list[Any]
+    resume: Any = None
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """One collated batch with what the main process needs to know about it.
+
+    Args:
+        batch: what the user's ``collate_fn`` returned.
+        indices: dataset indices (arrival numbers for iterable datasets, places in the window where nothing is known).
+        offsets: the samples' places in their window.
+        lengths: stream -> int32, true lengths after processing.
+        weight: loss weight, see ``weigh``.
+        padded: padded tokens.
+        real: tokens that are no padding.
+        group: which planned batch it came from; the window's only group without planned batches.
+        oversize: a single sample that does not fit even alone.
+        samples: the processed samples, where they were asked for.
+        joined: planned batches that were joined to the first of them.
+    """
+
+    batch: Any
+    indices: list[int]
+    offsets: list[int]
+    lengths: Streams
+    weight: float
+    padded: int
+    real: int
+    group: int = 0
+    oversize: bool = False
+    samples: list[Any] | None = None
+    joined: int = 0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class RefinedWindow:
+    """The batches made of one request, longest first within each group."""
+
+    number: int
+    batches: list[Refined]
+    resume: Any = None
+    worker: int = 0
+
+    def __iter__(self) -> Iterator[Refined]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes all tensors travel in one block; what cannot be pickled so goes the usual way."""
+        fields = (self.number, self.batches, self.resume, self.worker)
+        try:
+            packed = pack_tensors(fields)
+        except Exception:  # noqa: BLE001 - torch's own pickler knows more types
+            return RefinedWindow, fields
+        return _unpacked, packed
+
+    def pin_memory(self) -> RefinedWindow:
+        """The same window with its batches' tensors in pinned memory; DataLoader calls it."""
+        return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
+
+
+def _unpacked(*packed: Any) -> RefinedWindow:
+    return RefinedWindow(*unpack_tensors(*packed))
+
+
+def measure_sample(sample: Any) -> int:
+    """Tokens of one processed sample: its ``input_ids``, or what ``attention_mask`` marks where it came padded.
+
+    Raises:
+        ConfigError: the sample has no ``input_ids``.
+
+    >>> measure_sample({"input_ids": [5, 6, 7]})
+    3
+    """
+    try:
+        ids = sample["input_ids"]
+    except (TypeError, KeyError, IndexError):
+        found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+        raise ConfigError(f"a sample has no 'input_ids' to measure (it is {found}); pass length_of=") from None
+    shape = getattr(ids, "shape", None)
+    length = int(shape[-1]) if shape else len(ids)
+    mask = sample.get("attention_mask") if isinstance(sample, Mapping) else None
+    if mask is None or not length:
+        return length
+    mask = mask[0] if getattr(mask, "ndim", 1) > 1 else mask
+    if mask[0] and mask[-1]:
+        return length
+    warnings.warn(
+        "samples come padded already: lengths are taken from attention_mask; pad in collate_fn instead, "
+        "or the batches will be as wide as the padding",
+        stacklevel=2,
+    )
+    return int(sum(mask))
+
+
+@dataclass
+class RefinementCollator:
+    """A ``collate_fn`` that cuts what it is given into batches that fit their *true* lengths, and collates each.
+
+    In a plain ``DataLoader`` it is given the samples of one batch: a batch that fits stays as it is, any other is cut.
+    It then returns a :class:`RefinedWindow`, to be iterated. Wrap the dataset in :class:`IndexedDataset` to have dataset
+    indices in results and errors; without it they are places in the batch. :class:`OnlineDataLoader` does all that.
+
+    Args:
+        collate_fn: the user's; samples -> batch. Default: ``torch.utils.data.default_collate``.
+        budget: what fits.
+        length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`.
+        weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
+        oversize: a sample that does not fit even alone: "alone" or "error".
+
+    Raises:
+        BudgetError: a collated batch is wider than measured and does not fit; or ``oversize="error"`` and one does not fit.
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> collate = RefinementCollator(lambda samples: [s["input_ids"] for s in samples], TokenBudget(8), weigh="samples")
+    >>> [refined.batch for refined in collate([{"input_ids": [1]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [3, 4]}])]
+    [[[1, 2, 3, 4], [3, 4]], [[1]]]
+    """
+
+    collate_fn: Callable[[list[Any]], Any] | None
+    budget: Budget
+    length_of: LengthOf | None = None
+    weigh: Weigh = field(default="tokens", kw_only=True)
+    oversize: Oversize = field(default="alone", kw_only=True)
+    _warned_wide: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ConfigError(f"`collate_fn` must be a function from samples to a batch, but is {self.collate_fn!r}")
+        if self.length_of is not None and not callable(self.length_of):
+            raise ConfigError(f"`length_of` must be a function from a sample to its tokens, but is {self.length_of!r}")
+        if self.oversize not in ("alone", "error"):
+            raise ConfigError(f"`oversize` must be 'alone' or 'error', but is {self.oversize!r}")
+        self._weight_of = weigher(self.weigh)
+
+    def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
+        if not isinstance(window, WindowSamples):
+            samples = list(window)
+            window = WindowSamples(WindowRequest(0, range(len(samples)), (len(samples),)), samples)
+        request, samples = window.request, window.samples
+        if not samples:
+            return RefinedWindow(request.number, [], window.resume, window.worker)
+        lengths = self.measure(samples, request.indices)
+        batches, groups = self._divide(lengths, request)
+        refined = self._collate_all(batches, groups, lengths, request, samples)
+        if request.costs is not None:
+            refined = _with_joined(refined, request.groups or ())
+        return RefinedWindow(request.number, refined, window.resume, window.worker)
+
+    def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
+        """True lengths of these samples: stream -> int32 (N,)."""
+        length_of = self.length_of or measure_sample
+        measured = [length_of(sample) for sample in samples]
+        if isinstance(measured[0], Mapping):
+            names = list(measured[0])
+            if TOKENS not in names:
+                raise ConfigError(f"`length_of` must give the stream {TOKENS!r}, but gives {names}")
+            columns: dict[str, Any] = {name: [m[name] for m in measured] for name in names}  # type: ignore[index]
+        else:
+            columns = {TOKENS: measured}
+        return {name: _as_lengths(values, indices) for name, values in columns.items()}
+
+    def collate(self, samples: list[Any], indices: list[int], offsets: list[int], lengths: Streams) -> Refined:
+        """One batch of these samples, checked against the budget."""
+        one = Batches(np.arange(len(samples)), np.array([0, len(samples)]))
+        (refined,) = self._collate_all(one, [0], lengths, WindowRequest(0, indices, None, 0), samples)
+        return replace(refined, offsets=list(offsets))
+
+    def split(self, refined: Refined, parts: int) -> list[Refined]:
+        """The batch in so many parts; its samples must have been kept. Parts of a batch that fits also fit."""
+        assert refined.samples is not None
+        assert 1 <= parts <= len(refined)
+        bounds = np.linspace(0, len(refined), parts + 1).astype(int).tolist()
+        made = []
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+            lengths = {name: values[start:stop] for name, values in refined.lengths.items()}
+            indices, offsets = refined.indices[start:stop], refined.offsets[start:stop]
+            part = self.collate(refined.samples[start:stop], indices, offsets, lengths)
+            made.append(replace(part, group=refined.group, samples=refined.samples[start:stop]))
+        return made
+
+    def _divide(self, lengths: Streams, request: WindowRequest) -> tuple[Batches, list[int]]:
+        if request.groups is None:
+            batches = cut(lengths, self.budget)
+            return batches, [0] * len(batches)
+        planned = Batches(
+            np.arange(sum(request.groups)), np.concatenate([[0], np.cumsum(request.groups)]).astype(np.int64)
+        )
+        shapes = shapes_of(planned, lengths)
+        fits = self.budget.fits(shapes)
+        shrunk = np.zeros(len(planned), np.bool_)
+        if request.costs is not None:
+            shrunk = fits & (padded_tokens(shapes, self.budget) < np.asarray(request.costs))
+        parts: list[Batches] = []
+        numbers: list[int] = []
+        for number, members in enumerate(planned):
+            if number and shrunk[number] and shrunk[number - 1]:
+                both = np.concatenate([parts[-1].order, members])
+                if self._fits_together(both, lengths):
+                    parts[-1] = _whole(both)
+                    continue
+            if fits[number] or len(members) == 1:
+                made = _whole(members)
+            else:
+                made = cut({n: v[members] for n, v in lengths.items()}, self.budget).map(members)
+            parts.append(made)
+            numbers += [number] * len(made)
+        return Batches.concatenate(parts), numbers
+
+    def _fits_together(self, members: IntArray, lengths: Streams) -> bool:
+        return bool(self.budget.fits(BatchShape.of_samples({n: v[members] for n, v in lengths.items()}))[0])
+
+    def _collate_all(
+        self, batches: Batches, groups: list[int], lengths: Streams, request: WindowRequest, samples: list[Any]
+    ) -> list[Refined]:
+        shapes = shapes_of(batches, lengths)
+        fits = self.budget.fits(shapes).tolist()
+        padded = padded_tokens(shapes, self.budget).tolist()
+        longest, real = shapes.longest[TOKENS].tolist(), shapes.total[TOKENS].tolist()
+        kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
+        made = []
+        for number, members in enumerate(batches):
+            places = members.tolist()
+            chosen = [samples[p] for p in places]
+            indices = [request.indices[p] for p in places]
+            batch = self._run_collate(chosen, indices)
+            if not fits[number]:
+                self._check_alone(indices, longest[number])
+            else:
+                self._check_width(batch, longest[number], indices, lengths, members)
+            made.append(
+                Refined(
+                    batch=batch,
+                    indices=indices,
+                    offsets=places,
+                    lengths={name: values[members] for name, values in lengths.items()},
+                    weight=self._weight_of(batch, len(places)),
+                    padded=padded[number],
+                    real=real[number],
+                    group=groups[number],
+                    oversize=not fits[number],
+                    samples=chosen if number in kept else None,
+                )
+            )
+        return made
+
+    def _run_collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
+        collate = self.collate_fn
+        if collate is None:
+            from torch.utils.data import default_collate as collate
+        try:
+            return collate(samples)
+        except Exception as error:
+            raise RuntimeError(
+                f"collate_fn failed on the batch of dataset indices {shorten(indices)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _check_alone(self, indices: Sequence[int], longest: int) -> None:
+        if len(indices) > 1:
+            raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
+        if self.oversize == "error":
+            raise BudgetError(
+                f"sample {indices[0]} ({longest} tokens) does not fit even alone; "
+                "truncate it, filter it out, raise the budget, or pass oversize='alone'"
+            )
+
+    def _check_width(
+        self, batch: Any, longest: int, indices: Sequence[int], lengths: Streams, members: IntArray
+    ) -> None:
+        """A padded batch is as wide as its longest sample, or lengths were measured wrong."""
+        width = _width_of(batch, len(indices))
+        multiple = self.budget.pad_to_multiple_of
+        if width is None or self.budget.layout == "packed" or width <= -(-longest // multiple) * multiple:
+            return
+        said = (
+            f"collate_fn made a batch {width} tokens wide of dataset indices {shorten(indices)}, whose longest sample "
+            f"measures {longest}"
+        )
+        shape = BatchShape.of_samples({name: values[members] for name, values in lengths.items()})
+        wide = BatchShape(shape.num_samples, {**shape.longest, TOKENS: np.array([width])}, shape.total)
+        if not self.budget.fits(wide)[0]:
+            raise BudgetError(
+                f"{said}: the batch does not fit; correct `length_of`, or give the budget the collate function's "
+                "`pad_to_multiple_of`"
+            )
+        if not self._warned_wide:
+            self._warned_wide = True
+            warnings.warn(f"{said}; correct `length_of`, or give the budget `pad_to_multiple_of`", stacklevel=2)
+
+
+def shorten(indices: Sequence[int], most: int = 16) -> str:
+    """Indices for a message.
+
+    >>> shorten(range(20), most=3)
+    '[0, 1, 2, ... 20 in all]'
+    """
+    shown = ", ".join(str(i) for i in list(indices)[:most])
+    return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
+
+
+def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        array = np.empty(0)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
+        bad = next((i for i, v in enumerate(values) if not _is_count(v)), 0)
+        raise ConfigError(
+            f"`length_of` must give a whole number of tokens, but gives {values[bad]!r} for sample {indices[bad]}"
+        )
+    return array.astype(np.int32)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _width_of(batch: Any, num_samples: int) -> int | None:
+    """Tokens that each row of a collated batch has, where ``input_ids`` shows it."""
+    try:
+        shape = batch["input_ids"].shape
+    except (TypeError, KeyError, IndexError, AttributeError):
+        return None
+    return int(shape[1]) if len(shape) == 2 and shape[0] == num_samples else None
+
+
+def _whole(members: IntArray) -> Batches:
+    return Batches(members, np.array([0, len(members)]))
+
+
+def _with_joined(refined: list[Refined], groups: Sequence[int]) -> list[Refined]:
+    """A batch that is larger than its planned group holds further groups whole."""
+    made = []
+    for batch in refined:
+        held, number = groups[batch.group], batch.group
+        while held < len(batch):
+            number += 1
+            held += groups[number]
+        made.append(replace(batch, joined=number - batch.group))
+    return made

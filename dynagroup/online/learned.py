@@ -1,0 +1,81 @@
+"""True lengths that a loader has seen, kept per sample, and merged over ranks at the end of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.online.state import pack, unpack
+from dynagroup.shapes import TOKENS, Streams
+from dynagroup.world import World
+
+__all__ = ["LearnedLengths"]
+
+UNKNOWN = -1
+CHUNK = 1 << 16
+STEADY_SHARE = 0.01  # up to this share of samples may change length between epochs for plans of exact batches
+
+
+class LearnedLengths:
+    """Lengths observed in earlier epochs, alike on all ranks, and those that this rank observed in the running one."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.seen: dict[str, NDArray[np.int32]] = {}
+        self.steady = True
+        """Few samples changed their length between epochs: exact batches can be planned."""
+        self._fresh: dict[str, NDArray[np.int32]] = {}
+
+    def observe(self, indices: Sequence[int], lengths: Streams) -> None:
+        """Remember the true lengths of these samples."""
+        for name, values in lengths.items():
+            if name not in self._fresh:
+                self._fresh[name] = np.full(self.num_samples, UNKNOWN, np.int32)
+            self._fresh[name][indices] = values
+
+    def known(self) -> Streams | None:
+        """All lengths, or None while some sample has none."""
+        if not self.seen or any((values == UNKNOWN).any() for values in self.seen.values()):
+            return None
+        return self.seen
+
+    def merge(self, world: World) -> None:
+        """Tell all ranks what each has observed in this epoch; collective. The largest of several observations counts."""
+        names = sorted(self._fresh)
+        if world.size > 1:
+            most, fewest = world.all_max([len(names), -len(names)])
+            if most != -fewest:  # a rank without a single sample knows no streams
+                self._fresh = {}
+                return
+        tokens_before = self.seen.get(TOKENS)
+        changed = 0
+        for name in names:
+            fresh = self._fresh[name]
+            for start in range(0, self.num_samples if world.size > 1 else 0, CHUNK):
+                part = fresh[start : start + CHUNK]
+                part[:] = world.all_max(part.tolist())
+            if name == TOKENS and tokens_before is not None:
+                changed = int(((fresh != tokens_before) & (fresh != UNKNOWN)).sum())
+            self.seen[name] = np.where(fresh == UNKNOWN, self.seen.get(name, fresh), fresh)
+        self.steady = changed <= STEADY_SHARE * self.num_samples
+        self._fresh = {}
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; a few bytes a sample."""
+        fresh = {
+            name: pack(values.astype(np.int64) - self.seen.get(name, UNKNOWN)) for name, values in self._fresh.items()
+        }
+        return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
+
+    def load(self, state: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Take a state over; ``others`` are further ranks' states, whose observations are added."""
+        self.seen = {name: unpack(text).astype(np.int32) for name, text in state["seen"].items()}
+        self.steady = state["steady"]
+        self._fresh = {}
+        for one in (state, *others):
+            for name, text in one["fresh"].items():
+                values = (unpack(text) + self.seen.get(name, UNKNOWN)).astype(np.int32)
+                self._fresh[name] = np.maximum(self._fresh.get(name, values), values)

@@ -1,0 +1,1 @@
+"""Which samples share a batch, when every length is known?"""

@@ -1,0 +1,188 @@
+"""An epoch's plan as data: its batches, their places and their figures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.plan.cut import Batches, shapes_of
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+
+__all__ = ["BatchPlan", "PlannedWindow"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWindow:
+    """A window's steps, ready to be emitted; ``batches`` hold dataset indices."""
+
+    batches: Batches
+    table: IntArray
+    update_ends: NDArray[np.bool_]
+    loss_scale: NDArray[np.float64]
+    repeated: IntArray
+    dropped: IntArray
+    num_windows: int = 1
+    """Windows of the epoch that these steps use up."""
+
+
+class PlanRows(Sequence[list[list[int]]]):
+    """``rows[step][rank]``: the dataset indices of one batch."""
+
+    __slots__ = ("_batches", "_table")
+
+    def __init__(self, batches: Batches, table: IntArray) -> None:
+        self._batches, self._table = batches, table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> list[list[int]]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[list[int]]]: ...
+    def __getitem__(self, index: int | slice) -> list[list[int]] | list[list[list[int]]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return [self._batches[int(number)].tolist() for number in self._table[index]]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One epoch's batches on all ranks, with their figures.
+
+    Args:
+        batches: all batches, dataset indices; ``table`` says which one a rank gets at a step.
+        table: int64 (num_steps, world_size), batch numbers.
+        update_ends: bool (num_steps,), the optimizer steps after this row.
+        loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
+        lengths: the dataset's lengths, stream -> int32 (N,).
+        budget: what the batches were made to fit.
+        epoch, world_size: what the plan was made for.
+        oversize: dataset indices of samples that do not fit even alone.
+        repeated: dataset indices of samples that stand in a row a second time, to fill it; their weight is 0.
+        dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``.
+    """
+
+    batches: Batches
+    table: IntArray
+    update_ends: NDArray[np.bool_]
+    loss_scale: NDArray[np.float64]
+    lengths: Streams = field(repr=False)
+    budget: Budget
+    epoch: int
+    world_size: int
+    oversize: IntArray
+    repeated: IntArray
+    dropped: IntArray
+
+    @classmethod
+    def join(
+        cls,
+        parts: Sequence[PlannedWindow],
+        *,
+        lengths: Streams,
+        budget: Budget,
+        epoch: int,
+        world_size: int,
+        oversize: IntArray,
+        left_out: IntArray,
+    ) -> BatchPlan:
+        """One plan from its windows, in order."""
+        first = np.cumsum([0, *(len(p.batches) for p in parts)])
+        none = np.zeros(0, np.int64)
+        return cls(
+            batches=Batches.concatenate([p.batches for p in parts]),
+            table=np.concatenate(
+                [np.zeros((0, world_size), np.int64), *(p.table + n for p, n in zip(parts, first, strict=False))]
+            ),
+            update_ends=np.concatenate([np.zeros(0, np.bool_), *(p.update_ends for p in parts)]),
+            loss_scale=np.concatenate([np.zeros((0, world_size)), *(p.loss_scale for p in parts)]),
+            lengths=lengths,
+            budget=budget,
+            epoch=epoch,
+            world_size=world_size,
+            oversize=oversize,
+            repeated=np.concatenate([none, *(p.repeated for p in parts)]),
+            dropped=np.concatenate([left_out, *(p.dropped for p in parts)]),
+        )
+
+    @property
+    def rows(self) -> PlanRows:
+        """``rows[step][rank]``: dataset indices of that batch."""
+        return PlanRows(self.batches, self.table)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.table)
+
+    @property
+    def num_updates(self) -> int:
+        return int(self.update_ends.sum())
+
+    @cached_property
+    def shapes(self) -> BatchShape:
+        """The true shape of every batch, in the order of ``batches``."""
+        return shapes_of(self.batches, self.lengths)
+
+    @cached_property
+    def padded(self) -> IntArray:
+        """Tokens that a device multiplies for every batch, padding included: int64 (B,)."""
+        return padded_tokens(self.shapes, self.budget)
+
+    @cached_property
+    def statistics(self) -> Mapping[str, float]:
+        """The figures of the plan by name: counts, tokens, ``efficiency`` (real over padded tokens), row imbalance.
+
+        ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates: sum of the rows' maxima
+        over the sum of their means, 1.0 at best, with padded tokens for time.
+        """
+        sizes, padded = self.batches.sizes, self.padded
+        by_row = padded[self.table].reshape(-1, self.world_size)
+        real = int(self.shapes.total[TOKENS].sum())
+        quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
+        return {
+            "num_samples": len(self.batches.order) - len(self.repeated),
+            "num_batches": len(sizes),
+            "num_steps": self.num_steps,
+            "num_updates": self.num_updates,
+            "real_tokens": real,
+            "padded_tokens": int(padded.sum()),
+            "efficiency": real / max(int(padded.sum()), 1),
+            "padding": 1.0 - real / max(int(padded.sum()), 1),
+            "smallest_batch": int(quantiles[0]),
+            "median_batch": float(quantiles[1]),
+            "largest_batch": int(quantiles[2]),
+            "row_imbalance": float(by_row.max(axis=1, initial=0).sum() / max(by_row.mean(axis=1).sum(), 1e-9))
+            if len(by_row)
+            else 1.0,
+            "num_oversize": len(self.oversize),
+            "num_repeated": len(self.repeated),
+            "num_dropped": len(self.dropped),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that change with any batch, its rank, or its place."""
+        digest = hashlib.blake2b(digest_size=8)
+        for array in (self.batches.order, self.batches.offsets, self.table, self.update_ends):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def report(self) -> str:
+        """The plan as a readable table."""
+        from dynagroup.plan.report import report_plan
+
+        return report_plan(self)
+
+    def plot(self) -> Any:
+        """The plan as a matplotlib figure: lengths, padding and batch sizes."""
+        from dynagroup.plan.report import plot_plan
+
+        return plot_plan(self)

@@ -1,0 +1,202 @@
+"""Tables and pictures of plans. Text needs nothing; pictures import matplotlib, and never its global state."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.budget.base import AllOf, Budget
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.errors import ConfigError
+from dynagroup.plan.plan import BatchPlan
+from dynagroup.shapes import TOKENS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_padding", "environment", "fixed_padding", "format_table", "plot_plan", "report_plan"]
+
+REAL, PADDING, LINE = "#3b6ea5", "#f0b49e", "#444444"
+SAMPLES_SHOWN = 2000  # more are thinner than a pixel of a page
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain text table: the first column left-aligned, the others right-aligned.
+
+    >>> print(format_table(["", "steps"], [["fixed", "12"], ["dynagroup", "5"]]))
+               steps
+    fixed         12
+    dynagroup      5
+    """
+    cells = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+             for row in cells)  # fmt: skip
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def fixed_padding(
+    lengths: NDArray[np.integer], batch_size: int, *, pad_to_multiple_of: int = 1, seed: int = 0
+) -> float:
+    """Share of padding in shuffled batches of a fixed size: padded tokens that are not real, over all padded tokens.
+
+    >>> fixed_padding(np.array([4, 4, 4, 4]), 2)
+    0.0
+    """
+    shuffled = np.random.default_rng(seed).permutation(np.asarray(lengths, np.int64))
+    if not len(shuffled):
+        return 0.0
+    starts = np.arange(0, len(shuffled), batch_size)
+    longest = np.maximum.reduceat(shuffled, starts)
+    longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+    sizes = np.diff(np.append(starts, len(shuffled)))
+    return float(1.0 - shuffled.sum() / max(int((longest * sizes).sum()), 1))
+
+
+def report_plan(plan: BatchPlan) -> str:
+    """The plan as a readable table: what a user checks before a long run.
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> from dynagroup.plan.sampler import LengthAwareBatchSampler
+    >>> print(LengthAwareBatchSampler([3, 9, 2, 8], TokenBudget(18)).plan.report().splitlines()[0])
+    epoch 0: 4 samples for 1 rank, padded layout
+    """
+    stats = plan.statistics
+    ranks = f"{plan.world_size} rank" + "s" * (plan.world_size > 1)
+    head = f"epoch {plan.epoch}: {stats['num_samples']:,} samples for {ranks}, {plan.budget.layout} layout"
+    return "\n".join([head, format_table(["", ""], list(_report_rows(plan)))[1:]])
+
+
+def _report_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    stats, sizes, tokens = plan.statistics, plan.batches.sizes, plan.lengths[TOKENS]
+    yield "steps, updates", f"{stats['num_steps']:,}, {stats['num_updates']:,}"
+    yield "tokens, real", f"{stats['real_tokens']:,}"
+    yield "tokens, with padding", f"{stats['padded_tokens']:,}"
+    yield "padding", f"{stats['padding']:.1%}"
+    yield from _fixed_row(plan)
+    yield "sample length, median / 99 % / longest", _quantiles(tokens, (0.5, 0.99, 1.0))
+    yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
+    yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))
+    yield "row imbalance (1: ranks never wait)", f"{stats['row_imbalance']:.3f}"
+    for name, share in _predicted(plan):
+        yield name, f"{share:.1%}"
+    yield "samples that do not fit even alone", f"{stats['num_oversize']:,}"
+    yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
+
+
+def _fixed_row(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    """What fixed batches of the same samples would pad, sized so that their hardest batch is no larger."""
+    if plan.budget.layout == "packed" or not len(plan.batches):
+        return
+    everything = plan.lengths[TOKENS][plan.batches.order]
+    size = max(1, int(plan.padded.max()) // max(int(everything.max()), 1))
+    share = fixed_padding(everything, size, pad_to_multiple_of=plan.budget.pad_to_multiple_of)
+    steps = -(-len(everything) // (size * plan.world_size))
+    yield f"(shuffled batches of {size} instead)", f"{share:.1%} padding, {steps:,} steps"
+
+
+def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
+    return " / ".join(f"{round(q):,}" for q in np.quantile(values, at)) if len(values) else "-"
+
+
+def _predicted(plan: BatchPlan) -> Iterator[tuple[str, float]]:
+    """Predicted peak memory, as a share of the limit, where a budget predicts it."""
+    for budget in _parts(plan.budget):
+        if isinstance(budget, MemoryBudget) and len(plan.batches):
+            limit = "the hardest batch" if budget.limit_bytes is None else f"{budget.limit_bytes:,} bytes"
+            yield f"predicted peak memory, share of {limit}", float(budget.predicted(plan.shapes).max())
+
+
+def _parts(budget: Budget) -> tuple[Budget, ...]:
+    return budget.parts if isinstance(budget, AllOf) else (budget,)
+
+
+def plot_plan(plan: BatchPlan) -> Figure:
+    """Lengths, padding and batch sizes of a plan as one matplotlib figure.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(13, 3.6)
+    lengths, padding, sizes = figure.subplots(1, 3)
+    lengths.hist(plan.lengths[TOKENS], bins=60, color=REAL)
+    lengths.set(title="lengths", xlabel="tokens", ylabel="samples")
+    draw_padding(padding, [plan.lengths[TOKENS][batch] for batch in plan.batches])
+    padding.set_title(f"{plan.statistics['padding']:.1%} padding")
+    each_step = plan.batches.sizes[plan.table].sum(axis=1)
+    sizes.plot(each_step, color=LINE, linewidth=0.8)
+    sizes.set(title=f"{plan.num_steps:,} steps", xlabel="step", ylabel="samples over all ranks", ylim=(0, None))
+    return figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, inches; made without pyplot, so that nothing global changes."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_padding(axes: Axes, batches: Sequence[NDArray[np.integer]]) -> None:
+    """Draw batches side by side: a column a sample, its tokens dark and its padding light.
+
+    Batches are taken evenly from the whole run where there are too many samples to show.
+    """
+    chosen = _evenly(batches)
+    if not chosen:
+        return
+    ordered = [np.sort(batch)[::-1] for batch in chosen]
+    real = np.concatenate(ordered)
+    padded = np.concatenate([np.full(len(batch), batch[0]) for batch in ordered])
+    edges = np.arange(len(real) + 1)
+    axes.stairs(padded, edges, fill=True, color=PADDING, label="padding")
+    axes.stairs(real, edges, fill=True, color=REAL, label="tokens")
+    axes.set(xlabel="samples, batch after batch", ylabel="tokens", xlim=(0, len(real)), ylim=(0, None))
+    axes.legend(loc="upper right", framealpha=0.9)
+
+
+def _evenly(batches: Sequence[NDArray[np.integer]]) -> list[NDArray[np.integer]]:
+    filled = [batch for batch in batches if len(batch)]
+    total = sum(map(len, filled))
+    keep = max(1, min(len(filled), len(filled) * SAMPLES_SHOWN // max(total, 1)))
+    return [filled[i] for i in np.linspace(0, len(filled) - 1, keep).astype(int)] if filled else []
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Hardware, versions of what is installed of ``packages``, and the date: for every file of figures.
+
+    >>> sorted(environment("numpy"))
+    ['date', 'hardware', 'python', 'versions']
+    """
+    installed = {name: _version(name) for name in ("torch", "numpy", *packages)}
+    return {
+        "hardware": f"{os.cpu_count()}-core {_processor()}",
+        "python": platform.python_version(),
+        "versions": {name: found for name, found in installed.items() if found is not None},
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,1 @@
+"""What is one optimizer update made of?"""

@@ -1,0 +1,162 @@
+"""How many samples each update of a run holds: a schedule walked over epochs, with the changes made at run time.
+
+Offline plans and online requests both walk it, so that a schedule means the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from dynagroup.errors import ConfigError
+from dynagroup.plan.planner import Position
+from dynagroup.update.schedule import BatchSizeSchedule, checked_samples, constant
+
+__all__ = ["Cursor", "UpdateSizes", "first_cursor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a run stands between two updates.
+
+    Args:
+        epoch: the epoch that is running.
+        update: updates done since training began.
+        samples_used: samples of this epoch's order that are done or dropped.
+        samples_seen: samples trained on since training began.
+        current: samples the last update was asked to hold; None before the first.
+        position: where the epoch's windows stand, for updates that are not preserved.
+    """
+
+    epoch: int = 0
+    update: int = 0
+    samples_used: int = 0
+    samples_seen: int = 0
+    current: int | None = None
+    position: Position | None = None
+
+    def after(self, stop: int, current: int | None) -> Cursor:
+        """The cursor behind the next update, which ends at ``stop`` of the epoch's order and was asked to hold ``current``."""
+        seen = self.samples_seen + stop - self.samples_used
+        return replace(self, update=self.update + 1, samples_used=stop, samples_seen=seen, current=current)
+
+
+class _Walk(Protocol):
+    def start(self, epoch: int, world_size: int) -> Cursor: ...
+
+    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]: ...
+
+
+def first_cursor(walk: _Walk, world_size: int, reached: Callable[[Cursor], bool]) -> Cursor:
+    """The first place of a run, at the end of an update or at its beginning, that ``reached`` says yes to."""
+    epoch = 0
+    while not reached(walk.start(epoch + 1, world_size)):
+        epoch += 1
+    cursor = walk.start(epoch, world_size)
+    if not reached(cursor):
+        cursor = next(after for after in walk.cursors(cursor, world_size) if reached(after))
+    return cursor
+
+
+class UpdateSizes:
+    """The sizes of updates: a pure function of a schedule, of changes, and of how many samples an epoch draws.
+
+    Args:
+        schedule: samples an update, or (update, current) -> samples.
+        num_ordered: how many samples an epoch draws.
+        drop_last: leave out an epoch's last update if it is smaller than asked.
+
+    ``world_size``, wherever it is asked for, is the least that an update may hold.
+
+    >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
+    >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
+    [(0, 2), (2, 6), (6, 9)]
+    """
+
+    def __init__(
+        self, schedule: int | BatchSizeSchedule, num_ordered: Callable[[], int], *, drop_last: bool = False
+    ) -> None:
+        self.schedule = schedule if callable(schedule) else constant(checked_samples(schedule))
+        self.num_ordered = num_ordered
+        self.drop_last = drop_last
+        self.changes: list[tuple[int, int, int]] = []
+        """(epoch, update, samples): set at run time, in force from that update on."""
+        self._starts: list[Cursor] = [Cursor()]
+
+    @property
+    def is_constant(self) -> bool:
+        return isinstance(self.schedule, constant) and not self.changes
+
+    def change(self, cursor: Cursor, samples: int, world_size: int = 1) -> int:
+        """Updates hold ``samples`` from the one behind ``cursor`` on. What an epoch drops stays dropped: behind its last
+        update comes the next epoch's first.
+
+        Returns:
+            The number of that update.
+        """
+        checked_samples(samples, name="samples")
+        over = next(self.spans(cursor, world_size), None) is None
+        when = (cursor.epoch + over, cursor.update)
+        self.changes = [c for c in self.changes if c[:2] < when] + [(*when, int(samples))]
+        self._starts = [start for start in self._starts if (start.epoch, start.update) <= when]
+        return cursor.update
+
+    def restore(self, changes: Iterable[Iterable[int]]) -> None:
+        """Take over another walk's changes."""
+        self.changes = [(int(epoch), int(update), int(samples)) for epoch, update, samples in changes]
+        self._starts = [Cursor()]
+
+    def samples_of(self, cursor: Cursor, world_size: int = 1) -> int:
+        """Samples that the update behind ``cursor`` is asked to hold."""
+        when = (cursor.epoch, cursor.update)
+        changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
+        samples = self.schedule(cursor.update, cursor.current) if changed is None else changed
+        checked_samples(samples, where=f" at update {cursor.update}")
+        if samples < world_size:
+            raise ConfigError(
+                f"`samples_per_update` ({samples} at update {cursor.update}) must be at least the number of ranks "
+                f"({world_size}), so that every rank has a sample in every update"
+            )
+        return int(samples)
+
+    def spans(self, cursor: Cursor, world_size: int = 1) -> Iterator[tuple[int, int, Cursor]]:
+        """(start, stop, cursor after) of the updates that remain of an epoch. Each size is looked up when its turn comes, so
+        that changes take effect."""
+        count = self.num_ordered()
+        while cursor.samples_used < count:
+            samples = self.samples_of(cursor, world_size)
+            start, stop = cursor.samples_used, min(cursor.samples_used + samples, count)
+            if self.drop_last and stop - start < samples:
+                return
+            cursor = cursor.after(stop, samples)
+            yield start, stop, cursor
+
+    def cursors(self, cursor: Cursor, world_size: int = 1) -> Iterator[Cursor]:
+        """Where each update that remains of an epoch ends."""
+        return (after for *_, after in self.spans(cursor, world_size))
+
+    def end(self, epoch: int, world_size: int = 1) -> Cursor:
+        """Where the last update of an epoch ends."""
+        cursor = self.start(epoch, world_size)
+        for after in self.cursors(cursor, world_size):
+            cursor = after
+        return cursor
+
+    def start(self, epoch: int, world_size: int = 1) -> Cursor:
+        """The beginning of an epoch."""
+        if self.is_constant:
+            size, updates = self.samples_of(Cursor(), world_size), epoch * self.num_updates(0, world_size)
+            seen = updates * size if self.drop_last else epoch * self.num_ordered()
+            return Cursor(epoch=epoch, update=updates, samples_seen=seen, current=size if updates else None)
+        while len(self._starts) <= epoch:
+            end = self.end(len(self._starts) - 1, world_size)
+            self._starts.append(replace(end, epoch=len(self._starts), samples_used=0))
+        return self._starts[epoch]
+
+    def num_updates(self, epoch: int, world_size: int = 1) -> int:
+        """Updates of a whole epoch."""
+        if self.is_constant:
+            count, size = self.num_ordered(), self.samples_of(Cursor(), world_size)
+            return count // size if self.drop_last else -(-count // size)
+        return sum(1 for _ in self.spans(self.start(epoch, world_size), world_size))

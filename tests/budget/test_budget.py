@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynagroup.budget.base import AdditiveCap, Budget, padded_tokens
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.memory.model import PaddedTokens
+from dynagroup.shapes import BatchShape
+from dynagroup.testing import assert_budget_law
+from tests import strategies
+
+LENGTHS = {"tokens": np.array([0, 1, 5, 9, 30, 60], np.int32), "patches": np.array([0, 9, 0, 40, 2, 7], np.int32)}
+
+
+@settings(max_examples=40)
+@given(st.one_of(strategies.budgets, strategies.capped_budgets))
+def test_no_budget_accepts_more_after_refusing_less(budget: Budget) -> None:
+    assert_budget_law(budget, LENGTHS, num_shapes=300)
+    if not isinstance(budget, MemoryBudget) and "patches" not in budget.fingerprint:
+        assert_budget_law(budget, {"tokens": LENGTHS["tokens"]}, num_shapes=300)
+
+
+def test_padded_budget_counts_the_padding_that_collation_adds() -> None:
+    budget = TokenBudget(64, pad_to_multiple_of=8)
+    assert budget.fits(BatchShape.of([4, 4, 8], longest=[16, 17, 8])).tolist() == [True, False, True]
+    assert padded_tokens(BatchShape.of(3, 17), budget).tolist() == [72]
+
+
+def test_packed_budget_counts_the_sum() -> None:
+    budget = TokenBudget(64, layout="packed")
+    assert budget.fits(BatchShape.of([4, 4], longest=[60, 60], total=[64, 65])).tolist() == [True, False]
+
+
+def test_empty_samples_cannot_make_a_batch_infinite() -> None:
+    assert TokenBudget(64).fits(BatchShape.of([64, 65], longest=0)).tolist() == [True, False]
+    assert TokenBudget(64).largest(np.array([0])).tolist() == [64]  # type: ignore[union-attr]
+
+
+def test_sequence_length_rule() -> None:
+    assert TokenBudget.from_sequence_length(2048, 4) == TokenBudget(16384)
+
+
+def test_memory_budget_always_accepts_what_is_no_harder_than_its_first_batch() -> None:
+    budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.5)
+    assert budget.fits(BatchShape.of([4, 3, 5, 2, 4], longest=[100, 100, 100, 101, 50])).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_memory_budget_takes_its_limit_from_the_data() -> None:
+    bound = MemoryBudget(2, model=PaddedTokens(), headroom=1.0).bind({"tokens": np.array([4, 10, 2], np.int32)})
+    assert bound.fits(BatchShape.of([5, 5], longest=[4, 5])).tolist() == [True, False]
+    limited = MemoryBudget(2, model=PaddedTokens(), headroom=1.0, max_growth=2).bind(
+        {"tokens": np.array([10], np.int32)}
+    )
+    assert limited.fits(BatchShape.of([4, 5], longest=1)).tolist() == [True, False]
+
+
+def test_combined_budgets_need_every_part() -> None:
+    both = TokenBudget(100) & AdditiveCap("patches", 10) & TokenBudget(50)
+    shape = BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]})
+    assert both.fits(shape).tolist() == [True, False, False]
+    assert both.largest(np.array([10])) is None
+    assert (TokenBudget(100) & TokenBudget(50)).largest(np.array([10])).tolist() == [5]  # type: ignore[union-attr]
+    assert (TokenBudget(100, pad_to_multiple_of=4) & TokenBudget(50, pad_to_multiple_of=6)).pad_to_multiple_of == 12
+
+
+def test_a_law_breaking_budget_is_caught() -> None:
+    class EvenOnly(Budget):
+        def fits(self, shape: BatchShape, /) -> np.ndarray:
+            return shape.num_samples % 2 == 0
+
+    with pytest.raises(AssertionError, match="but accepts it after a sample"):
+        assert_budget_law(EvenOnly(), LENGTHS)
+
+    class LongOnly(TokenBudget):
+        def fits(self, shape: BatchShape, /) -> np.ndarray:
+            return shape.longest["tokens"] > 10
+
+    with pytest.raises(AssertionError, match="but accepts it after"):
+        assert_budget_law(LongOnly(100), LENGTHS)
+
+    class Disagrees(TokenBudget):
+        def largest(self, longest: np.ndarray, /) -> np.ndarray:
+            return np.full(len(longest), 3)
+
+    with pytest.raises(AssertionError, match="`largest` says 3 samples"):
+        assert_budget_law(Disagrees(100), {"tokens": LENGTHS["tokens"]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenBudget(0), "`max_tokens` must be greater than 0 and finite, but is 0"),
+        (lambda: TokenBudget(1.5), "`max_tokens` must be a positive int, but is 1.5"),  # type: ignore[arg-type]
+        (lambda: TokenBudget(True), "`max_tokens` must be a positive int, but is True"),
+        (lambda: TokenBudget(8, max_samples=-1), "`max_samples` must be greater than 0"),
+        (lambda: TokenBudget(8, pad_to_multiple_of=0), "`pad_to_multiple_of` must be greater than 0"),
+        (lambda: TokenBudget(8, layout="ragged"), "`layout` must be 'padded' or 'packed', but is 'ragged'"),  # type: ignore[arg-type]
+        (lambda: TokenBudget.from_sequence_length(0, 4), "`sequence_length`"),
+        (lambda: AdditiveCap("", 4), "`stream` must be the name of a length stream"),
+        (lambda: AdditiveCap("patches", float("inf")), "`limit` must be a positive int"),  # type: ignore[arg-type]
+        (lambda: MemoryBudget(0), "`batch_size` must be greater than 0"),
+        (lambda: MemoryBudget(4, headroom=1.2), "at most 1.0, but is 1.2"),
+        (lambda: MemoryBudget(4, headroom=0.0), "`headroom` must be greater than 0"),
+        (lambda: MemoryBudget(4, max_growth=-1), "`max_growth`"),
+        (lambda: MemoryBudget(4, longest=0), "`longest` must be greater than 0"),
+        (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be greater than 0"),
+        (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),
+        (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
+        (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),
+        (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but lengths have"),
+    ],
+)
+def test_bad_arguments_name_themselves(make: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()  # type: ignore[operator]
+    assert message in str(caught.value)
+
+
+def test_bytes_budget_refuses_a_model_that_leaves_no_room() -> None:
+    class Model(PaddedTokens):
+        static_bytes = 90
+
+        def batch_bytes(self, shape: BatchShape, /) -> np.ndarray:
+            return shape.num_samples * shape.longest["tokens"] * 1.0
+
+    with pytest.raises(BudgetError, match="alone exceeds 90%"):
+        MemoryBudget.from_bytes(100, model=Model())
+    assert MemoryBudget.from_bytes(200, model=Model()).fits(BatchShape.of([9, 10], longest=10)).tolist() == [
+        True,
+        False,
+    ]

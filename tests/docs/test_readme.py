@@ -1,0 +1,114 @@
+"""Every python block of README and quickstart runs as printed on a tiny real dataset; figures are those of the results."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dynagroup.demo.corpus import docstrings, train_tokenizer
+from dynagroup.text import TokenizingCollator
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+
+
+@pytest.fixture
+def names() -> dict[str, Any]:
+    """What the pages take for granted: texts, a tokenizer, a tokenized dataset, a model and its optimizer."""
+    torch.manual_seed(0)
+    texts = [text[:200] for text in docstrings(at_least=40)[:40]]
+    tokenizer = train_tokenizer(texts, vocabulary=400)
+    dataset = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+    tokenize = TokenizingCollator(tokenizer, None, 1, labels=True)
+
+    def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        return tokenize([tokenizer.decode(s["input_ids"], skip_special_tokens=True) for s in samples])
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return {
+        **{"texts": texts, "tokenizer": tokenizer, "dataset": dataset, "collate": collate, "model": model},
+        **{"optimizer": optimizer, "DataLoader": DataLoader, "__name__": "page"},
+    }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_every_block_runs_as_printed(page, names):
+    found = blocks(page)
+    assert len(found) >= 3
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    for block in found:
+        exec(compile(block, page, "exec"), names)
+    if page == "README.md":
+        assert any(not torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+        assert names["output"].shape[0] == 8
+
+
+def test_a_broken_block_would_be_noticed(names):
+    with pytest.raises(ImportError):
+        exec("from dynagroup import no_such_name", names)
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()
+
+
+def test_figures_are_those_of_the_results():
+    tables = runpy.run_path(str(ROOT / "scripts" / "doc_tables.py"))
+    readme, benchmarks = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/benchmarks.md"))
+    message = "run scripts/doc_tables.py and copy its rows"
+    for row in tables["padding_rows"]():
+        assert row in readme, message
+    for row in tables["demo_rows"]():
+        assert row in benchmarks, message
+    assert tables["demo_sentence"]() in readme, message
+    assert tables["demo_sentence"]() in benchmarks, message
+
+
+def test_names_in_tables_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if line.startswith("|") and " from `dynagroup" in line]
+    assert len(rows) >= 4
+    for row in rows:
+        cell = row.split("|")[2]
+        (module,) = re.findall(r" from `(dynagroup[\w.]*)`", cell)
+        names = re.findall(r"`([A-Za-z_]\w*)", cell.split(" from `")[0])
+        assert names
+        assert all(hasattr(import_module(module), name) for name in names), row
+
+
+def test_named_scripts_and_commands_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for script in set(re.findall(r"bash (scripts/\S+\.sh)", readme)):
+        assert (ROOT / script).exists()

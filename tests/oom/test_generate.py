@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers  # noqa: F401
+
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.oom import LearningBudget
+from dynagroup.oom.generate import generate_with_oom_retry
+from tests.allocator import Allocator
+from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
+
+VOCAB, PAD, EOS = 31, 0, 2
+SMALL: Any = {"vocab_size": VOCAB, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1}
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=16, **SMALL)
+    )
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=3, n_head=2, n_positions=64, **SMALL))
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2, decoder_start_token_id=PAD, **SMALL)
+    )
+
+
+def bart() -> Any:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return BartForConditionalGeneration(
+        BartConfig(
+            d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, decoder_start_token_id=EOS,
+            forced_eos_token_id=None, **SMALL,
+        )
+    )  # fmt: skip
+
+
+BLOCKS = {
+    llama: lambda m: m.model.layers,
+    gpt2: lambda m: m.transformer.h,
+    t5: lambda m: m.encoder.block,
+    bart: lambda m: m.model.encoder.layers,
+}
+SEEDS = {llama: 6, gpt2: 3, t5: 3, bart: 4}  # with which samples end at different lengths
+LENGTHS = [3, 11, 5, 12, 2, 7, 9]
+
+
+@pytest.fixture(params=[llama, gpt2, t5, bart], ids=lambda f: f.__name__)
+def case(request: pytest.FixtureRequest) -> tuple[Any, Allocator, dict[str, torch.Tensor]]:
+    """A random model that ends at different lengths, an allocator in its third layer, and a padded batch."""
+    return build(request.param)
+
+
+def build(factory: Any) -> tuple[Any, Allocator, dict[str, torch.Tensor]]:
+    torch.manual_seed(SEEDS[factory])
+    model = factory().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)  # sharp, so that greedy choices have no ties and differ between samples
+    allocator = Allocator(float("inf"))
+    allocator.in_forward(BLOCKS[factory](model)[2])
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
+    for row, length in enumerate(LENGTHS):
+        left = not model.config.is_encoder_decoder
+        mask[row, -length:] = left
+        mask[row, :length] |= not left
+    ids = torch.randint(3, VOCAB, mask.shape, generator=generator).where(mask.bool(), torch.tensor(PAD))
+    return model, allocator, {"input_ids": ids, "attention_mask": mask}
+
+
+def with_limit(case: Any, limit: float, **kwargs: Any) -> tuple[Any, Any]:
+    """What the model gives unsplit, and what the retry gives when more than ``limit`` tokens do not fit."""
+    model, allocator, batch = case
+    whole = model.generate(**batch, **kwargs)
+    allocator.limit = limit
+    got = generate_with_oom_retry(model, batch, learned=LearningBudget(), **kwargs)
+    assert got.num_splits > 0
+    assert allocator.failures
+    return whole, got
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize(
+    ("limit", "kwargs"),
+    [
+        (12, {"max_new_tokens": 9}),
+        (40, {"max_new_tokens": 30}),
+        (12, {"max_new_tokens": 9, "num_beams": 3}),
+        (40, {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}),
+        (25, {"max_length": 20}),
+        (25, {"max_new_tokens": 9, "repetition_penalty": 1.3}),
+        (25, {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_length": 6}),
+        (25, {}),
+    ],
+    ids=str,
+)
+def test_the_output_is_the_unsplit_one_token_for_token(case: Any, limit: int, kwargs: dict[str, Any]) -> None:
+    rows = 1 if case[0].config.is_encoder_decoder else kwargs.get("num_beams", 1)  # encoders run before beams part
+    whole, got = with_limit(case, limit * rows, **kwargs)
+    assert torch.equal(got.sequences, whole)
+    assert not case[0].config.is_encoder_decoder or case[2]["input_ids"].shape[1] == max(LENGTHS)
+
+
+def test_samples_end_at_different_lengths(case: Any) -> None:
+    """So that the tests above say something about padding."""
+    model, _, batch = case
+    new = model.generate(**batch, max_new_tokens=30)[:, 0 if model.config.is_encoder_decoder else 12 :]
+    assert len({int((row == PAD).sum()) for row in new}) > 1
+
+
+def test_scores_and_beam_indices_are_put_together(case: Any) -> None:
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    whole, got = with_limit(case, 25, max_new_tokens=30, **options)
+    assert type(got.output) is type(whole)
+    assert torch.equal(got.sequences, whole.sequences)
+    assert len(got.output.scores) == len(whole.scores)
+    new = whole.sequences[:, -len(whole.scores) :]
+    for step, (a, b) in enumerate(zip(got.output.scores, whole.scores, strict=True)):
+        running = ~(new[:, :step] == EOS).any(1)  # after its end a sample's scores mean nothing
+        torch.testing.assert_close(a[running], b[running], rtol=1e-3, atol=1e-3)
+        assert a.shape == b.shape
+        ended_parts = torch.isinf(a).sum(1) == VOCAB - 1
+        assert (a[ended_parts].argmax(1) == PAD).all()
+    assert got.output.past_key_values is None
+
+
+def test_beam_scores_point_into_the_whole_batch(case: Any) -> None:
+    options: dict[str, Any] = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "num_beams": 3,
+        "num_return_sequences": 2,
+    }
+    whole, got = with_limit(case, 25 if case[0].config.is_encoder_decoder else 75, max_new_tokens=9, **options)
+    assert torch.equal(got.sequences, whole.sequences)
+    torch.testing.assert_close(got.output.sequences_scores, whole.sequences_scores, rtol=1e-3, atol=1e-4)
+    assert torch.equal(got.output.beam_indices, whole.beam_indices)
+    a, b = (case[0].compute_transition_scores(o.sequences, o.scores, o.beam_indices) for o in (got.output, whole))
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_custom_padding_token_fills_rows(case: Any) -> None:
+    model, allocator, batch = case
+    whole = model.generate(**batch, max_new_tokens=30, pad_token_id=7)
+    allocator.limit = 25
+    got = generate_with_oom_retry(model, batch, pad_token_id=7, max_new_tokens=30, learned=LearningBudget())
+    assert torch.equal(got.sequences, whole)
+
+
+def test_without_a_failure_the_output_is_generates_own(case: Any) -> None:
+    model, allocator, batch = case
+    output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=4)
+    assert num_splits == 0
+    assert torch.equal(output, model.generate(**batch, max_new_tokens=4))
+    ids_only = generate_with_oom_retry(
+        model, batch["input_ids"], max_new_tokens=4, attention_mask=batch["attention_mask"]
+    )
+    assert torch.equal(ids_only.output, output)
+    assert not allocator.failures
+
+
+def test_sampling_runs_in_parts_and_repeats_with_its_seed(case: Any) -> None:
+    model, allocator, batch = case
+    allocator.limit = 25
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append(generate_with_oom_retry(model, batch, do_sample=True, max_new_tokens=5, learned=LearningBudget()))
+    assert torch.equal(runs[0].output, runs[1].output)
+    assert len(runs[0].output) == len(LENGTHS)
+
+
+def test_what_failed_once_is_split_beforehand_for_the_rest_of_the_loop() -> None:
+    model, allocator, batch = build(llama)
+    allocator.limit = 40
+    splits = []
+    failures = []
+    for _ in range(3):
+        splits.append(generate_with_oom_retry(model, batch, max_new_tokens=4).num_splits)
+        failures.append(len(allocator.failures))
+    assert splits[0] > 0
+    assert failures[0] == failures[1] == failures[2]
+    assert splits[1:] == [splits[1]] * 2
+
+
+def test_failing_late_in_decoding_is_recovered_from() -> None:
+    """The first steps fit and the fifth does not: all that the attempt had generated is generated again."""
+    model, allocator, batch = build(llama)
+    whole = model.generate(**batch, max_new_tokens=9)
+    steps = []
+
+    def late(module: Any, args: Any, kwargs: Any) -> None:
+        rows, columns = args[0].shape[:2]
+        steps.append(rows)
+        if columns == 1 and rows > 4 and len(steps) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.model.layers[0].register_forward_pre_hook(late, with_kwargs=True)
+    assert torch.equal(generate_with_oom_retry(model, batch, max_new_tokens=9).output, whole)
+
+
+def test_a_cache_that_was_passed_in_is_not_spoiled_by_a_failed_attempt() -> None:
+    from transformers import DynamicCache
+
+    model, allocator, batch = build(llama)
+    seen = {k: v[:, :-1] for k, v in batch.items()}
+    kwargs: dict[str, Any] = {"max_new_tokens": 5}
+    caches = []
+    for _ in range(2):
+        caches.append(DynamicCache(config=model.config))
+        with torch.no_grad():
+            model(**seen, past_key_values=caches[-1], position_ids=(seen["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    whole = model.generate(**batch, past_key_values=caches[0], **kwargs)
+    allocator.limit = 3
+    got = generate_with_oom_retry(model, batch, past_key_values=caches[1], **kwargs)
+    assert torch.equal(got.output, whole)
+    assert caches[1].get_seq_length() == 11
+
+
+def test_a_per_sample_prefix_function_is_asked_by_position_in_the_batch() -> None:
+    model, allocator, batch = build(gpt2)
+    allowed = lambda sample, ids: [10 + sample]  # noqa: E731
+    whole = model.generate(**batch, max_new_tokens=3, prefix_allowed_tokens_fn=allowed)
+    allocator.limit = 25
+    got = generate_with_oom_retry(model, batch, max_new_tokens=3, prefix_allowed_tokens_fn=allowed)
+    assert torch.equal(got.output, whole)
+    assert whole[:, -1].tolist() == [10 + i for i in range(len(LENGTHS))]
+
+
+def test_a_prompt_that_does_not_fit_alone_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, allocator, batch = build(llama)
+    allocator.limit = 11
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(BudgetError, match=r"sample 3 .* even alone \(input_ids: \(1, 12\)"),
+    ):
+        generate_with_oom_retry(model, batch, max_new_tokens=3)
+    assert "out of memory generating for input_ids: (7, 12)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["streamer", "synced_gpus", "output_attentions", "output_hidden_states"])
+def test_what_cannot_be_honoured_in_parts_is_refused_before_anything_runs(name: str) -> None:
+    model, allocator, batch = build(llama)
+    with pytest.raises(ConfigError, match=f"`{name}` cannot be used with out-of-memory retry"):
+        generate_with_oom_retry(model, batch, **{name: True})
+    assert not allocator.claims
+
+
+def test_generation_with_a_config_object() -> None:
+    from transformers import GenerationConfig
+
+    model, allocator, batch = build(llama)
+    config = GenerationConfig(max_new_tokens=6, num_beams=2, pad_token_id=PAD, eos_token_id=EOS)
+    whole = model.generate(**batch, generation_config=config)
+    allocator.limit = 50
+    assert torch.equal(generate_with_oom_retry(model, batch, generation_config=config).output, whole)

@@ -1,0 +1,148 @@
+"""Out of memory on some ranks of a DistributedDataParallel job: real processes, real gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dynagroup.errors import AlignmentError, BudgetError
+from dynagroup.oom import LearningBudget, OomSafeBackward, gradients
+from tests.allocator import Allocator
+from tests.oom import training as loop
+
+
+def spawn(ranks: int, folder: Path, *jobs: Callable[[int, int], Any]) -> list[list[Any]]:
+    """Run every ``job(rank, size)`` on so many gloo ranks; [job][rank] -> what it returned."""
+    torch.multiprocessing.spawn(_rank, (ranks, str(folder), jobs), nprocs=ranks, join=True)
+    answers = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return [list(per_rank) for per_rank in zip(*answers, strict=True)]
+
+
+def _rank(rank: int, size: int, folder: str, jobs: tuple[Callable[[int, int], Any], ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), size, rank)
+    torch.save([job(rank, size) for job in jobs], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+NEVER = float("inf")
+CASES: list[tuple[str, bool, list[float]]] = [  # where, whether it learns, limit of each rank
+    ("forward", True, [40, 48]),
+    ("third layer", False, [NEVER, 48]),
+    ("backward", False, [48, NEVER]),
+    ("end of backward", False, [NEVER, 48]),
+]
+
+
+def several_places(rank: int, size: int) -> list[Any]:
+    answers = []
+    gradients._BUCKET_BYTES = 1024  # so that a small model has several
+    for place, learns, limits in CASES:
+        learned = LearningBudget() if learns else loop.Forgetful()
+        limit = limits[rank % len(limits)]
+        parameters, backward, failures = loop.train_with_failures(place, limit, rank=rank, size=size, learned=learned)
+        answers.append((parameters, failures, backward.learned.state_dict()["allowed"]))
+    return answers
+
+
+def check_several_places(untroubled: torch.Tensor, answers: list[list[Any]]) -> None:
+    for per_rank in zip(*answers, strict=True):
+        assert sum(failures for _, failures, _ in per_rank) > 0
+        assert len({tuple(learned) for _, _, learned in per_rank}) == 1  # so that later plans stay the same everywhere
+        for parameters, _, _ in per_rank:
+            assert (parameters - untroubled).abs().max() < 1e-8
+
+
+def no_way_out(rank: int, size: int) -> list[str]:
+    """Errors that must be the same on every rank."""
+    messages = []
+    model = loop.small_model()
+    Allocator(5 if rank == 1 else NEVER).in_forward(model.transformer.h[0])
+    ddp = DistributedDataParallel(model)
+    backward = OomSafeBackward(ddp)
+    batch = loop.batch_of(1)
+    with pytest.raises(BudgetError) as caught:
+        backward(lambda b: loop.mean_loss(ddp, b), batch)
+    messages.append(str(caught.value))
+    backward = OomSafeBackward(ddp, mode="skip")
+    result = backward(lambda b: loop.mean_loss(ddp, b), batch, indices=range(loop.SAMPLES))
+    messages.append(f"{result.skipped} {backward.skipped_indices} {[p.grad for p in model.parameters()].count(None)}")
+    return messages
+
+
+def a_rank_that_leaves(rank: int, size: int) -> str:
+    short = dist.new_group(timeout=timedelta(seconds=5))
+    ddp = DistributedDataParallel(loop.small_model(), process_group=short)
+    backward = OomSafeBackward(ddp)
+    if rank == 1:
+        return ""
+    with pytest.raises(AlignmentError) as caught:
+        backward(lambda b: loop.mean_loss(ddp, b), loop.batch_of(1))
+    return str(caught.value)
+
+
+def buffers_and_unused_parameters(rank: int, size: int) -> tuple[list[float], list[Any]]:
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.never = (torch.nn.Linear(2, 1).double() for _ in range(3))
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1 + rank
+            return (self.left if rank == 0 else self.right)(x)
+
+    torch.manual_seed(0)
+    model = Branches()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    backward = OomSafeBackward(ddp, weigh="samples", learned=LearningBudget())
+    for _ in range(2):
+        model.zero_grad()
+        backward(lambda x: ddp(x).mean(), torch.ones(4, 2, dtype=torch.float64))
+    gradients = [None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
+    return [float(model.seen)], gradients
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    """One start of two processes for all that is asked of them."""
+    jobs = (several_places, no_way_out, buffers_and_unused_parameters, a_rank_that_leaves)
+    return dict(zip(jobs, spawn(2, tmp_path_factory.mktemp("ranks"), *jobs), strict=True))
+
+
+def test_parameters_are_those_of_a_run_that_never_failed(two_ranks: dict[Any, list[Any]]) -> None:
+    check_several_places(loop.train_plainly(2), two_ranks[several_places])
+
+
+@pytest.mark.slow
+def test_the_same_on_four_ranks(tmp_path: Path) -> None:
+    check_several_places(loop.train_plainly(4), spawn(4, tmp_path, several_places)[0])
+
+
+def test_ranks_raise_and_skip_alike(two_ranks: dict[Any, list[Any]]) -> None:
+    first, second = two_ranks[no_way_out]
+    assert first == second
+    assert "on rank 1 even alone" in first[0]
+    assert first[1].startswith("True [0, 1, 2, 3, 4, 5]")
+
+
+def test_buffers_follow_the_first_rank_and_a_parameter_used_on_one_rank_is_averaged(
+    two_ranks: dict[Any, list[Any]],
+) -> None:
+    first, second = two_ranks[buffers_and_unused_parameters]
+    assert first == second
+    assert first[0] == [2.0]
+    assert first[1] == [[0.5, 0.5], [0.5], [0.5, 0.5], [0.5], None, None]
+
+
+def test_a_rank_that_leaves_is_an_error_within_the_timeout(two_ranks: dict[Any, list[Any]]) -> None:
+    assert "another rank was lost while gradients were exchanged" in two_ranks[a_rank_that_leaves][0]

@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.oom import LearningBudget, OomSafeBackward
+from dynagroup.testing import run_ranks
+from dynagroup.update.step import Share, Step
+from tests.allocator import Allocator
+from tests.oom import training as loop
+from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
+
+PLACES = ["forward", "third layer", "start of backward", "backward"]
+
+
+@pytest.fixture(scope="module")
+def untroubled() -> torch.Tensor:
+    return loop.train_plainly(1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_parameters_are_those_of_a_run_that_never_failed(place: str, untroubled: torch.Tensor) -> None:
+    parameters, backward, failures = loop.train_with_failures(place, limit=48, learned=loop.Forgetful())
+    assert failures > 5
+    assert backward.learned.report.num_ooms == failures
+    assert (parameters - untroubled).abs().max() < 1e-8
+    assert untroubled.abs().max() > 0.1
+
+
+def test_a_learned_limit_splits_beforehand(untroubled: torch.Tensor) -> None:
+    learned = LearningBudget(TokenBudget(10**6))
+    parameters, _, failures = loop.train_with_failures("backward", limit=30, learned=learned)
+    _, _, again = loop.train_with_failures("backward", limit=30, learned=learned)
+    assert (0 < failures < 8, again) == (True, 0)
+    assert (parameters - untroubled).abs().max() < 1e-8
+
+
+class Linear(torch.nn.Module):
+    """One weight vector, so gradients can be computed by hand; fails above a limit of samples."""
+
+    def __init__(self, allocator: Allocator, features: int = 2) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(features, dtype=torch.float64))
+        self.allocator = allocator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.allocator.claim(len(x))
+        return x @ self.weight
+
+
+def linear(limit: float, **options: Any) -> tuple[Linear, OomSafeBackward]:
+    model = Linear(Allocator(limit))
+    return model, OomSafeBackward(model, weigh="samples", **options)
+
+
+X = torch.arange(10, dtype=torch.float64).reshape(5, 2)
+
+
+def test_gradients_from_before_the_update_are_kept_in_the_tensor_that_holds_them() -> None:
+    model, backward = linear(limit=2)
+    held = model.weight.grad = torch.full((2,), 7.0, dtype=torch.float64)
+    backward(lambda x: model(x).mean(), X)
+    assert model.weight.grad is held
+    torch.testing.assert_close(held, X.mean(0) + 7)
+
+
+def test_a_sum_needs_no_weights() -> None:
+    model, backward = linear(limit=2)
+    backward._weigh = None
+    result = backward(lambda x: model(x).sum() / 5, X)
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, X.mean(0))
+    assert (result.num_parts, result.num_ooms) == (3, 2)
+
+
+def test_weights_may_come_from_the_user() -> None:
+    model = Linear(Allocator(1))
+    backward = OomSafeBackward(model, weigh=lambda batch: float(batch["w"].sum()))
+    batch = {"x": X[:2], "w": torch.tensor([1.0, 3.0])}
+    backward(lambda b: (model(b["x"]) * b["w"]).sum() / b["w"].sum(), batch)
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, (X[0] + 3 * X[1]) / 4)
+
+
+def test_a_part_without_labels_adds_nothing_instead_of_nan() -> None:
+    model = Linear(Allocator(1))
+    backward = OomSafeBackward(model, weigh="tokens")
+    batch = {"x": X[:3], "labels": torch.tensor([[-100], [4], [-100]])}
+
+    def loss(b: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(b["x"])[b["labels"][:, 0] != -100].mean()
+
+    result = backward(loss, batch)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == X[1].tolist()
+    assert result.num_parts == 1
+
+
+def test_earlier_batches_of_the_update_are_repeated_with_their_own_dropout() -> None:
+    """The second batch fails in backward, after gradients were added to: the first batch's come back bit for bit."""
+    torch.manual_seed(5)
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double()
+    first, second = X[:3], X[:4] + 1
+    limit = Allocator(len(second) - 1)
+    remove = limit.in_backward(layers[0])  # layers[2] has its gradient by then
+    backward = OomSafeBackward(layers, weigh="samples")
+    loss = lambda x: layers(x[None]).mean()  # noqa: E731  (hooks count samples times tokens)
+
+    torch.manual_seed(11)
+    limit.limit = 100
+    backward(loss, first, ends_update=False)
+    once = [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    torch.rand(3)  # the loop draws random numbers of its own in between
+    between = torch.get_rng_state()
+    limit.limit = 3
+    backward(loss, second)
+    after = torch.get_rng_state()
+    got = [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    assert len(limit.failures) == 1
+
+    remove()
+    torch.set_rng_state(between)
+    for parameter, gradient in zip(layers.parameters(), once, strict=True):
+        parameter.grad = gradient
+    for half in (second[:2], second[2:]):
+        (loss(half) / 2).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(layers.parameters(), got, strict=True) if p.grad is not None)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_a_sample_that_does_not_fit_alone_ends_the_update_with_clean_gradients() -> None:
+    model, backward = linear(limit=0)
+    with pytest.raises(BudgetError, match=r"sample 42 does not fit on rank 0 even alone .*min_samples=1.*truncate"):
+        backward(lambda x: model(x).mean(), X[:2], indices=[42, 43])
+    assert model.weight.grad is None
+    model.allocator.limit = 9
+    backward(lambda x: model(x).mean(), X)
+    assert model.weight.grad is not None  # the next update is none the worse
+    torch.testing.assert_close(model.weight.grad, X.mean(0))
+
+
+def test_min_samples_in_training() -> None:
+    model, backward = linear(limit=2, min_samples=2)
+    with pytest.raises(BudgetError, match="3 samples from sample 0 on do not fit"):
+        backward(lambda x: model(x).mean(), X)
+
+
+def test_the_gradient_scaler_is_left_alone() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, backward = linear(limit=2, backward=lambda loss: scaler.scale(loss).backward())
+    backward(lambda x: model(x).mean(), X)
+    assert scaler.get_scale() == 8.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(model.weight.detach(), -X.mean(0))
+
+
+def test_other_errors_pass_through() -> None:
+    model, backward = linear(limit=9)
+    with pytest.raises(RuntimeError, match="mat1 and mat2|size mismatch|inconsistent"):
+        backward(lambda x: model(x).mean(), torch.ones(2, 3, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r"`compute_loss` must return a scalar, but returned shape \(5,\)"):
+        backward(lambda x: model(x), X)
+
+
+def test_without_protection_nothing_is_caught() -> None:
+    model, backward = linear(limit=2, mode=None)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(lambda x: model(x).mean(), X)
+    backward(lambda x: model(x).mean(), X[:2])
+    assert model.weight.grad is not None
+
+
+def test_skipping_counts_and_names_what_it_leaves_out() -> None:
+    model, backward = linear(limit=3, mode="skip")
+    torch.manual_seed(0)
+    kept = backward(lambda x: model(x).mean(), X[:2], loss_scale=0.5, ends_update=False, indices=[0, 1])
+    state = torch.get_rng_state()
+    left_out = backward(lambda x: model(x + torch.rand(1)).mean(), X, loss_scale=0.5, indices=[2, 3, 4, 5, 6])
+    assert (kept.skipped, left_out.skipped, bool(left_out.loss.isnan())) == (False, True, True)
+    assert backward.skipped_indices == [2, 3, 4, 5, 6]
+    assert backward.learned.report.num_skipped == 5
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, 0.5 * X[:2].mean(0))
+
+
+def test_a_step_of_a_loader_and_an_idle_one() -> None:
+    model, backward = linear(limit=2)
+    step = Step(X, range(5), Share(5, 5), Share(5, 5), loss_scale=2.0, ends_update=False)
+    backward.step(lambda x: model(x).mean(), step)
+    idle = Step(X, (), Share(0, 5), Share(0, 5), loss_scale=0.0, ends_update=True, idle=True)
+    assert backward.step(lambda x: model(x).mean(), idle).num_parts == 0
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, 2 * X.mean(0))
+
+
+def test_all_ranks_skip_what_one_could_not_run() -> None:
+    def rank(world: Any) -> tuple[list[bool], list[float], list[int]]:
+        model, backward = linear(limit=3 if world.rank == 1 else 9, mode="skip", world=world)
+        loss = lambda x: model(x).mean()  # noqa: E731
+        results = [
+            backward(loss, X[:2], ends_update=False, indices=[0, 1]),
+            backward(loss, X, ends_update=False, indices=[2, 3, 4, 5, 6]),
+            backward(loss, X[:3], indices=[7, 8, 9]),
+        ]
+        assert model.weight.grad is not None
+        return [r.skipped for r in results], model.weight.grad.tolist(), backward.skipped_indices
+
+    both = run_ranks(2, rank)
+    expected = (X[:2].mean(0) + X[:3].mean(0)).tolist()
+    assert both == [([False, True, False], expected, [2, 3, 4, 5, 6])] * 2
+
+
+def test_all_ranks_raise_alike_and_learn_alike() -> None:
+    def rank(world: Any) -> tuple[str, float]:
+        model, backward = linear(limit=0 if world.rank == 1 else 9, world=world)
+        loss = lambda x: model(x).mean()  # noqa: E731
+        backward(loss, X, ends_update=False, indices=range(5))
+        with pytest.raises(BudgetError) as caught:
+            backward(loss, X, indices=range(5, 10))
+        return str(caught.value), float(backward.learned.state_dict()["allowed"][1])
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert "sample 0 does not fit on rank 1 even alone" in first[0]
+
+
+def test_ranks_vote_once_an_update() -> None:
+    def rank(world: Any) -> int:
+        model, backward = linear(limit=9, world=world)
+        for k in range(4):
+            backward(lambda x: model(x).mean(), X, ends_update=k == 3)
+        return world.num_exchanges
+
+    assert run_ranks(2, rank) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "again"}, "`mode` must be 'retry', 'skip' or None, but is 'again'"),
+        ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples', 'sum' or a function of a batch, but is 'bytes'"),
+        ({"min_samples": 0}, "`min_samples` must be an int of at least 1"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OomSafeBackward(Linear(Allocator(1)), **options)
+
+
+def test_weighing_tokens_needs_labels() -> None:
+    model, _ = linear(limit=2)
+    backward = OomSafeBackward(model)
+    with pytest.raises(
+        ConfigError, match=r"weigh='tokens' counts `labels`, which the batch \(\(3, 2\)\) does not have"
+    ):
+        backward(lambda x: model(x).mean(), X)
+
+
+def test_whether_labels_are_shifted_is_the_models_to_say() -> None:
+    """Weights must be what the model's own loss is a mean of, for decoders and for the rest."""
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    small: Any = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "vocab_size": 23,
+    }
+    t5 = T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0)
+    t5.decoder_start_token_id = 0
+    torch.manual_seed(0)
+    models = [
+        loop.small_model(),
+        LlamaForCausalLM(LlamaConfig(**small)),
+        BertForMaskedLM(BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+        T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=23,
+                d_model=8,
+                d_kv=4,
+                d_ff=8,
+                num_layers=1,
+                num_heads=2,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+            )
+        ),
+    ]
+    ids = torch.randint(1, 23, (4, 6))
+    labels = ids.clone()
+    labels[1, 0] = labels[2, 3:] = -100
+    for model in models:
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        model(**batch).loss.backward()
+        whole = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        backward = OomSafeBackward(model)
+        learned = backward.learned
+        learned.record_failed_cost(12.0)  # so it is split beforehand, without failing
+        assert backward(lambda b, m=model: m(**b).loss, batch).num_parts == 4
+        parts = [p.grad for p in model.parameters() if p.grad is not None]
+        for a, b in zip(parts, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=type(model).__name__)
+
+
+def test_sharded_models_are_refused() -> None:
+    class FSDPModule(torch.nn.Linear):
+        pass
+
+    with pytest.raises(ConfigError, match="`model` contains FSDPModule, whose ranks exchange parameters"):
+        OomSafeBackward(torch.nn.Sequential(FSDPModule(1, 1)))
+
+
+def test_the_loss_of_a_split_batch_is_the_whole_batchs() -> None:
+    model, backward = linear(limit=2)
+    with torch.no_grad():
+        model.weight += 1
+    result = backward(lambda x: F.mse_loss(model(x), torch.zeros(len(x)).double()), X, loss_scale=0.1)
+    with torch.no_grad():
+        assert result.loss.item() == pytest.approx(F.mse_loss(X @ model.weight, torch.zeros(5).double()).item())

@@ -1,0 +1,93 @@
+"""Reports say what the plan says; pictures are made without touching global state."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.memory.model import PaddedTokens
+from dynagroup.plan.report import draw_padding, fixed_padding, format_table, new_figure
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+
+LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
+
+
+def report(budget, lengths=LENGTHS, **options) -> str:
+    return LengthAwareBatchSampler(lengths, budget, rank=0, **{"world_size": 2, **options}).plan.report()
+
+
+def test_a_report_shows_the_plans_own_figures():
+    plan = LengthAwareBatchSampler(LENGTHS, TokenBudget(2000), rank=0, world_size=2).plan
+    text = plan.report()
+    stats = plan.statistics
+    assert text.startswith("epoch 0: 300 samples for 2 ranks, padded layout")
+    for shown in (f"{stats['real_tokens']:,}", f"{stats['padded_tokens']:,}", f"{stats['padding']:.1%}"):
+        assert shown in text
+    assert f"{plan.num_steps}, {plan.num_updates}" in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_the_row_about_fixed_batches_is_larger_where_lengths_vary():
+    line = next(line for line in report(TokenBudget(2000)).splitlines() if "shuffled batches of" in line)
+    assert float(line.split()[-4].rstrip("%")) > 30
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_every_layout_and_an_empty_dataset_have_a_report(layout):
+    assert "padding" in report(TokenBudget(500, layout=layout))
+    assert "0 samples" in report(TokenBudget(500, layout=layout), [])
+
+
+def test_a_memory_budget_shows_its_predicted_peak():
+    text = report(MemoryBudget(8, model=PaddedTokens(), headroom=0.9), world_size=1)
+    line = next(line for line in text.splitlines() if "predicted peak memory, share of the hardest batch" in line)
+    assert 50 < float(line.split()[-1].rstrip("%")) <= 100
+
+
+def test_oversize_samples_are_counted():
+    with pytest.warns(UserWarning, match="do not fit"):
+        text = report(TokenBudget(100), [50, 500, 600, 20], world_size=1)
+    assert text.splitlines()[-2].split()[-1] == "2"
+
+
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9), st.integers(1, 8))
+def test_fixed_padding_is_what_padding_each_batch_gives(lengths, batch_size, multiple):
+    shuffled = np.random.default_rng(3).permutation(np.array(lengths, np.int64))
+    batches = [shuffled[i : i + batch_size] for i in range(0, len(shuffled), batch_size)]
+    padded = sum(len(b) * -(-max(b) // multiple) * multiple for b in batches)
+    found = fixed_padding(np.array(lengths), batch_size, pad_to_multiple_of=multiple, seed=3)
+    if padded:
+        assert found == pytest.approx(1 - sum(lengths) / padded)
+
+
+def test_a_plot_has_three_pictures_and_leaves_pyplot_alone():
+    before = "matplotlib.pyplot" in sys.modules
+    figure = LengthAwareBatchSampler(LENGTHS, TokenBudget(2000), rank=0, world_size=2).plan.plot()
+    assert [axes.get_title() for axes in figure.axes][0] == "lengths"
+    assert "padding" in figure.axes[1].get_title()
+    assert len(figure.axes) == 3
+    assert ("matplotlib.pyplot" in sys.modules) == before
+
+
+def test_an_empty_plan_can_be_drawn(tmp_path):
+    LengthAwareBatchSampler([], TokenBudget(20), rank=0, world_size=1).plan.plot().savefig(tmp_path / "x.png")
+
+
+def test_a_long_run_is_drawn_with_few_samples():
+    axes = new_figure(3, 3).subplots()
+    draw_padding(axes, [np.arange(1, 11)] * 5000)
+    assert axes.get_xlim()[1] <= 2000
+
+
+def test_columns_line_up():
+    assert format_table(["a", "b"], [["long name", "1"], ["x", "1000"]]).splitlines() == [
+        "a             b",
+        "long name     1",
+        "x          1000",
+    ]

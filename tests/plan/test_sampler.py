@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dynagroup.budget.base import Budget
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.errors import ConfigError, StateError
+from dynagroup.plan.cut import friendly_size, multiple_of
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
+from dynagroup.world import World
+from tests import strategies
+
+LENGTHS = np.random.default_rng(0).lognormal(4, 1, 300).astype(np.int32).clip(max=1024)
+BUDGET = TokenBudget(1024)
+
+
+def sampler(rank: int | None = 0, world_size: int | None = 1, **options: Any) -> LengthAwareBatchSampler:
+    return LengthAwareBatchSampler(LENGTHS, BUDGET, rank=rank, world_size=world_size, **options)
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"shuffle": True},
+    {"shuffle": True, "window": 40},
+    {"window": 64, "round_batch": multiple_of(4)},
+    {"samples_per_update": 37},
+    {"shuffle": True, "uneven": "drop"},
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(strategies.lengths, strategies.budgets, st.sampled_from(MODES), st.integers(1, 16), st.integers(0, 2))
+def test_ranks_together_emit_the_plan(values: list[int], budget: Budget, mode: dict, ranks: int, epoch: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mine = [LengthAwareBatchSampler(values, budget, rank=r, world_size=ranks, **mode) for r in range(ranks)]
+        for one in mine:
+            one.set_epoch(epoch)
+        emitted = [list(one) for one in mine]
+        plan = mine[0].plan
+        assert {len(batches) for batches in emitted} == {len(mine[0])} == {plan.num_steps}
+        assert [[batches[step] for batches in emitted] for step in range(plan.num_steps)] == list(plan.rows)
+        every = LengthAwareBatchSampler(values, budget, world_size=ranks, **mode)
+        every.set_epoch(epoch)
+        assert list(every) == [batch for row in plan.rows for batch in row]
+        assert len(every) == plan.num_steps * ranks
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (3, 3), (3, 2), (1, 4), (4, 1)])
+def test_resumes_exactly(mode: dict[str, Any], before: int, after: int) -> None:
+    if mode.get("uneven") == "drop" and before != after:
+        pytest.skip("which samples cannot fill a row depends on the number of ranks")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="too few samples for an equal number of steps")
+        make = lambda world: sampler(world.rank, world.size, **mode)  # noqa: E731
+        steps = range(0, len(sampler(0, before, **mode)), 1 if before == after == 1 else 4)
+        if before == after or not mode.get("samples_per_update"):
+            assert_resumes_exactly(make, world_size=before, resume_world_size=after, steps=steps, fillers=after - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    strategies.lengths,
+    strategies.token_budgets,
+    st.sampled_from(MODES[:5]),
+    st.lists(st.integers(1, 7), min_size=2, max_size=4),
+    st.data(),
+)
+def test_resumes_again_and_again_on_other_numbers_of_ranks(
+    values: list[int], budget: Budget, mode: dict, sizes: list[int], data: st.DataObject
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        counts = np.zeros(len(values), int)
+        fillers = 0
+        state = None
+        for number, size in enumerate(sizes):
+            ranks = [LengthAwareBatchSampler(values, budget, rank=r, world_size=size, **mode) for r in range(size)]
+            for one in ranks:
+                if state is not None:
+                    one.load_state_dict(state)
+                    one.set_epoch(0)
+            steps = None if number == len(sizes) - 1 else data.draw(st.integers(0, 12))
+            for row in islice(zip(*ranks, strict=True), steps):
+                for batch in row:
+                    counts[batch] += 1
+            fillers += len(ranks[0].plan.repeated)
+            state = ranks[0].state_dict()
+        assert (counts >= 1).all()  # nothing is lost, however often the number of ranks changes
+        assert counts.sum() - len(values) <= fillers  # and only listed fillers come twice
+
+
+def test_literal_state_is_small_and_json_able() -> None:
+    one = sampler(shuffle=True, window=40)
+    batches = iter(one)
+    for _ in range(5):
+        next(batches)
+    state = one.state_dict()
+    assert (state["epoch"], state["window_size"]) == (0, 40)
+    assert state["windows_done"] * 40 + sum(rows for _, rows in state["segments"]) > 0
+    assert set(state) == {
+        "version", "fingerprint", "identity", "epoch", "window_size", "windows_done", "segments", "learned", "order",
+    }  # fmt: skip
+
+
+def test_resuming_plans_only_what_comes() -> None:
+    one = sampler(shuffle=True, window=40)
+    list(one)
+    state = {**one.state_dict(), "windows_done": 6, "segments": []}
+    other = sampler(shuffle=True, window=40)
+    other.load_state_dict(state)
+    asked = []
+    cut = other._planner._cut
+    other._planner._cut = lambda *args: (asked.append(1), cut(*args))[1]  # type: ignore[method-assign]
+    next(iter(other))
+    assert len(asked) == 1
+
+
+def test_epochs_advance_by_themselves_and_by_set_epoch() -> None:
+    one, other = sampler(shuffle=True), sampler(shuffle=True)
+    first, second = list(one), list(one)
+    assert first != second
+    other.set_epoch(1)
+    other.set_epoch(1)  # frameworks say it twice
+    assert list(other) == second
+    other.set_epoch(0)
+    assert list(other) == first
+    other.sampler.set_epoch(1)  # what accelerate and Lightning reach
+    assert list(other) == second
+    with pytest.raises(ConfigError, match="`epoch` must be an int of at least 0, but is -1"):
+        one.set_epoch(-1)
+
+
+def test_a_state_from_the_end_of_an_epoch_continues_with_the_next() -> None:
+    one, unbroken = sampler(shuffle=True), sampler(shuffle=True)
+    list(one)
+    list(unbroken)
+    other = sampler(shuffle=True)
+    other.load_state_dict(one.state_dict())
+    assert list(other) == list(unbroken)
+    other.load_state_dict(one.state_dict())
+    other.set_epoch(0)  # a loop that counts its epochs itself: nothing of epoch 0 remains
+    assert list(other) == []
+
+
+def test_a_framework_that_counts_from_zero_after_a_resume_does_not_lose_the_place() -> None:
+    one = sampler(shuffle=True)
+    list(one)
+    it = iter(one)
+    next(it)
+    rest = list(copy.deepcopy(one.plan.rows))[1:]
+    other = sampler(shuffle=True)
+    other.load_state_dict(one.state_dict())
+    other.sampler.set_epoch(0)
+    assert list(other) == [row[0] for row in rest]
+    other.sampler.set_epoch(1)
+    third = sampler(shuffle=True)
+    third.set_epoch(2)
+    assert list(other) == list(third)
+
+
+def test_foreign_states_are_refused_with_what_differs() -> None:
+    state = sampler().state_dict()
+    with pytest.raises(StateError, match="seed: 0 then, 4 now"):
+        sampler(seed=4).load_state_dict(state)
+    with pytest.raises(StateError, match=f"belongs to plan {state['fingerprint']}, this run has"):
+        LengthAwareBatchSampler(LENGTHS // 2, BUDGET).load_state_dict(state)
+    with pytest.raises(StateError, match="version 9, this dynagroup reads version 1"):
+        sampler().load_state_dict({**state, "version": 9})
+    with pytest.raises(StateError, match="'epoch'.* missing"):
+        sampler().load_state_dict({"version": 1})
+    with pytest.raises(StateError, match="is damaged"):
+        sampler().load_state_dict({**state, "windows_done": -1})
+    with pytest.raises(StateError, match="states differ"):
+        sampler().load_state_dict([state, {**state, "epoch": 3}])
+    one = sampler()
+    next(iter(one))
+    with pytest.raises(StateError, match="`num_steps` must be from 0 to the 1 steps handed out, but is 2"):
+        one.state_dict(num_steps=2)
+
+
+def test_given_order_is_read_once_an_epoch_and_checked() -> None:
+    order = RandomSampler(range(300), generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+    one = sampler(order=order, samples_per_update=50)
+    expected = list(RandomSampler(range(300), generator=torch.Generator().manual_seed(3)))  # type: ignore[arg-type]
+    seen = [index for batch in list(one)[:] for index in batch]
+    assert [set(seen[k : k + 50]) for k in range(0, 300, 50)] == [set(expected[k : k + 50]) for k in range(0, 300, 50)]
+    weighted = sampler(order=[5, 5, 7, 9], shuffle=True)
+    assert_conserves(weighted, [5, 5, 7, 9])
+    with pytest.raises(ConfigError, match="gives index 300, but there are lengths for 300 samples"):
+        list(sampler(order=[3, 300]))
+    with pytest.raises(ConfigError, match="must give integer indices, but gives float64"):
+        list(sampler(order=[0.5]))  # type: ignore[list-item]
+    state = one.state_dict()
+    with pytest.raises(StateError, match="gives other indices in epoch 0"):
+        sampler(order=range(300), samples_per_update=50).load_state_dict(state)
+
+
+def test_a_seeded_order_is_found_again_in_a_later_epoch() -> None:
+    def make() -> LengthAwareBatchSampler:
+        order = RandomSampler(range(300), generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+        return sampler(order=order, samples_per_update=50)
+
+    one = make()
+    list(one)
+    list(one)
+    third = list(one)
+    it = iter(two := make())
+    list(it)
+    state = two.state_dict()
+    resumed = make()
+    resumed.load_state_dict({**state, "epoch": 2, "windows_done": 0, "order": one.state_dict()["order"]})
+    assert list(resumed) == third
+
+
+def test_warnings_and_errors_of_samples_that_do_not_fit() -> None:
+    with pytest.warns(UserWarning, match=r"1 samples do not fit .* alone and are emitted alone; .* sample 1 with 99"):
+        LengthAwareBatchSampler([3, 99], TokenBudget(10), rank=0, world_size=1)
+    with pytest.warns(UserWarning, match=r"samples \[1\] stand in a row a second time"):
+        list(LengthAwareBatchSampler([9, 3, 9], TokenBudget(10), rank=0, world_size=2))
+
+
+def test_rank_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"`rank` \(1\) needs `world_size`"):
+        sampler(1, None)
+    with pytest.raises(ConfigError, match="`rank` must be from 0 to `world_size` - 1"):
+        sampler(4, 4)
+    with pytest.raises(ConfigError, match="`world_size` must be an int of at least 1, but is 0"):
+        sampler(None, 0)
+    assert not hasattr(sampler(None, 4), "batch_size")
+    assert not hasattr(sampler(0, 1), "batch_size")
+    with pytest.raises(ConfigError, match="would shard it a second time"):
+        _ = sampler(1, 4).batch_size
+
+
+class Items(Dataset):
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"},
+        {"num_workers": 1, "multiprocessing_context": "spawn"},
+    ],
+    ids=str,
+)
+def test_plain_dataloader(options: dict[str, Any]) -> None:
+    loader = DataLoader(Items(), batch_sampler=sampler(shuffle=True), **options)
+    reference = sampler(shuffle=True)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == list(reference)
+    assert len(loader) == len(reference)
+
+
+def test_state_with_workers_counts_what_training_used() -> None:
+    one = sampler(shuffle=True)
+    loader = DataLoader(Items(), batch_sampler=one, num_workers=2, prefetch_factor=4)
+    batches = iter(loader)
+    used = [next(batches).tolist() for _ in range(3)]
+    state = one.state_dict(num_steps=3)
+    other = sampler(shuffle=True)
+    other.load_state_dict(state)
+    assert used + list(other) == list(sampler(shuffle=True))
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 3, -1])
+def test_stateful_dataloader_resumes_exactly(num_workers: int, stop: int) -> None:
+    def make() -> StatefulDataLoader:
+        return StatefulDataLoader(Items(), batch_sampler=sampler(shuffle=True), num_workers=num_workers)
+
+    reference = sampler(shuffle=True)
+    whole, following = list(reference), list(reference)
+    stop = len(whole) if stop < 0 else stop
+    loader = make()
+    batches = iter(loader)
+    for _ in range(stop):
+        next(batches)
+    state = loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state)
+    rest = [batch.tolist() for batch in resumed]
+    assert rest in ([whole[stop:]] if stop < len(whole) else [[], following])
+    if rest:
+        assert [batch.tolist() for batch in resumed] == (following if stop < len(whole) else list(reference))
+
+
+def test_every_rank_of_a_world_sees_its_own_column() -> None:
+    def run(world: World) -> list[list[int]]:
+        return list(sampler(world.rank, world.size, shuffle=True, round_batch=friendly_size))
+
+    columns = run_ranks(4, run)
+    assert len({len(column) for column in columns}) == 1
+    assert_conserves((batch for column in columns for batch in column), range(300))

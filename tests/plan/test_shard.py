@@ -1,0 +1,57 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynagroup import BudgetError, ConfigError, TokenBudget
+from dynagroup.plan.shard import shard_micro_batches
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=24, max_size=120),
+    num_ranks=st.integers(1, 6),
+    multiple_of=st.integers(1, 4),
+    layout=st.sampled_from(["padded", "packed"]),
+)
+def test_ranks_get_equally_many_batches_that_fit_and_every_sample_once(lengths, num_ranks, multiple_of, layout):
+    budget = TokenBudget(100, layout=layout)
+    shards = shard_micro_batches(lengths, num_ranks, budget, multiple_of=multiple_of)
+    counts = {len(rank) for rank in shards}
+    assert len(shards) == num_ranks
+    assert len(counts) == 1
+    assert counts.pop() % multiple_of == 0
+    assert sorted(i for rank in shards for batch in rank for i in batch) == list(range(len(lengths)))
+    for rank in shards:
+        for batch in rank:
+            longest = [lengths[i] for i in batch]
+            assert (max(longest) * len(batch) if layout == "padded" else sum(longest)) <= 100
+
+
+def test_ranks_carry_about_the_same_load():
+    lengths = np.random.default_rng(0).lognormal(5, 1, 512).clip(8, 2000).astype(int)
+    shards = shard_micro_batches(lengths, 8, TokenBudget(8192))
+    loads = [sum(max(lengths[i] for i in batch) * len(batch) for batch in rank) for rank in shards]
+    assert max(loads) / (sum(loads) / 8) < 1.05
+
+
+def test_a_sample_that_does_not_fit_is_named():
+    with pytest.raises(BudgetError, match=r"sample 1 \(12 tokens\) does not fit even alone"):
+        shard_micro_batches([3, 12], 1, TokenBudget(10))
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(ConfigError, match="3 samples cannot be divided into a multiple of num_ranks x multiple_of = 4"):
+        shard_micro_batches([3, 3, 3], 4, TokenBudget(10))
+
+
+def test_sharding_needs_no_torch():
+    code = "import sys, dynagroup.plan.shard; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_to_shard():
+    assert shard_micro_batches([], 2, TokenBudget(10)) == [[], []]

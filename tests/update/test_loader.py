@@ -1,0 +1,203 @@
+"""Laws of a loader whose items are updates."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynagroup import AlignmentError, ConfigError, StateError, TokenBudget
+from dynagroup.plan.order import epoch_order
+from dynagroup.testing import run_ranks
+from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.schedule import doubling, linear_ramp
+
+LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
+BUDGET = TokenBudget(80)
+
+
+def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, **settings):
+    return UpdateLoader(range(len(lengths)) if data is None else data, lengths, budget, collate_fn=list, **settings)
+
+
+def samples(update):
+    return sorted(index for step in update if not step.idle for index in step.batch)
+
+
+def test_updates_hold_the_samples_that_fixed_batches_would():
+    order = epoch_order(53, seed=3, epoch=1)
+    loader = loader_of(samples_per_update=10, seed=3)
+    loader.set_epoch(1)
+    expected = [sorted(order[k : k + 10].tolist()) for k in range(0, 53, 10)]
+    assert [samples(update) for update in loader] == expected
+    assert len(loader) == len(expected) == 6
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.integers(4, 30), ranks=st.integers(1, 4), workers=st.just(0), free=st.booleans())
+def test_every_sample_once_equal_steps_and_weights_that_add_up(size, ranks, workers, free):
+    def one(world):
+        loader = loader_of(
+            samples_per_update=None if free else size, world=world, weigh=lambda batch: float(sum(batch))
+        )
+        return list(loader), len(loader)
+
+    on_ranks = run_ranks(ranks, one)
+    assert len({(tuple(len(u) for u in updates), count) for updates, count in on_ranks}) == 1
+    assert len(on_ranks[0][0]) == on_ranks[0][1]
+    assert sorted(i for updates, _ in on_ranks for update in updates for i in samples(update)) == list(range(53))
+    for number in range(on_ranks[0][1]):
+        steps = [step for updates, _ in on_ranks for step in updates[number]]
+        total = sum(sum(step.batch) for step in steps if not step.idle)
+        assert all(step.weight.total == total for step in steps)
+        assert sum(step.loss_scale for step in steps) == pytest.approx(ranks if total else 0)
+        assert all(step.samples.total == sum(s.samples.local for s in steps) for step in steps)
+        for step in steps:
+            assert len(step.batch) * max(LENGTHS[i] for i in step.batch) <= 80
+
+
+@pytest.mark.parametrize(
+    "settings", [{"samples_per_update": 7}, {"samples_per_update": linear_ramp(4, 9, num_updates=9)}, {}]
+)
+@pytest.mark.parametrize("resumed_ranks", [1, 2])
+def test_a_run_resumes_at_every_update(settings, resumed_ranks):
+    def remaining(loader, epochs=2):
+        found = []
+        for epoch in range(loader.next_epoch, epochs):
+            loader.set_epoch(epoch)
+            found += [samples(update) for update in loader]
+        return found
+
+    whole = remaining(loader_of(**settings))
+    for stop in range(len(whole) + 1):
+        first, used, state = loader_of(**settings), [], None
+        state = first.state_dict()
+        for epoch in range(2):
+            first.set_epoch(epoch)
+            for update in first:
+                if len(used) == stop:
+                    break
+                used.append(samples(update))
+                state = json.loads(json.dumps(first.state_dict()))
+            if len(used) == stop:
+                break
+
+        def rest(world, state=state):
+            loader = loader_of(world=world, **settings)
+            loader.load_state_dict(state)
+            return remaining(loader)
+
+        on_ranks = run_ranks(resumed_ranks, rest)
+        if "samples_per_update" in settings:  # the same updates, on any number of ranks
+            together = [sorted(sum(parts, [])) for parts in zip(*on_ranks, strict=True)]
+            assert used + together == whole
+        elif resumed_ranks == 1:
+            assert used + on_ranks[0] == whole
+        else:
+            flat = [i for part in (used, *on_ranks) for update in part for i in update]
+            assert sorted(flat) == sorted([*range(53)] * 2)
+
+
+def test_schedules_end_an_epoch_by_samples_with_and_without_its_tail():
+    schedule = doubling(8, milestones=(2,))
+    assert [len(samples(u)) for u in loader_of(samples_per_update=schedule)] == [8, 8, 16, 16, 5]
+    dropping = loader_of(samples_per_update=schedule, drop_last=True)
+    assert [len(samples(u)) for u in dropping] == [8, 8, 16, 16]
+    assert (len(dropping), dropping.num_updates(1)) == (4, 3), "16 samples an update from the next epoch on"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_change_at_run_time_takes_effect_at_the_update_it_names(workers):
+    loader = loader_of(samples_per_update=4, num_workers=workers, prefetch_factor=2 if workers else None)
+    sizes, first = [], None
+    for number, update in enumerate(loader):
+        sizes.append(len(samples(update)))
+        if number == 1:
+            first = loader.set_samples_per_update(10)
+            state = loader.state_dict()
+    assert first is not None
+    assert sizes[:first] == [4] * first
+    assert set(sizes[first:-1]) == {10}
+    assert first - 2 <= workers * 2, "the delay is at most what workers prefetch"
+    resumed = loader_of(samples_per_update=4)
+    resumed.load_state_dict(state)
+    assert [len(samples(update)) for update in resumed] == sizes[2:]
+
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return float(torch.rand(()))
+
+
+def test_workers_process_a_resumed_run_alike():
+    def run(loader):
+        return [[step.batch for step in update] for update in loader]
+
+    whole = run(loader_of(data=Noise(), samples_per_update=12, num_workers=2))
+    first = loader_of(data=Noise(), samples_per_update=12, num_workers=1)
+    for number, _ in enumerate(first):
+        if number == 1:
+            break
+    resumed = loader_of(data=Noise(), samples_per_update=12, num_workers=1)
+    resumed.load_state_dict(first.state_dict())
+    assert run(resumed) == whole[2:]
+
+
+def test_iterating_leaves_the_global_random_state_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(loader_of(samples_per_update=12))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_with_another_order_are_told():
+    def one(world):
+        order = torch.randperm(53, generator=torch.Generator().manual_seed(world.rank)).tolist()
+        return list(loader_of(samples_per_update=10, order=order, world=world))
+
+    with pytest.raises(AlignmentError, match="ranks differ in order of samples"):
+        run_ranks(2, one)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
+        ({"samples_per_update": 4, "accumulation": 2}, "`accumulation` .2. is whatever the memory needs"),
+        ({"order": range(53)}, "`order` needs `samples_per_update`"),
+        ({"plan": {"windows": 3}}, "`plan` knows the settings"),
+        ({"batch_size": 3}, "are decided by UpdateLoader"),
+        ({"weigh": "bytes"}, "`weigh` must be 'samples' or a function"),
+        ({"num_workers": 1, "in_order": False}, "`in_order=False` lets batches of different updates mix"),
+    ],
+)
+def test_mistakes_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        loader_of(**settings)
+
+
+def test_a_schedule_must_give_every_rank_a_sample():
+    def one(world):
+        return list(loader_of(samples_per_update=lambda update, current: 4 - update, world=world))
+
+    with pytest.raises(
+        ConfigError, match="`samples_per_update` .2 at update 2. must be at least the number of ranks .3."
+    ):
+        run_ranks(3, one)
+
+
+def test_states_of_other_runs_are_refused():
+    state = loader_of(samples_per_update=10).state_dict()
+    with pytest.raises(StateError, match="seed: 0 then, 1 now"):
+        loader_of(samples_per_update=10, seed=1).load_state_dict(state)
+    with pytest.raises(StateError, match="this is no state of an UpdateLoader"):
+        loader_of(samples_per_update=10).load_state_dict({"epoch": 1})
+    with pytest.raises(StateError, match="version 9"):
+        loader_of(samples_per_update=10).load_state_dict({**state, "version": 9})
