@@ -1,0 +1,242 @@
+"""What arguments and saved states must look like, checked once and said alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dynagroup.errors import ConfigError, StateError
+
+__all__ = [
+    "Check",
+    "a_flag",
+    "a_list",
+    "a_mapping",
+    "a_number",
+    "a_text",
+    "an_int",
+    "anything",
+    "check_choice",
+    "check_int",
+    "check_number",
+    "check_state",
+    "differences",
+    "either",
+    "nothing",
+]
+
+LARGEST = 1 << 62
+"""No count of a real run is larger; what claims to be is damaged."""
+
+
+def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = "") -> int:
+    """``value`` as a Python int, so that it can be saved as JSON.
+
+    Raises:
+        ConfigError: it is no integer, or outside ``least`` to ``most``.
+
+    >>> check_int("window", np.int64(8))
+    8
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ConfigError(f"`{name}` must be an int of at least {least}, but is {value!r}{where}")
+    if not least <= value <= most:
+        bound = f"of at least {least}" if value < least else f"of at most {most}"
+        raise ConfigError(f"`{name}` must be an int {bound}, but is {value!r}{where}")
+    return int(value)
+
+
+def check_number(name: str, value: Any, *, above: float = 0.0, most: float = math.inf) -> float:
+    """``value`` as a finite float greater than ``above`` and at most ``most``.
+
+    Raises:
+        ConfigError: it is no such number.
+
+    >>> check_number("headroom", 1, most=1.0)
+    1.0
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ConfigError(f"`{name}` must be a number greater than {above:g}, but is {value!r}")
+    if not (above < value <= most) or math.isinf(value):
+        upper = "finite" if math.isinf(most) else f"at most {most:g}"
+        raise ConfigError(f"`{name}` must be greater than {above:g} and {upper}, but is {value!r}")
+    return float(value)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
+    """``value``, if it is one of ``choices``.
+
+    Raises:
+        ConfigError: it is none of them.
+
+    >>> check_choice("uneven", "drop", ("repeat", "drop"))
+    'drop'
+    """
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        shown = ", ".join(map(repr, choices))
+        raise ConfigError(f"`{name}` must be one of {shown}, but is {value!r}")
+    return value
+
+
+# A saved state comes from a file: it may be of another run, of another version, cut in half, or made up. A schema says
+# what each part must be before anything of it is used. A `Check` is called with a value and the value's place in the state
+# and raises StateError; the functions below build checks of checks. Cost: one visit of every element.
+
+Check: TypeAlias = Callable[[Any, str], None]
+
+
+def _refuse(place: str, wanted: str, value: Any) -> None:
+    shown = repr(value)
+    raise StateError(
+        f"the state is damaged: {place} must be {wanted}, but is {shown[:80] + '...' if len(shown) > 80 else shown}; "
+        "load the checkpoint before it"
+    )
+
+
+def an_int(least: int = 0, most: int = LARGEST) -> Check:
+    """An integer within bounds (a bool is none)."""
+
+    def check(value: Any, place: str) -> None:
+        if type(value) is not int or not least <= value <= most:
+            _refuse(place, f"an int from {least} to {most}", value)
+
+    return check
+
+
+def a_number(least: float = -math.inf, most: float = math.inf) -> Check:
+    """A finite number within bounds."""
+
+    def check(value: Any, place: str) -> None:
+        if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+            _refuse(place, f"a finite number from {least:g} to {most:g}", value)
+
+    return check
+
+
+def a_flag() -> Check:
+    """True or False."""
+
+    def check(value: Any, place: str) -> None:
+        if type(value) is not bool:
+            _refuse(place, "true or false", value)
+
+    return check
+
+
+def a_text(most: int = LARGEST) -> Check:
+    """A string of at most so many characters."""
+
+    def check(value: Any, place: str) -> None:
+        if type(value) is not str or len(value) > most:
+            _refuse(place, "a text", value)
+
+    return check
+
+
+def nothing() -> Check:
+    """None."""
+
+    def check(value: Any, place: str) -> None:
+        if value is not None:
+            _refuse(place, "null", value)
+
+    return check
+
+
+def anything() -> Check:
+    """Any value: what belongs to the user, such as a dataset's own state."""
+    return lambda value, place: None
+
+
+def either(*checks: Check) -> Check:
+    """What one of the checks accepts; what the last of them says otherwise."""
+
+    def check(value: Any, place: str) -> None:
+        for one in checks[:-1]:
+            try:
+                return one(value, place)
+            except StateError:
+                continue
+        checks[-1](value, place)
+
+    return check
+
+
+def a_list(of: Check, *, length: int | None = None, most: int = LARGEST) -> Check:
+    """A list (or tuple) whose elements pass ``of``."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, (list, tuple)) or len(value) > most or (length is not None and len(value) != length):
+            _refuse(place, "a list" if length is None else f"a list of {length}", value)
+        for number, element in enumerate(value):
+            of(element, f"{place}[{number}]")
+
+    return check
+
+
+def a_mapping(fields: Mapping[str, Check] | None = None, *, values: Check | None = None) -> Check:
+    """A mapping with exactly these fields; or, with ``values``, from any texts to what passes ``values``."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            return _refuse(place, "a mapping", value)
+        if fields is not None and set(value) != set(fields):
+            missing, unknown = sorted(set(fields) - set(value)), sorted(set(value) - set(fields))
+            return _refuse(
+                place, f"a mapping with the fields {sorted(fields)}", {"missing": missing, "unknown": unknown}
+            )
+        for key, element in value.items():
+            (fields[key] if fields is not None else values or anything())(element, f"{place}[{key!r}]")
+
+    return check
+
+
+def check_state(
+    state: Any, kind: str, version: int, schema: Mapping[str, Check], identity: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """``state``, if it is whole, of this kind and version, and of this run. Changes nothing.
+
+    Args:
+        kind: class that saved it; stands in ``state["kind"]``.
+        schema: what the fields beside ``kind``, ``version`` and ``identity`` must be.
+        identity: settings and data of this run, JSON-able; those saved must be the same.
+
+    Raises:
+        StateError: names what is missing, damaged, or differs (the value then, the value now).
+
+    >>> state = {"kind": "K", "version": 1, "identity": {"seed": 0}, "epoch": 2}
+    >>> check_state(state, "K", 1, {"epoch": an_int()}, {"seed": 0})["epoch"]
+    2
+    """
+    needed = ("kind", "version", "identity", *schema)
+    missing = [key for key in needed if key not in state] if isinstance(state, Mapping) else list(needed)
+    if missing:
+        raise StateError(f"this is no state of {kind}: {', '.join(missing)} missing")
+    if state["kind"] != kind:
+        raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
+    if state["version"] != version:
+        raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {version}")
+    if not isinstance(state["identity"], Mapping):
+        raise StateError(f"the state is damaged: its identity is {state['identity']!r}")
+    differing = differences(state["identity"], identity)
+    if differing:
+        raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
+    a_mapping({**schema, "kind": anything(), "version": anything(), "identity": anything()})(state, "state")
+    return state
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
+    """What differs between two identities, in words.
+
+    >>> differences({"seed": 0, "window": 8}, {"seed": 1, "window": 8})
+    ['seed: 0 then, 1 now']
+    """
+    names = list(keys) if keys is not None else sorted({*theirs, *ours})
+    return [
+        f"{name}: {theirs.get(name)!r} then, {ours.get(name)!r} now"
+        for name in names
+        if name not in theirs or name not in ours or theirs[name] != ours[name]
+    ]
