@@ -83,12 +83,12 @@ def _attend(
     if cu_seq_lens_q is None:
         cu_seq_lens_q, max_length_q = _rows_as_samples(query, kwargs.get("position_ids"))
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype.itemsize == 2 and not dropout:
         longest = int(max_length_q or cu_seq_lens_q.diff().max())
-        out = _kernel(*flat, cu_seq_lens_q, longest, causal=causal, scale=scaling, window=sliding_window)
+        out = _kernel(q, k, v, cu_seq_lens_q, longest, causal=causal, scale=scaling, window=sliding_window)
     else:
-        out = _one_by_one(*flat, cu_seq_lens_q, causal=causal, scale=scaling, window=sliding_window, dropout=dropout)
+        out = _one_by_one(q, k, v, cu_seq_lens_q, causal=causal, scale=scaling, window=sliding_window, dropout=dropout)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
@@ -134,7 +134,8 @@ def _kernel(
         else:
             query = query * (scale * query.shape[-1] ** 0.5)
     borders = borders.to(device=query.device, dtype=torch.int32)
-    return varlen_attn(query, key, value, borders, borders, longest, longest, **options)
+    out: Any = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
+    return out
 
 
 def _one_by_one(

@@ -70,7 +70,8 @@ def test_loss_and_gradients_are_those_of_padded_batches(name):
     found.backward()
     assert found.item() == pytest.approx(loss.item(), rel=1e-12)
     for n, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, wanted[n], rtol=1e-9, atol=1e-10)  # Gemma normalises in float32
+        exact = name != "gemma"  # it normalises in float32
+        torch.testing.assert_close(p.grad, wanted[n], rtol=1e-9 if exact else 1e-5, atol=1e-12 if exact else 1e-9)
 
 
 def test_samples_do_not_see_each_other():
