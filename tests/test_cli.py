@@ -8,9 +8,14 @@ import sys
 
 import numpy as np
 import pytest
+from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
 
+import dynagroup
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.cli import main
+from dynagroup.demo.corpus import train_tokenizer
+from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
@@ -23,42 +28,147 @@ def lengths_file(tmp_path):
 
 
 def test_plan_prints_the_plans_report(lengths_file, capsys):
-    assert main(["plan", "--lengths", lengths_file, "--max-tokens", "800", "--world-size", "4"]) == 0
+    assert main(["plan", lengths_file, "--max-tokens", "800", "--world-size", "4"]) == 0
     expected = LengthAwareBatchSampler(LENGTHS, TokenBudget(800), rank=0, world_size=4).plan.report()
     assert capsys.readouterr().out == expected + "\n"
 
 
 def test_plan_prints_figures_for_machines(lengths_file, capsys):
     arguments = ["--max-tokens", "800", "--shuffle", "--epoch", "3", "--samples-per-update", "32", "--json"]
-    assert main(["plan", "--lengths", lengths_file, *arguments]) == 0
+    assert main(["plan", lengths_file, *arguments]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["num_samples"] == 200
     assert figures["num_updates"] == 7
 
 
-@pytest.mark.parametrize("kind", ["npz", "txt"])
-def test_lengths_come_in_several_kinds_of_files(tmp_path, kind, capsys):
-    path = tmp_path / f"lengths.{kind}"
-    if kind == "npz":
+def write_lengths(path, kind):
+    """The same lengths as users have them: bare, beside other columns, or as the ids themselves."""
+    ids = [[7] * int(n) for n in LENGTHS]
+    if kind == "npy":
+        np.save(path, LENGTHS)
+    elif kind == "npz":
         np.savez(path, tokens=LENGTHS, patches=LENGTHS)
-    else:
+    elif kind == "txt":
         np.savetxt(path, LENGTHS, fmt="%d")
-    assert main(["plan", "--lengths", str(path), "--batch-size", "32", "--max-length", "50", "--json"]) == 0
+    elif kind == "csv":
+        path.write_text("\n".join(["name,length", *(f"a,{n}" for n in LENGTHS)]))
+    elif kind == "jsonl":
+        path.write_text("\n".join(json.dumps({"input_ids": row}) for row in ids))
+    elif kind == "json":
+        path.write_text(json.dumps([{"input_ids": row} for row in ids]))
+    elif kind == "parquet":
+        Dataset.from_dict({"input_ids": ids, "label": [0] * len(ids)}).to_parquet(str(path))
+    else:
+        DatasetDict({"train": Dataset.from_dict({"length": LENGTHS})}).save_to_disk(str(path))
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "txt", "csv", "jsonl", "json", "parquet", "folder"])
+def test_lengths_come_in_several_kinds_of_files(tmp_path, kind, capsys):
+    path = tmp_path / ("saved" if kind == "folder" else f"lengths.{kind}")
+    write_lengths(path, kind)
+    capsys.readouterr()
+    assert main(["plan", str(path), "--batch-size", "32", "--max-length", "50", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["real_tokens"] == int(np.minimum(LENGTHS, 50).sum())
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["a few words to learn from, and some more"] * 4, vocabulary=300).save_pretrained(folder)
+    return str(folder)
+
+
+TEXTS = ["a few words", "to learn from, and some more words, all of them", "some", "words"]
+
+
+@pytest.mark.parametrize("kind", ["txt", "csv", "tsv", "jsonl", "parquet", "folder"])
+def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys):
+    path = tmp_path / ("saved" if kind == "folder" else f"texts.{kind}")
+    table = Dataset.from_dict({"id": ["x"] * 4, "body": TEXTS})
+    if kind == "txt":
+        path.write_text("\n".join(TEXTS))
+    elif kind in ("csv", "tsv"):
+        table.to_csv(str(path), index=False, sep="," if kind == "csv" else "\t")
+    elif kind == "jsonl":
+        table.to_json(str(path))
+    else:
+        table.save_to_disk(str(path)) if kind == "folder" else table.to_parquet(str(path))
+    column = [] if kind == "txt" else ["--column", "body"]
+    capsys.readouterr()
+    assert main(["plan", str(path), *column, "--tokenizer", tokenizer, "--max-tokens", "1k", "--json"]) == 0
+    counts = measure_lengths(TEXTS, AutoTokenizer.from_pretrained(tokenizer))
+    assert json.loads(capsys.readouterr().out)["real_tokens"] == int(counts.sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "message"),
+    [
+        ("x.npy", b"no array", [], "cannot be read as .npy"),
+        ("x.npz", b"no archive", [], "cannot be read as .npz"),
+        ("x.parquet", b"no table", ["--column", "a"], "cannot be read as .parquet"),
+        ("x.txt", b"\xff\xfe\x00", [], "cannot be read as .txt"),
+        ("x.txt", b"", [], "holds no samples"),
+        ("x.txt", b"3\nfour\n", [], "say which `--tokenizer`"),
+        ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
+        ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose one with `--column`"),
+        ("x.csv", b"a,b\n1,2\n", ["--column", "c"], "must be one of ['a', 'b']"),
+        ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "no JSON in line 2"),
+        ("x.jsonl", b'{"length": 3}\n{"size": 3}\n', [], "sample 1 of"),
+        ("x.json", b'{"length": 3}', [], "must hold a list"),
+        ("x.json", b"[null, 4]", [], "must be a whole number from 0"),
+        ("x.docx", b"", [], "unknown ending"),
+        ("x.npy", b"no array", ["--tokenizer", "t"], "cannot be read as .npy"),
+        ("x.json", b"[3, 4]", ["--tokenizer", "t"], "holds no texts"),
+        ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no/such/tokenizer/here"),
+        (None, b"", [], "cannot be read as a folder saved by datasets"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path, name, content, arguments, message, capsys):
+    path = tmp_path if name is None else tmp_path / name
+    if name is not None:
+        path.write_bytes(content)
+    assert main(["plan", str(path), "--max-tokens", "8", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("dynagroup plan: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("16k", 16384), ("4096", 4096), ("1.5k", 1536), ("16_384", 16384)])
+def test_tokens_are_written_as_people_write_them(text, tokens, lengths_file, capsys):
+    assert main(["plan", lengths_file, "--max-tokens", text, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fingerprint"] == expected_fingerprint(tokens)
+
+
+def expected_fingerprint(tokens):
+    return LengthAwareBatchSampler(LENGTHS, TokenBudget(tokens), rank=0, world_size=1).plan.fingerprint
+
+
+@pytest.mark.parametrize("text", ["many", "16kk", "k", "", "1e3"])
+def test_what_is_no_number_of_tokens_is_refused(text, lengths_file, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", lengths_file, "--max-tokens", text])
+    assert "such as 16384 or 16k" in capsys.readouterr().err
+
+
+def test_the_version_is_shown(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert (stopped.value.code, capsys.readouterr().out) == (0, f"dynagroup {dynagroup.__version__}\n")
+
+
 def test_plan_saves_a_picture(lengths_file, tmp_path):
-    picture = tmp_path / "plan.png"
-    assert main(["plan", "--lengths", lengths_file, "--max-tokens", "800", "--plot", str(picture)]) == 0
+    picture = tmp_path / "a new folder" / "plan.png"
+    assert main(["plan", lengths_file, "--max-tokens", "800", "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "nowhere.npy", "--max-tokens", "8"], "names no file"),
-        (["--texts", "nowhere.txt", "--max-tokens", "8"], "needs `--tokenizer`"),
-        (["--lengths", "LENGTHS", "--max-tokens", "-8"], "`max_tokens` must be greater than 0"),
+        (["nowhere.npy", "--max-tokens", "8"], "there is no file 'nowhere.npy'"),
+        (["LENGTHS", "--max-tokens", "-8"], "`max_tokens` must be"),
+        (["LENGTHS", "--max-tokens", "800", "--picture", "a.nothing"], "cannot be a picture"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(lengths_file, arguments, message, capsys):
@@ -72,7 +182,7 @@ def test_mistakes_are_one_line_and_status_2(lengths_file, arguments, message, ca
 
 def test_a_missing_package_is_named_with_what_to_install(lengths_file, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plan", "--lengths", lengths_file, "--max-tokens", "800", "--plot", "x.png"]) == 2
+    assert main(["plan", lengths_file, "--max-tokens", "800", "--picture", "x.png"]) == 2
     assert "install dynagroup[viz]" in capsys.readouterr().err
 
 
@@ -91,7 +201,7 @@ def test_profile_suggests_the_first_batch_size_and_saves_a_picture(model_folder,
     from dynagroup.memory import Workload
     from dynagroup.memory.profile import profile
 
-    picture = tmp_path / "profile.png"
+    picture = tmp_path / "a new folder" / "profile.png"
     arguments = ["--gpu-memory", "80GB", "--dtype", "bfloat16", "--picture", str(picture)]
     assert main(["profile", model_folder, "--mode", "generate", "--max-new-tokens", "8", *arguments]) == 0
     config = AutoConfig.from_pretrained(model_folder)

@@ -1,0 +1,54 @@
+"""The command line: ``dynagroup plan | profile | demo``. One file a command; reading is in ``inputs``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import dynagroup
+from dynagroup.cli import demo, plan, profile
+from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "plan": (plan, "plan an epoch and show its figures"),
+    "profile": (profile, "how many samples of each length fit a device"),
+    "demo": (demo, "train a small model with fixed batches and with dynagroup"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit status.
+
+    A user's mistake is printed as one line, with status 2.
+    """
+    args = _parser().parse_args(arguments)
+    try:
+        args.run(args)
+    except (AlignmentError, BudgetError, ConfigError, StateError) as error:
+        return _failed(args.command, str(error))
+    except OSError as error:  # a file that cannot be written, a model's name that leads nowhere
+        return _failed(args.command, str(error).strip().splitlines()[0] if str(error).strip() else repr(error))
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.startswith("dynagroup"):
+            raise
+        return _failed(args.command, f"the package {error.name} is missing: install dynagroup[hf,viz,parquet]")
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _failed(command: str, message: str) -> int:
+    print(f"dynagroup {command}: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dynagroup", description="Batches that fit.")
+    parser.add_argument("--version", action="version", version=f"dynagroup {dynagroup.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
+    return parser

@@ -1,0 +1,241 @@
+"""Lengths from whatever file a user has, budgets from what he says, pictures to where he wants them."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynagroup.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from dynagroup.budget.base import Budget
+    from dynagroup.shapes import Streams
+
+__all__ = ["add_budget", "add_lengths", "budget_of", "lengths_of", "save_picture", "tokens"]
+
+KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder saved by datasets"
+NAMES = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # what a column of lengths or ids is usually called
+UNREADABLE = (OSError, ValueError, EOFError, KeyError, TypeError, csv.Error, zipfile.BadZipFile)
+
+
+def tokens(text: str) -> int:
+    """A number of tokens; ``k`` is 1,024.
+
+    >>> tokens("4096"), tokens("16k"), tokens("16_384")
+    (4096, 16384, 16384)
+    """
+    number, times = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    try:
+        return int(float(number) * times) if "." in number else int(number) * times
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 16384 or 16k, but is {text!r}") from None
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say where lengths come from."""
+    parser.add_argument("data", metavar="DATA", help=f"lengths, token ids or texts: {KINDS}")
+    parser.add_argument("--column", metavar="C", help="of a table: its lengths, ids or (with --tokenizer) texts")
+    parser.add_argument("--split", metavar="S", help="of a folder saved by datasets (default: train)")
+    parser.add_argument("--tokenizer", metavar="NAME", help="transformers tokenizer: DATA then holds texts")
+    parser.add_argument("--max-length", type=tokens, metavar="T", help="tokens that longer samples are truncated to")
+
+
+def lengths_of(args: argparse.Namespace) -> Streams:
+    """Lengths by stream: read, counted from token ids, or measured with a tokenizer.
+
+    Raises:
+        ConfigError: no such file, not readable as what it seems to be, or a column that is not there.
+    """
+    import numpy as np
+
+    from dynagroup.lengths import as_streams, measure_lengths
+
+    path = Path(args.data)
+    if not path.exists():
+        raise ConfigError(f"there is no file {args.data!r}; give {KINDS}")
+    found = _read(path, args)
+    if args.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        texts = _texts(found, args)
+        found = measure_lengths(texts, AutoTokenizer.from_pretrained(args.tokenizer), max_length=args.max_length)
+    elif isinstance(found, list) and found and isinstance(found[0], str):
+        raise ConfigError(f"{args.data!r} holds texts; say which `--tokenizer` measures them")
+    elif isinstance(found, list) and any(hasattr(value, "__len__") for value in found[:1]):
+        found = measure_lengths(found)
+    streams = dict(as_streams(found))
+    if not len(streams["tokens"]):
+        raise ConfigError(f"{args.data!r} holds no samples")
+    if args.max_length is not None:
+        streams["tokens"] = np.minimum(streams["tokens"], np.int32(args.max_length))
+    return streams
+
+
+def _texts(found: Any, args: argparse.Namespace) -> list[str]:
+    if not isinstance(found, list) or (found and not isinstance(found[0], str)):
+        raise ConfigError(f"{args.data!r} holds no texts; leave out `--tokenizer`, or name the texts' `--column`")
+    return found
+
+
+def _read(path: Path, args: argparse.Namespace) -> Any:
+    kind = "folder" if path.is_dir() else path.suffix.lower()
+    if kind not in READERS:
+        raise ConfigError(f"{str(path)!r} has an unknown ending; give {KINDS}")
+    try:
+        return READERS[kind](path, args)
+    except (ConfigError, ModuleNotFoundError):
+        raise
+    except UNREADABLE as error:
+        what = "a folder saved by datasets" if kind == "folder" else kind
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{str(path)!r} cannot be read as {what}: {reason}") from error
+
+
+def _npy(path: Path, args: argparse.Namespace) -> Any:
+    import numpy as np
+
+    return np.load(path)
+
+
+def _npz(path: Path, args: argparse.Namespace) -> Any:
+    import numpy as np
+
+    with np.load(path) as arrays:
+        streams = {name: arrays[name] for name in arrays.files}
+    if args.column is not None:
+        return streams[_chosen(args.column, list(streams), path)]
+    return next(iter(streams.values())) if len(streams) == 1 else streams
+
+
+def _txt(path: Path, args: argparse.Namespace) -> list[Any]:
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return lines if args.tokenizer is not None else _numbers_or_texts(lines)
+
+
+def _csv(path: Path, args: argparse.Namespace) -> list[Any]:
+    with path.open(encoding="utf-8", newline="") as file:
+        csv.field_size_limit(2**30)  # a text may be a book
+        rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        column = _column(list(rows.fieldnames or []), args, path)
+        values = [row[column] for row in rows]
+    return values if args.tokenizer is not None else _numbers_or_texts(values)
+
+
+def _jsonl(path: Path, args: argparse.Namespace) -> list[Any]:
+    with path.open(encoding="utf-8") as file:
+        rows = list(_json_rows(file, path))
+    return _of_rows(rows, args, path)
+
+
+def _json_rows(lines: Any, path: Path) -> Iterator[Any]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{str(path)!r} is no JSON in line {number}: {error.msg}") from None
+
+
+def _json(path: Path, args: argparse.Namespace) -> list[Any]:
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(rows, list):
+        raise ConfigError(f"{str(path)!r} must hold a list, but holds {type(rows).__name__}")
+    return _of_rows(rows, args, path)
+
+
+def _of_rows(rows: list[Any], args: argparse.Namespace, path: Path) -> list[Any]:
+    if not rows or not isinstance(rows[0], dict):
+        return rows
+    column = _column(list(rows[0]), args, path)
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or column not in row:
+            raise ConfigError(f"sample {number} of {str(path)!r} has no {column!r}")
+    return [row[column] for row in rows]
+
+
+def _parquet(path: Path, args: argparse.Namespace) -> list[Any]:
+    import pyarrow.parquet as pq
+
+    column = _column(pq.read_schema(path).names, args, path)
+    return pq.read_table(path, columns=[column]).column(0).to_pylist()
+
+
+def _folder(path: Path, args: argparse.Namespace) -> list[Any]:
+    from datasets import DatasetDict, load_from_disk
+
+    data = load_from_disk(str(path))
+    if isinstance(data, DatasetDict):
+        data = data[_chosen(args.split or "train", list(data), path, "--split")]
+    return list(data[_column(data.column_names, args, path)])
+
+
+READERS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
+    **{".npy": _npy, ".npz": _npz, ".txt": _txt, ".csv": _csv, ".tsv": _csv},
+    **{".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, "folder": _folder},
+}
+
+
+def _column(names: list[str], args: argparse.Namespace, path: Path) -> str:
+    """The column that is meant: the named one, the only one, or one whose name says it."""
+    if args.column is not None:
+        return _chosen(args.column, names, path)
+    usual = ["text"] if args.tokenizer is not None else [name for name in NAMES if name in names]
+    if len(names) == 1 or (usual and usual[0] in names):
+        return names[0] if len(names) == 1 else usual[0]
+    raise ConfigError(f"{str(path)!r} has the columns {names}; choose one with `--column`")
+
+
+def _chosen(name: str, names: list[str], path: Path, option: str = "--column") -> str:
+    if name not in names:
+        raise ConfigError(f"`{option}` must be one of {names} in {str(path)!r}, but is {name!r}")
+    return name
+
+
+def _numbers_or_texts(values: Sequence[str]) -> list[Any]:
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError):
+        return list(values)
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what fits."""
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--max-tokens", type=tokens, metavar="T", help="tokens a batch may have, padding counted: 16k")
+    size.add_argument("--batch-size", type=int, metavar="N", help="samples of the hardest batch, known to fit")
+    parser.add_argument("--max-samples", type=int, metavar="N", help="samples a batch may have (with --max-tokens)")
+    parser.add_argument("--layout", choices=["padded", "packed"], default="padded", help="with --max-tokens")
+    parser.add_argument("--headroom", type=float, default=0.9, help="with --batch-size (default: %(default)s)")
+    parser.add_argument("--pad-to-multiple-of", type=int, default=1, metavar="N")
+
+
+def budget_of(args: argparse.Namespace) -> Budget:
+    from dynagroup.budget.memory import MemoryBudget
+    from dynagroup.budget.tokens import TokenBudget
+
+    if args.max_tokens is not None:
+        return TokenBudget(
+            args.max_tokens,
+            max_samples=args.max_samples,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+            layout=args.layout,
+        )
+    return MemoryBudget(args.batch_size, headroom=args.headroom, pad_to_multiple_of=args.pad_to_multiple_of)
+
+
+def save_picture(figure: Figure, path: str | Path) -> None:
+    """Save a figure; its folder is made."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(target, dpi=110)
+    except ValueError as error:  # an ending that matplotlib does not know
+        raise ConfigError(f"{str(path)!r} cannot be a picture: {error}") from error
+    print(f"picture: {path}")
