@@ -6,13 +6,14 @@ Law: a shape that fits still fits after a sample is taken away or shortened. Eve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
+from dynagroup.fingerprint import described
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
 
 __all__ = ["AdditiveCap", "AllOf", "BoolArray", "Budget", "Layout", "UNLIMITED", "padded_tokens", "positive"]
@@ -64,13 +65,8 @@ class Budget(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes whenever answers may change."""
-        if is_dataclass(self):
-            shown = ((f.name, getattr(self, f.name)) for f in fields(self))
-        else:
-            shown = sorted(vars(self).items())
-        values = (f"{name}={getattr(value, 'fingerprint', value)!r}" for name, value in shown)
-        return f"{type(self).__qualname__}({', '.join(values)})"
+        """Text that changes whenever answers may change: the class, its code where it is yours, and what it holds."""
+        return described(self, ask=False)
 
     def __and__(self, other: Budget) -> Budget:
         return AllOf.of(self, other)

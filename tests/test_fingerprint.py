@@ -1,0 +1,162 @@
+"""What settings are described as: alike in every process, otherwise wherever they act otherwise."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dynagroup import AdditiveCap, Budget, TokenBudget
+from dynagroup.fingerprint import described
+from dynagroup.plan.cut import friendly_size, multiple_of
+
+FACTOR = 2
+
+
+def by_global(n):
+    return n * FACTOR
+
+
+def make(limit, scale=1):
+    return lambda n: min(n * scale, limit)
+
+
+class Holder:
+    def __init__(self, limit, steps=0):
+        self.limit, self.steps = limit, steps
+
+    def rule(self, n):
+        return n * self.limit
+
+
+@dataclass(frozen=True)
+class Ramp:
+    first: int
+    table: np.ndarray
+
+    def __call__(self, update, current):
+        return self.first
+
+
+def own_budget(constant, kind="code"):
+    class Quadratic(Budget):
+        def fits(self, shape, /):
+            return shape.num_samples <= constant
+
+    return Quadratic()
+
+
+LARGE = np.arange(5000)
+OTHER = np.where(LARGE == 2500, 0, LARGE)
+holder = Holder(3)
+DIFFERENT = {
+    "lambda": (lambda n: n * 2, lambda n: n * 3),
+    "names": (lambda n: n.real, lambda n: n.imag),
+    "closure": (make(3), make(4)),
+    "closure over a function": ((lambda f: lambda n: f(n))(make(3)), (lambda f: lambda n: f(n))(make(4))),
+    "default": (lambda n, k=1: n, lambda n, k=2: n),
+    "nested code": (lambda: [x + 1 for x in ()], lambda: [x + 2 for x in ()]),
+    "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
+    "partial keywords": (functools.partial(make(3), n=1), functools.partial(make(3), n=2)),
+    "large array": (LARGE, OTHER),
+    "array in an object": (Ramp(1, LARGE), Ramp(1, OTHER)),
+    "tensor": (torch.zeros(3000), torch.zeros(3000).index_fill(0, torch.tensor([1500]), 1.0)),
+    "bound method": (Holder(3).rule, Holder(4).rule),
+    "read through a closure": ((lambda h: lambda n: h.limit)(Holder(3)), (lambda h: lambda n: h.limit)(Holder(4))),
+    "object": (Holder(3), Holder(4)),
+    "constant outside the attributes": (own_budget(3), own_budget(4)),
+    "long text": ("a" * 900, "a" * 899 + "b"),
+    "built in": (multiple_of(8), multiple_of(16)),
+    "name": (friendly_size, multiple_of(8)),
+    "budget": (TokenBudget(8), TokenBudget(9)),
+    "set": ({1, 2}, {1, 3}),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
+def test_what_acts_otherwise_is_described_otherwise(one, other):
+    assert described(one) != described(other)
+    assert described(one) == described(one)
+    assert " at 0x" not in described(one) + described(other)
+
+
+ALIKE = {
+    "two makings of a closure": (make(3), make(np.int64(3))),
+    "numpy numbers": (np.float64(0.5), 0.5),
+    "order of a mapping": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    "state that code does not read": (Holder(3, steps=1).rule, Holder(3, steps=9).rule),
+    "two copies of an array": (LARGE, LARGE.copy()),
+    "list and tuple, as JSON gives them back": ((1, 2), [1, 2]),
+    "what only computing it again would cost": (own_budget(3), own_budget(3)),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE.values(), ids=ALIKE)
+def test_what_acts_alike_is_described_alike(one, other):
+    assert described(one) == described(other)
+
+
+def test_a_global_constant_counts(monkeypatch):
+    before = described(by_global)
+    monkeypatch.setitem(by_global.__globals__, "FACTOR", 3)
+    assert described(by_global) != before
+
+
+def test_recursion_and_circles_end():
+    def factorial(n):
+        return 1 if n < 2 else n * factorial(n - 1)
+
+    ring = []
+    ring.append(ring)
+    circle = Holder(None)
+    circle.limit = circle
+    assert described(factorial) == described(factorial)
+    assert described(ring) == "(^1)"
+    assert described(circle) == described(circle)
+
+
+def test_budgets_say_their_numbers():
+    budget = TokenBudget(np.int64(16)) & AdditiveCap("patches", 40)
+    assert described(budget) == budget.fingerprint
+    assert described(TokenBudget(np.int64(16))) == described(TokenBudget(16))
+    assert "max_tokens=16" in budget.fingerprint
+
+
+def test_what_cannot_be_seen_is_warned_of():
+    with pytest.warns(UserWarning, match="thread.lock.*`fingerprint`"):
+        assert described(Holder(threading.Lock())) == described(Holder(threading.Lock()))
+    with pytest.warns(UserWarning, match="generator"):
+        described({"order": (n for n in range(3))})
+
+
+def test_an_objects_own_fingerprint_goes_first():
+    held = Holder(threading.Lock())
+    held.fingerprint = "mine-3"
+    assert described([held]) == "(mine-3)"
+
+
+PROGRAM = """
+import json, sys
+from tests.test_fingerprint import ALIKE, DIFFERENT, described
+print(json.dumps([described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair]))
+"""
+
+
+def test_another_process_says_the_same():
+    root = Path(__file__).parent.parent
+    said = [
+        subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert json.loads(said[0]) == json.loads(said[1])
+    assert json.loads(said[0]) == [
+        described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair
+    ]
