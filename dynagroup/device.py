@@ -1,15 +1,19 @@
-"""Is this error "out of memory"? One table, asked by everything that retries."""
+"""A device's memory: which errors mean that it ran out, how much there is, and the counters of its allocator."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import re
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dynagroup.errors import BudgetError
+from dynagroup.errors import BudgetError, ConfigError
 
-__all__ = ["chain_of", "is_out_of_memory"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CudaDevice", "Device", "PeakWatch", "chain_of", "free_bytes", "is_out_of_memory", "watch_of"]
 
 _DEVICES = "CUDA|HIP|XPU|MPS|NPU|HPU|MUSA|MLU"
 
@@ -64,8 +68,163 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 def _speaks_for_itself(error: BaseException) -> bool:
     import torch
 
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    # torch below 2.5 has it in torch.cuda only; a RuntimeError there, so that the message still counts elsewhere
+    named = getattr(torch, "OutOfMemoryError", None) or getattr(torch.cuda, "OutOfMemoryError", MemoryError)
+    if isinstance(error, (MemoryError, named)):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(pattern.search(str(error)) for pattern in _MESSAGES)
+
+
+def free_bytes(device: torch.device | str | int | None = None) -> int:
+    """Bytes that this process can have on a device in all: what is free there, and what it holds there already.
+
+    A model that is on the device already counts as available: budgets charge for it themselves.
+
+    Args:
+        device: default: the current CUDA device, else another accelerator. A CPU's memory has no limit that an allocation
+            would run into before the system kills the process; it is refused.
+
+    Raises:
+        ConfigError: there is no such device, or it does not say how much memory it has.
+    """
+    import torch
+
+    wanted = _accelerator() if device is None else _device(device)
+    backend = getattr(torch, wanted.type, None)
+    if wanted.type == "cpu" or backend is None or not backend.is_available():
+        raise ConfigError(f"there is no device {str(wanted)!r} whose memory could be asked; say it, e.g. memory='24GB'")
+    if wanted.type == "mps":
+        return int(backend.recommended_max_memory())
+    read = getattr(backend, "mem_get_info", None)
+    if read is None:
+        raise ConfigError(f"torch cannot say how much memory {str(wanted)!r} has; say it, e.g. memory='24GB'")
+    free, total = read(wanted)
+    held = backend.memory_reserved(wanted)
+    return int(min(free + held, total * _allowed_share(wanted)))
+
+
+def _accelerator() -> torch.device:
+    import torch
+
+    types = [name for name in ("cuda", "xpu", "mps") if (b := getattr(torch, name, None)) and b.is_available()]
+    if not types:
+        raise ConfigError("there is no accelerator here whose memory could be asked; say it, e.g. memory='24GB'")
+    return _device(types[0])
+
+
+def _device(device: torch.device | str | int) -> torch.device:
+    import torch
+
+    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    backend = getattr(torch, wanted.type, None)
+    if wanted.index is None and backend is not None and wanted.type in ("cuda", "xpu") and backend.is_available():
+        return torch.device(wanted.type, backend.current_device())
+    return wanted
+
+
+def _allowed_share(device: torch.device) -> float:
+    """What ``set_per_process_memory_fraction`` leaves to this process."""
+    import torch
+
+    if device.type != "cuda":
+        return 1.0
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch 2.8 and later
+    return 1.0 if read is None else read(device)
+
+
+class Device(Protocol):
+    """The counters of a device's allocator."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def reset(self) -> None:
+        """Forget earlier peaks and give unused memory back."""
+        ...
+
+    def allocated(self) -> int:
+        """Bytes alive now."""
+        ...
+
+    def peaks(self) -> tuple[int, int]:
+        """Most bytes allocated, and reserved, since the reset."""
+        ...
+
+
+class CudaDevice:
+    """PyTorch's caching allocator on the current CUDA device, to be measured with: its statistics are reset.
+
+    Raises:
+        ConfigError: there is no CUDA device.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("measure() needs a CUDA device, and there is none here; simulate() needs none")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def reset(self) -> None:
+        import torch
+
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def allocated(self) -> int:
+        import torch
+
+        return torch.cuda.memory_allocated(self.device)
+
+    def peaks(self) -> tuple[int, int]:
+        import torch
+
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+
+    def about(self) -> dict[str, str]:
+        """What was measured on: device, CUDA, torch."""
+        import torch
+
+        return {
+            "device": torch.cuda.get_device_name(self.device),
+            "cuda": torch.version.cuda or "",
+            "torch": torch.__version__,
+        }
+
+
+def watch_of(model: Any) -> PeakWatch | None:
+    """A watch on the model's device; None where there is nothing to read."""
+    import torch
+
+    return PeakWatch(next(model.parameters()).device) if torch.cuda.is_initialized() else None
+
+
+class PeakWatch:
+    """Reads the allocator's peak without resetting it: the statistics are the user's.
+
+    A peak is known only when it is a new one, since an old one belongs to an earlier batch; and new ones are what matter.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._highest = self._peak()
+
+    def new_peak(self) -> tuple[int | None, int | None]:
+        """(peak bytes since the process started, bytes the device has) if the peak is new; else (None, None)."""
+        import torch
+
+        peak = self._peak()
+        if peak <= self._highest:
+            return None, None
+        self._highest = peak
+        return peak, int(torch.cuda.get_device_properties(self._device).total_memory * _allowed_share(self._device))
+
+    def _peak(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
+from dynagroup.device import CudaDevice, Device
 from dynagroup.memory import Measurement, Workload, measure, simulate
 from dynagroup.memory.trace.build import as_random_model
-from dynagroup.memory.trace.measure import CudaDevice, Device
 from dynagroup.plan.report import environment, format_table
 from regressor.families import FAMILIES, Sizes
 

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from dynagroup.errors import BudgetError
+from dynagroup.device import CudaDevice, PeakWatch, free_bytes
+from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import is_out_of_memory
 
 ALLOC = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40000000000 bytes. Error code 12 (Cannot allocate)"
+
+accelerator_error = getattr(torch, "AcceleratorError", RuntimeError)  # torch 2.8 and later
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB"),
@@ -23,9 +28,7 @@ OUT_OF_MEMORY = [
     RuntimeError(
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
     ),
-    torch.AcceleratorError(
-        "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
-    ),
+    accelerator_error("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."),
     RuntimeError("CUDA driver error: out of memory"),
     RuntimeError("HIP error: out of memory"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
@@ -56,7 +59,7 @@ LOOK_ALIKES = [
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
     ),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
-    torch.AcceleratorError("CUDA error: device-side assert triggered"),
+    accelerator_error("CUDA error: device-side assert triggered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
@@ -128,3 +131,60 @@ def test_a_real_allocation_that_cannot_be_met() -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**55, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
+
+
+def test_a_torch_without_the_error_of_2_5_still_has_its_own_errors_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "OutOfMemoryError")
+    assert not is_out_of_memory(KeyError("a user's own"))
+    assert is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A CUDA device of 2,000 bytes whose counters stand where the test puts them."""
+    counters = SimpleNamespace(peak=100, free=700, reserved=300, share=1.0)
+    stand_ins: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 3,
+        "mem_get_info": lambda at: (counters.free, 2000),
+        "memory_reserved": lambda at: counters.reserved,
+        "max_memory_allocated": lambda at: counters.peak,
+        "get_device_properties": lambda at: SimpleNamespace(total_memory=2000),
+        "get_per_process_memory_fraction": lambda at: counters.share,
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value, raising=False)
+    return counters
+
+
+def test_only_a_new_peak_says_something_about_this_batch(cuda: SimpleNamespace) -> None:
+    cuda.share = 0.5
+    watch = PeakWatch(torch.device("cuda"))
+    assert watch.new_peak() == (None, None)
+    cuda.peak = 700
+    assert watch.new_peak() == (700, 1000)
+    assert watch.new_peak() == (None, None)
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert PeakWatch(torch.device("cpu")).new_peak() == (None, None)
+
+
+def test_what_a_process_can_have_is_what_is_free_and_what_it_holds(cuda: SimpleNamespace) -> None:
+    assert free_bytes() == free_bytes("cuda") == free_bytes(1) == 1000
+    cuda.share = 0.25  # set_per_process_memory_fraction
+    assert free_bytes() == 500
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="no device 'cpu' whose memory could be asked; say it, e.g. memory='24GB'"):
+        free_bytes("cpu")
+
+
+def test_without_an_accelerator_the_memory_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda", "xpu", "mps"):
+        monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="there is no accelerator here"):
+        free_bytes()
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        CudaDevice()

@@ -94,9 +94,9 @@ def _figures(memory: Any, lengths: Sequence[int], gpu_memory: int, headroom: flo
 
 
 def _measure(config: Any, workload: Any, shapes: Sequence[tuple[int, int]]) -> Any:
+    from dynagroup.device import CudaDevice
     from dynagroup.memory import measure
     from dynagroup.memory.trace.build import as_random_model
-    from dynagroup.memory.trace.measure import CudaDevice
 
     device = CudaDevice()  # refuses before a model is built
     return measure(as_random_model(config, workload, device.device), workload, shapes, device=device)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from dynagroup.budget.learning import LearningBudget
+from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache
 from dynagroup.oom.merge import Layout, merge_outputs
-from dynagroup.oom.peak import watch_of
 from dynagroup.oom.retry import check_min_samples, cut_beforehand, give_up, run_ranges
 from dynagroup.oom.split import BatchSplitter, describe, longest_of
 from dynagroup.oom.vision import VisionTokens

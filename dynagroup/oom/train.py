@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dynagroup.budget.learning import COST_UNIT, NO_COST, LearningBudget
+from dynagroup.device import PeakWatch
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom.gradients import GradientExchange, RngState, broadcast_buffers, find_ddp, local_gradients
-from dynagroup.oom.peak import PeakWatch
 from dynagroup.oom.retry import attempt, check_min_samples, halves
 from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of
 from dynagroup.oom.weigh import Weigh, weigher

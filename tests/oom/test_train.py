@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.device import PeakWatch
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import LearningBudget, OomSafeBackward
 from dynagroup.testing import run_ranks
@@ -334,3 +336,21 @@ def test_the_loss_of_a_split_batch_is_the_whole_batchs() -> None:
     result = backward(lambda x: F.mse_loss(model(x), torch.zeros(len(x)).double()), X, loss_scale=0.1)
     with torch.no_grad():
         assert result.loss.item() == pytest.approx(F.mse_loss(X @ model.weight, torch.zeros(5).double()).item())
+
+
+def test_a_training_step_that_nearly_fills_the_device_limits_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [100]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peaks[-1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    model = torch.nn.Linear(2, 1)
+    backward = OomSafeBackward(model, weigh="samples", learned=LearningBudget())
+    backward._peak = PeakWatch(torch.device("cuda"))
+
+    def loss(x: torch.Tensor) -> Any:
+        peaks.append(960 if len(x) == 4 else 500)
+        return model(x).mean()
+
+    assert backward(loss, torch.ones(4, 2)).num_parts == 1
+    assert backward(loss, torch.ones(6, 2)).num_parts == 2
+    assert backward(loss, torch.ones(4, 2)).num_parts == 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from dynagroup.errors import ConfigError
+from dynagroup.device import CudaDevice, Device, is_out_of_memory
 from dynagroup.memory.measurements import Measurement, Measurements
 from dynagroup.memory.trace.simulate import Shape, checked_shapes, checked_workload
 from dynagroup.memory.workload import Workload
@@ -16,65 +15,7 @@ if TYPE_CHECKING:
 
     from dynagroup.memory.trace.program import MakeInputs
 
-__all__ = ["Device", "measure"]
-
-
-class Device(Protocol):
-    """The counters of a device's allocator."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def reset(self) -> None:
-        """Forget earlier peaks and give unused memory back."""
-        ...
-
-    def allocated(self) -> int:
-        """Bytes alive now."""
-        ...
-
-    def peaks(self) -> tuple[int, int]:
-        """Most bytes allocated, and reserved, since the reset."""
-        ...
-
-
-class CudaDevice:
-    """PyTorch's caching allocator on the current CUDA device."""
-
-    def __init__(self) -> None:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError("measure() needs a CUDA device, and there is none here; simulate() needs none")
-        self.device = torch.device("cuda", torch.cuda.current_device())
-
-    def reset(self) -> None:
-        import torch
-
-        gc.collect()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def allocated(self) -> int:
-        import torch
-
-        return torch.cuda.memory_allocated(self.device)
-
-    def peaks(self) -> tuple[int, int]:
-        import torch
-
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-
-    def about(self) -> dict[str, str]:
-        import torch
-
-        return {
-            "device": torch.cuda.get_device_name(self.device),
-            "cuda": torch.version.cuda or "",
-            "torch": torch.__version__,
-        }
+__all__ = ["measure"]
 
 
 def measure(
@@ -148,7 +89,7 @@ def _row(
         try:
             _run(model, workload, num_samples, longest, inputs, counters.device)
         except Exception as error:
-            if not _out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             failed = True
         if failed:  # outside the except block: its traceback kept the batch's tensors alive
@@ -156,13 +97,6 @@ def _row(
             return Measurement(num_samples, longest, resident + extra, None, oom=True)
     allocated, reserved = counters.peaks()
     return Measurement(num_samples, longest, resident + extra, max(0, allocated - resident), False, reserved)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
 
 
 def _run(
