@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         generate_with_oom_retry,
         run_with_oom_retry,
     )
-    from dynagroup.plan.cut import friendly_size, multiple_of
     from dynagroup.plan.plan import BatchPlan
+    from dynagroup.plan.rounding import friendly_size, multiple_of
     from dynagroup.plan.sampler import LengthAwareBatchSampler
     from dynagroup.plan.shard import shard_micro_batches
     from dynagroup.text import text_dataloader
@@ -53,11 +53,11 @@ _HOME = {
     "UpdateLoader": "update.loader",
     "classify_dataset": "oom",
     "embed_dataset": "oom",
-    "friendly_size": "plan.cut",
+    "friendly_size": "plan.rounding",
     "generate_dataset": "oom",
     "generate_with_oom_retry": "oom",
     "measure_lengths": "lengths",
-    "multiple_of": "plan.cut",
+    "multiple_of": "plan.rounding",
     "run_with_oom_retry": "oom",
     "scale_learning_rate": "update.schedule",
     "shard_micro_batches": "plan.shard",

@@ -32,7 +32,8 @@ from dynagroup.online.align import Offer, agree, hand_out, level  # noqa: E402
 from dynagroup.online.config import OnlineConfig  # noqa: E402
 from dynagroup.online.exchange import WIDTH  # noqa: E402
 from dynagroup.online.requests import Rank, exact_plans, exact_window  # noqa: E402
-from dynagroup.plan.cut import cut, shapes_of  # noqa: E402
+from dynagroup.plan.batches import shapes_of  # noqa: E402
+from dynagroup.plan.cut import cut  # noqa: E402
 from dynagroup.plan.rows import cut_evenly  # noqa: E402
 from dynagroup.shapes import TOKENS  # noqa: E402
 from dynagroup.testing import run_ranks  # noqa: E402

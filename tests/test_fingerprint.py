@@ -16,7 +16,7 @@ import torch
 
 from dynagroup import AdditiveCap, Budget, TokenBudget
 from dynagroup.fingerprint import described
-from dynagroup.plan.cut import friendly_size, multiple_of
+from dynagroup.plan.rounding import friendly_size, multiple_of
 
 FACTOR = 2
 

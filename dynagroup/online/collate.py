@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.online.transfer import pack_tensors, unpack_tensors
-from dynagroup.plan.cut import Batches, cut, shapes_of
+from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.cut import cut
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.update.step import pin
 from dynagroup.update.weigh import Weigh, weigher

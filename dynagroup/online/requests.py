@@ -11,7 +11,7 @@ import numpy as np
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.online.align import split_share
 from dynagroup.online.windows import Planned
-from dynagroup.plan.cut import Batches, shapes_of
+from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.rows import cut_evenly, matched_by_cost
 from dynagroup.shapes import TOKENS, IntArray, Streams

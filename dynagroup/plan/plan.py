@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_tokens
-from dynagroup.plan.cut import Batches, shapes_of
+from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
 __all__ = ["BatchPlan", "PlannedWindow"]

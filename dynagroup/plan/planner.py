@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learner import learner_of
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.plan.cut import RoundBatch, cut, longest_first
+from dynagroup.plan.batches import longest_first
+from dynagroup.plan.cut import cut
 from dynagroup.plan.order import EpochOrder, epoch_order
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
+from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.rows import Rows, Uneven, arrange, cut_evenly, even_out, matched_by_cost, prove
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.world import World

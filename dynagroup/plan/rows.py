@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError
-from dynagroup.plan.cut import Batches, RoundBatch, cut, shapes_of
+from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.cut import cut
+from dynagroup.plan.rounding import RoundBatch
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
 __all__ = ["Rows", "Uneven", "arrange", "cut_evenly", "even_out", "matched_by_cost", "prove"]

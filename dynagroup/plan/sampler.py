@@ -15,8 +15,8 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.learner import learned_state, restore_learned
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
-from dynagroup.plan.cut import RoundBatch
 from dynagroup.plan.planner import BatchPlan, Oversize, PlanConfig, PlannedWindow, Planner, Position, Uneven
+from dynagroup.plan.rounding import RoundBatch
 from dynagroup.shapes import IntArray
 from dynagroup.world import rank_and_size
 

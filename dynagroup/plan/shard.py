@@ -10,7 +10,7 @@ import numpy as np
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
-from dynagroup.plan.cut import Batches, shapes_of
+from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.rows import cut_evenly, even_out, matched_by_cost
 
 __all__ = ["shard_micro_batches"]

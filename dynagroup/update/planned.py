@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dynagroup.budget.base import padded_tokens
 from dynagroup.errors import BudgetError
-from dynagroup.plan.cut import shapes_of
+from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.order import epoch_order
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.plan.cut import Batches, cut, friendly_size, multiple_of, shapes_of, smaller_size
+from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.cut import cut
+from dynagroup.plan.rounding import friendly_size, multiple_of, smaller_size
 from dynagroup.shapes import BatchShape, IntArray, Streams
 from tests import strategies
 

@@ -11,8 +11,9 @@ from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory.model import PaddedTokens
-from dynagroup.plan.cut import Batches, multiple_of
+from dynagroup.plan.batches import Batches
 from dynagroup.plan.planner import PlanConfig, Planner, cut_evenly, epoch_order, even_out
+from dynagroup.plan.rounding import multiple_of
 from dynagroup.plan.rows import prove
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves

@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.plan.cut import friendly_size, multiple_of
+from dynagroup.plan.rounding import friendly_size, multiple_of
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
 from dynagroup.world import World

@@ -1,0 +1,105 @@
+"""A division of samples into batches, as flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+
+__all__ = ["Batches", "longest_first", "offsets_of", "shapes_of"]
+
+
+class Batches(Sequence[IntArray]):
+    """A division of samples into batches, stored flat.
+
+    Args:
+        order: int64 (N,), positions of the samples, batch after batch.
+        offsets: int64 (B + 1,), where each batch starts in ``order``; the last entry is N.
+
+    >>> [batch.tolist() for batch in Batches(np.array([4, 2, 7]), np.array([0, 1, 3]))]
+    [[4], [2, 7]]
+    """
+
+    __slots__ = ("offsets", "order")
+
+    def __init__(self, order: IntArray, offsets: IntArray) -> None:
+        self.order = order
+        self.offsets = offsets
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Batches]) -> Batches:
+        """The batches of all parts, one after another."""
+        if not parts:
+            return cls(np.zeros(0, np.int64), np.zeros(1, np.int64))
+        sizes = np.concatenate([p.sizes for p in parts])
+        return cls(np.concatenate([p.order for p in parts]), offsets_of(sizes))
+
+    @property
+    def sizes(self) -> IntArray:
+        """Samples in each batch: int64 (B,)."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> IntArray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[IntArray]: ...
+    def __getitem__(self, index: int | slice) -> IntArray | list[IntArray]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        return self.order[self.offsets[index] : self.offsets[index + 1]]
+
+    def __iter__(self) -> Iterator[IntArray]:
+        bounds = self.offsets.tolist()
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+            yield self.order[start:stop]
+
+    def take(self, chosen: IntArray) -> Batches:
+        """These batches, in this order."""
+        sizes = self.sizes[chosen]
+        offsets = offsets_of(sizes)
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+        return Batches(self.order[np.repeat(self.offsets[:-1][chosen], sizes) + within], offsets)
+
+    def map(self, index_of: IntArray) -> Batches:
+        """The same batches with every position ``p`` replaced by ``index_of[p]``."""
+        return Batches(index_of[self.order], self.offsets)
+
+
+def offsets_of(sizes: IntArray) -> IntArray:
+    """Where batches of these sizes start, laid end to end; and where the last one ends."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
+    """The true shape of every batch. ``lengths`` are indexed by the positions that ``batches`` hold."""
+    if not len(batches.order):
+        none = np.zeros(0, np.int64)
+        return BatchShape(none, dict.fromkeys(lengths, none), dict.fromkeys(lengths, none))
+    starts = batches.offsets[:-1]
+    longest, total = {}, {}
+    for name, values in lengths.items():
+        ordered = values[batches.order]
+        longest[name] = np.maximum.reduceat(ordered, starts).astype(np.int64)
+        total[name] = np.add.reduceat(ordered, starts, dtype=np.int64)
+    return BatchShape(batches.sizes, longest, total)
+
+
+def longest_first(lengths: Streams) -> IntArray:
+    """Positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
+    if len(lengths) > 1:
+        others = [-values for name, values in lengths.items() if name != TOKENS]
+        return np.lexsort([*others[::-1], -lengths[TOKENS]])
+    tokens = lengths[TOKENS]
+    falling = tokens.max() - tokens
+    if falling.max(initial=0) < 1 << 16:
+        falling = falling.astype(np.uint16)  # numpy sorts 16-bit keys by radix, ten times faster
+    return np.argsort(falling, kind="stable")

@@ -1,0 +1,61 @@
+"""Batch sizes that kernels like: roundings that are applied before the fit check, and only downwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from dynagroup.errors import ConfigError
+
+__all__ = ["RoundBatch", "friendly_size", "multiple_of", "smaller_size"]
+
+RoundBatch: TypeAlias = Callable[[int], int]
+
+
+def multiple_of(number: int) -> RoundBatch:
+    """Round batch sizes down to a multiple of ``number``; a batch smaller than it stays as it is.
+
+    >>> [multiple_of(8)(n) for n in (5, 8, 23)]
+    [5, 8, 16]
+    """
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"`number` of multiple_of must be an int of at least 1, but is {number!r}")
+    return _MultipleOf(number)
+
+
+class _MultipleOf:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, size: int) -> int:
+        return size - size % self.number or size
+
+    def __repr__(self) -> str:
+        return f"multiple_of({self.number})"
+
+
+def friendly_size(size: int) -> int:
+    """The largest ``2**n`` or ``3 * 2**n`` that is at most ``size``: few different shapes, well-filled tiles.
+
+    >>> [friendly_size(n) for n in (1, 5, 7, 11, 100)]
+    [1, 4, 6, 8, 96]
+    """
+    power = 1 << (size.bit_length() - 1)
+    return power + power // 2 if power > 1 and size >= power + power // 2 else power
+
+
+def smaller_size(size: int, round_batch: RoundBatch | None) -> int:
+    """The largest batch size up to ``size`` that ``round_batch`` produces; ``size`` itself where there is none."""
+    if round_batch is None:
+        return size
+    for candidate in range(size, 0, -1):
+        rounded = round_batch(candidate)
+        if isinstance(rounded, bool) or not isinstance(rounded, (int, np.integer)) or rounded < 1:
+            raise ConfigError(
+                f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {candidate}"
+            )
+        if rounded <= size:
+            return int(rounded)
+    return size
