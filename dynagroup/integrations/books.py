@@ -75,7 +75,8 @@ class Books(_Base):
             if most_samples is not None and samples + loader.num_samples >= most_samples:
                 return loader.updates_until(most_samples), epoch + 1
             if args.max_steps <= 0 and most_samples is None and epoch + 1 >= args.num_train_epochs:
-                return updates + math.ceil((args.num_train_epochs - epoch) * count), epoch + 1
+                # As the Trainer counts epochs of equal length: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
+                return updates + math.ceil(args.num_train_epochs * count) - epoch * count, epoch + 1
             updates, samples, epoch = updates + count, samples + loader.num_samples, epoch + 1
 
     def keep_books(self, state: Any) -> None:

@@ -6,44 +6,37 @@ checkpoints stay exact, and nothing is left over at an epoch's end.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 import warnings
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import Trainer
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learner import learner_of
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.errors import ConfigError, StateError
-from dynagroup.integrations.batches import counted, flattened, is_update
-from dynagroup.integrations.books import Books, Updates
+from dynagroup.errors import StateError
+from dynagroup.integrations.books import Updates
 from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.host import (
     data_parallel_world,
     host_order,
-    ignores_num_items,
     is_stream,
     loader_kwargs,
-    mean_weight,
     read_states,
     refuse_unsupported,
     train_lengths,
     unsharded,
 )
 from dynagroup.integrations.online import OnlineUpdates
+from dynagroup.integrations.updating import Updating
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import UpdateLoader
-from dynagroup.update.step import Step
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "DynagroupCallback",
@@ -55,7 +48,7 @@ __all__ = [
 ]
 
 
-class DynagroupTrainerMixin(Books):
+class DynagroupTrainerMixin(Updating):
     """Put it before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
 
     The Trainer takes one more argument, ``dynagroup``: a budget, or a :class:`DynagroupConfig`. Its
@@ -75,8 +68,6 @@ class DynagroupTrainerMixin(Books):
         self._fixed_samples = super().get_total_train_batch_size(self.args)
         self.args = copy.copy(self.args)
         self.args.gradient_accumulation_steps = 1
-        self._idle_step = False
-        self._ignores_num_items: bool | None = None
         self.guard: OomSafeBackward | None = None
         self._since_log = time.perf_counter()
         self.add_callback(DynagroupCallback())
@@ -86,10 +77,18 @@ class DynagroupTrainerMixin(Books):
 
     def get_train_dataloader(self) -> Any:
         """Our loader, made from the host's: its dataset, columns, collator, workers and sampler are kept."""
-        host = super().get_train_dataloader()
+        host = self._host_dataloader()
         online = self.dynagroup.mode == "online"
         self.update_loader = self._online_updates(host) if online else self._offline_updates(host)
         return self.update_loader
+
+    def _host_dataloader(self) -> Any:
+        # Its sampler may group by the size of an update, which is not that of our copy of the arguments.
+        self.args.gradient_accumulation_steps = self.accumulation
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.args.gradient_accumulation_steps = 1
 
     def _offline_updates(self, host: Any) -> UpdateLoader[Any]:
         config = self.dynagroup
@@ -134,13 +133,6 @@ class DynagroupTrainerMixin(Books):
     def _data_seed(self) -> int:
         return self.args.data_seed if self.args.data_seed is not None else self.args.seed
 
-    @property
-    def _weigh(self) -> Any:
-        wanted = self.dynagroup.weigh
-        if wanted != "auto":
-            return wanted
-        return "samples" if self.compute_loss_func is not None else mean_weight(self)
-
     # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of
     # `_run_epoch` come from here alone.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -183,124 +175,6 @@ class DynagroupTrainerMixin(Books):
             stacklevel=2,
         )
         loader.skip_to(epoch, updates * self.samples_per_update, self.state.global_step)
-
-    # One update.
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        update = next(epoch_iterator, None)
-        if update is None:
-            self.control.should_epoch_stop = True
-            return [], None
-        if not is_update(update):
-            return [update], self._get_num_items_in_batch([update], device)
-        return [update], self._get_num_items_in_batch([counted(step) for step in update], device)
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        if not is_update(inputs):
-            return super().training_step(model, inputs, num_items_in_batch)
-        total: Any = 0.0
-        for number, step in enumerate(inputs):
-            if number:
-                self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
-            if self.dynagroup.out_of_memory is not None:
-                total = total + self._run_protected(model, step, num_items_in_batch)
-                continue
-            with self._local_gradients(model, step):
-                total = total + self._run_step(model, step, len(inputs), num_items_in_batch)
-        return total
-
-    def _run_protected(self, model: Any, step: Step[Any], num_items_in_batch: Any) -> torch.Tensor:
-        mean = self._loss_is_a_mean(step.batch, num_items_in_batch)
-        items = None if mean else num_items_in_batch
-        if self.guard is None:
-            self.guard = self._new_guard(model, mean)
-            self._ooms_logged = self.guard.learned.report.num_ooms
-        model.train()
-
-        def loss_of(batch: Any) -> torch.Tensor:
-            with self.compute_loss_context_manager():
-                return self.compute_loss(model, {**batch}, num_items_in_batch=items)
-
-        scale = step.loss_scale if mean else 1.0
-        result = self.guard(
-            loss_of, self._prepare_inputs(step.batch), loss_scale=scale, ends_update=step.ends_update, indices=step.indices,
-            idle=step.idle,
-        )  # fmt: skip
-        return result.loss * scale
-
-    def _new_guard(self, model: Any, mean: bool) -> OomSafeBackward:
-        config, loader = self.dynagroup, self.update_loader
-        assert loader is not None
-        if _defines_compute_loss(type(self)) and loader.world.size > 1:
-            raise ConfigError(
-                f"out_of_memory={config.out_of_memory!r} repeats batches on one rank alone, but the compute_loss of "
-                f"{type(self).__name__} may exchange data between ranks; leave it None"
-            )
-        learned = learner_of(loader.budget)
-        weigh = (self._weigh if mean else "sum") if config.weigh == "auto" else config.weigh
-        return OomSafeBackward(
-            model, mode=config.out_of_memory, weigh=weigh, splitter=config.splitter, world=loader.world,
-            learned=learned if isinstance(learned, LearningBudget) else None, backward=self.accelerator.backward,
-        )  # fmt: skip
-
-    def _run_step(self, model: Any, step: Step[Any], num_steps: int, num_items_in_batch: Any) -> torch.Tensor:
-        mean = self._loss_is_a_mean(step.batch, num_items_in_batch)
-        if mean:
-            num_items_in_batch = None
-        # The Trainer divides a loss that is a mean by this number; dividing by 1 / scale weighs it exactly.
-        self.current_gradient_accumulation_steps = 1.0 / step.loss_scale if mean and step.loss_scale else num_steps
-        self._idle_step = step.idle or (mean and step.loss_scale == 0.0)
-        try:
-            return super().training_step(model, step.batch, num_items_in_batch)
-        finally:
-            self._idle_step = False
-
-    def _loss_is_a_mean(self, batch: Any, num_items_in_batch: Any) -> bool:
-        """The loss is a mean over its batch, not a sum divided by the whole update's items."""
-        scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if scaled is not None:
-            return not scaled
-        if self.compute_loss_func is not None or num_items_in_batch is None:
-            return self.compute_loss_func is None
-        if self.label_smoother is not None or _defines_compute_loss(type(self)):
-            return False
-        if self._ignores_num_items is None:
-            self._ignores_num_items = ignores_num_items(self, batch)
-        return self._ignores_num_items
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        if not self._idle_step:
-            return found
-        loss = found[0] if return_outputs else found
-        nothing = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # keeps the collectives of a backward pass matched
-        return (nothing, found[1]) if return_outputs else nothing
-
-    def _local_gradients(self, model: Any, step: Step[Any]) -> Any:
-        from accelerate.utils import DistributedType
-
-        always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if step.ends_update or always or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return contextlib.nullcontext()
-        return self.accelerator.no_sync(model)
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        if not is_update(inputs):
-            return super().floating_point_ops(inputs)
-        return sum(super(DynagroupTrainerMixin, self).floating_point_ops(s.batch) for s in inputs if not s.idle)
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        if is_update(inputs):
-            inputs = flattened(inputs)
-        super()._track_num_input_tokens(inputs)
-
-
-def _defines_compute_loss(trainer_class: type) -> bool:
-    """Whether a class between ours and the Trainer's computes the loss itself."""
-    owners = [c for c in trainer_class.__mro__ if "compute_loss" in vars(c) and c is not DynagroupTrainerMixin]
-    return owners[0] is not Trainer
 
 
 @cache

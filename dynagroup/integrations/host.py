@@ -17,7 +17,6 @@ from dynagroup.world import SingleProcess, World, current_world
 __all__ = [
     "data_parallel_world",
     "host_order",
-    "ignores_num_items",
     "is_stream",
     "loader_kwargs",
     "mean_weight",
@@ -162,32 +161,6 @@ def train_lengths(trainer: Any) -> IntArray:
         ) from error
 
 
-def ignores_num_items(trainer: Any, batch: Any) -> bool:
-    """Whether the model's loss stays a mean over its batch although it is told the number of items of the update.
-
-    Many heads take ``**kwargs`` and drop ``num_items_in_batch``, and the Trainer takes them for exact: their loss is then
-    too large by the number of accumulated batches (transformers#47688, open). So we ask the model: its loss for one item
-    and for two, without gradients or randomness. All ranks agree on the answer.
-    """
-    import torch
-
-    model = trainer.model
-    modules = [(module, module.training) for module in model.modules()]
-    inputs = trainer._prepare_inputs(batch)
-    losses = []
-    with torch.no_grad():
-        model.eval()
-        for count in (1, 2):
-            out = model(**inputs, num_items_in_batch=torch.tensor(count, device=trainer.args.device))
-            losses.append(float(out["loss"] if isinstance(out, dict) else out[0]))
-    for module, training in modules:
-        module.training = training
-    follows = all(map(np.isfinite, losses)) and abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0])
-    says_nothing = not all(map(np.isfinite, losses)) or losses[0] == 0.0
-    found = trainer.update_loader.world.all_max([int(follows), int(not follows and not says_nothing)])
-    return bool(found[1]) and not found[0]
-
-
 def _column_lengths(dataset: Any, column: str) -> IntArray:
     import pyarrow.compute
 
@@ -200,7 +173,19 @@ def _column_lengths(dataset: Any, column: str) -> IntArray:
 
 def mean_weight(trainer: Any) -> Callable[[Any], float]:
     """What a batch weighs when its loss is a mean: its predicted label tokens, else its samples."""
-    return _MeanWeight(shifted=bool(trainer._loss_shifts_labels))
+    return _MeanWeight(shifted=_predicts_next_token(trainer))
+
+
+def _predicts_next_token(trainer: Any) -> bool:
+    """Whether the loss leaves out the first label of a row. The Trainer knows it of models that name their loss; those that
+    do not (GPT2LMHeadModel) take the causal one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    unnamed = getattr(model, "loss_type", None) is None and not getattr(model.config, "is_encoder_decoder", False)
+    causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return bool(trainer._loss_shifts_labels) or (unnamed and causal)
 
 
 class _MeanWeight:

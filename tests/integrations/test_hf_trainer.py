@@ -353,3 +353,26 @@ def test_seq2seq_trainer_generates_and_saves(tmp_path):
     run.train()
     run.save_model()
     assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("epochs", [0.3, 1.0, 1.1, 2.1, 2.25])
+def test_a_run_has_as_many_updates_as_the_plain_trainers(tmp_path, epochs):
+    """2.1 epochs of 10 updates are 21 updates: (2.1 - 2) * 10 is a little more than 1 in floating point."""
+    steps = []
+    for fits in (False, True):
+        run = trainer("causal", tmp_path, fits=fits, count=20, gradient_accumulation_steps=2,
+                      per_device_train_batch_size=1, max_steps=-1, num_train_epochs=epochs)  # fmt: skip
+        run.train()
+        steps.append(run.state.global_step)
+    assert steps[0] == steps[1] == run.state.max_steps
+    assert epochs != 2.1 or steps[0] == 21
+
+
+def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path):
+    from dynagroup.integrations.host import host_order
+
+    runs = [trainer("causal", tmp_path, fits=fits, train_sampling_strategy="group_by_length",
+                    per_device_train_batch_size=4, gradient_accumulation_steps=2) for fits in (False, True)]  # fmt: skip
+    samplers = [host_order(Trainer.get_train_dataloader(runs[0])), host_order(runs[1]._host_dataloader())]
+    assert [sampler.batch_size for sampler in samplers] == [8, 8]
+    assert runs[1].args.gradient_accumulation_steps == 1
