@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from dynagroup.plan.sampler import LengthAwareBatchSampler
     from dynagroup.plan.shard import shard_micro_batches
     from dynagroup.text import text_dataloader
-    from dynagroup.update.loader import UpdateLoader
+    from dynagroup.update.loader import StepLoader
+    from dynagroup.update.planned import PlannedDataLoader
     from dynagroup.update.schedule import scale_learning_rate
     from dynagroup.update.step import Share, Step
 
@@ -45,12 +46,13 @@ _HOME = {
     "MemoryBudget": "budget.memory",
     "OnlineDataLoader": "online.loader",
     "OomSafeBackward": "oom",
+    "PlannedDataLoader": "update.planned",
     "RefinementCollator": "online.collate",
     "Share": "update.step",
     "StateError": "errors",
     "Step": "update.step",
+    "StepLoader": "update.loader",
     "TokenBudget": "budget.tokens",
-    "UpdateLoader": "update.loader",
     "classify_dataset": "oom",
     "embed_dataset": "oom",
     "friendly_size": "plan.rounding",

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dynagroup import TokenBudget, measure_lengths, text_dataloader
 from dynagroup.demo.corpus import load_texts, train_tokenizer
 from dynagroup.text import TokenizingCollator
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.weigh import count_label_tokens
 
 LONGEST, BUDGET, HELD_OUT = 96, 2048, 1024
@@ -33,14 +33,14 @@ def model_of(vocab: int, seed: int) -> LlamaForCausalLM:
     )  # fmt: skip
 
 
-def train(loader: UpdateLoader[Any], vocab: int, seed: int, epochs: int) -> tuple[LlamaForCausalLM, int]:
+def train(loader: PlannedDataLoader[Any], vocab: int, seed: int, epochs: int) -> tuple[LlamaForCausalLM, int]:
     """AdamW with a learning rate that falls linearly to zero over the samples, as Trainer's does over its steps."""
     model = model_of(vocab, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     updates, seen, whole = 0, 0, epochs * len(loader.dataset)
     for epoch in range(epochs):
         loader.set_epoch(epoch)
-        for update in loader:
+        for update in loader.updates():
             for group in optimizer.param_groups:
                 group["lr"] = 3e-3 * (1 - seen / whole)
             for step in update:
@@ -77,13 +77,15 @@ def main() -> None:
     collate = TokenizingCollator(tokenizer, LONGEST, 1, labels=True)
     evaluation = text_dataloader(held_out, tokenizer, TokenBudget(BUDGET), max_length=LONGEST, labels=True)
 
-    def loader(seed: int, size: int | None) -> UpdateLoader[Any]:
-        return UpdateLoader(
+    def loader(seed: int, size: int | None) -> PlannedDataLoader[Any]:
+        return PlannedDataLoader(
             train_texts, lengths, TokenBudget(BUDGET), samples_per_update=size, seed=seed, collate_fn=collate,
             weigh=count_label_tokens,
         )  # fmt: skip
 
-    size = round(given.samples / len(loader(0, None)))  # fixed updates of as many samples as a free one has on average
+    size = round(
+        given.samples / loader(0, None).num_updates
+    )  # fixed updates of as many samples as a free one has on average
     losses: dict[str, list[float]] = {"fixed": [], "free": []}
     counts = {}
     for seed in range(given.seeds):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dynagroup import TokenBudget
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import PlannedDataLoader
 
 VOCAB = 50
 
@@ -30,7 +30,7 @@ def main() -> None:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     torch.manual_seed(0)
     rows = [[1 + (i + k) % (VOCAB - 1) for k in range(2 + (7 * i) % 40)] for i in range(128)]
-    loader = UpdateLoader(
+    loader = PlannedDataLoader(
         rows,
         [len(row) for row in rows],
         TokenBudget(256),
@@ -44,7 +44,7 @@ def main() -> None:
     losses = []
     for epoch in range(3):
         loader.set_epoch(epoch)
-        for update in loader:
+        for update in loader.updates():
             total = torch.zeros((), device=device)
             for step in update:
                 ids = step.batch.to(device)

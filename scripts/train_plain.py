@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup import TokenBudget
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import PlannedDataLoader
 
 VOCAB = 50
 
@@ -36,7 +36,7 @@ def main() -> list[float]:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     rows = [[1 + (i + k) % (VOCAB - 1) for k in range(2 + (7 * i) % 40)] for i in range(128)]
-    loader = UpdateLoader(
+    loader = PlannedDataLoader(
         rows,
         [len(row) for row in rows],
         TokenBudget(256),
@@ -50,7 +50,7 @@ def main() -> list[float]:
     losses = []
     for epoch in range(3):
         loader.set_epoch(epoch)
-        for update in loader:
+        for update in loader.updates():
             total = torch.zeros(())
             for step in update:
                 local = getattr(model, "no_sync", contextlib.nullcontext)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.step import Step
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class AcceleratedSteps:
     Its state is part of ``accelerator.save_state`` and ``load_state``.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: UpdateLoader[Any] | OnlineDataLoader) -> None:
+    def __init__(self, accelerator: Accelerator, loader: PlannedDataLoader[Any] | OnlineDataLoader) -> None:
         self.accelerator = accelerator
         self.loader = loader
 
@@ -34,7 +34,7 @@ class AcceleratedSteps:
 
     def __len__(self) -> int:
         """Updates of an epoch, where they are known beforehand: what a learning-rate scheduler counts."""
-        return len(self.loader)
+        return self.loader.num_updates
 
     def set_epoch(self, epoch: int) -> None:
         self.loader.set_epoch(epoch)
@@ -45,8 +45,7 @@ class AcceleratedSteps:
         def moved(batch: Any) -> Any:
             return send_to_device(batch, self.accelerator.device, non_blocking=self.accelerator.non_blocking)
 
-        updates = self.loader if isinstance(self.loader, UpdateLoader) else self.loader.updates()
-        for update in updates:
+        for update in self.loader.updates():
             for step in update:
                 yield step.map(moved)
 
@@ -56,23 +55,23 @@ class AcceleratedSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands. Collective with an online loader, whose ranks differ: it holds all ranks' states."""
-        if isinstance(self.loader, UpdateLoader):
+        if isinstance(self.loader, PlannedDataLoader):
             return self.loader.state_dict()
         from accelerate.utils import gather_object
 
         return {"ranks": gather_object([self.loader.state_dict()])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if isinstance(self.loader, UpdateLoader):
+        if isinstance(self.loader, PlannedDataLoader):
             self.loader.load_state_dict(state_dict)
         elif "ranks" in state_dict:
             self.loader.load_state_dict(state_dict["ranks"])
         else:
-            raise StateError("this state was saved with an UpdateLoader; this run has an OnlineDataLoader")
+            raise StateError("this state was saved with a PlannedDataLoader; this run has an OnlineDataLoader")
 
 
 def prepare(accelerator: Accelerator, loader: Any) -> Any:
-    """A loader for a training loop of your own: an :class:`UpdateLoader`, an :class:`OnlineDataLoader`, or a ``DataLoader``
+    """A loader for a training loop of your own: a :class:`PlannedDataLoader`, an :class:`OnlineDataLoader`, or a ``DataLoader``
     whose batch sampler is a :class:`LengthAwareBatchSampler`.
 
     The first two become :class:`AcceleratedSteps` and are registered for checkpointing. A ``DataLoader`` goes through
@@ -86,14 +85,14 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
             f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) would divide losses that "
             "`loss_scale` weighs already; leave it 1, an update takes as many steps as its samples need"
         )
-    if isinstance(loader, (UpdateLoader, OnlineDataLoader)):
+    if isinstance(loader, (PlannedDataLoader, OnlineDataLoader)):
         steps = AcceleratedSteps(accelerator, loader)
         accelerator.register_for_checkpointing(steps)
         return steps
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, LengthAwareBatchSampler):
         raise ConfigError(
-            f"`loader` must be an UpdateLoader, an OnlineDataLoader, or a DataLoader with a LengthAwareBatchSampler, but is "
+            f"`loader` must be a PlannedDataLoader, an OnlineDataLoader, or a DataLoader with a LengthAwareBatchSampler, but is "
             f"{loader!r}"
         )
     for setting in ("split_batches", "dispatch_batches"):

@@ -11,10 +11,9 @@ from transformers.trainer_utils import has_length
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.integrations.online import OnlineUpdates
+from dynagroup.integrations.online import OnlineUpdates, PlannedUpdates
 from dynagroup.oom.train import OomSafeBackward
-from dynagroup.update.loader import UpdateLoader
-from dynagroup.update.planned import UpdateStats
+from dynagroup.update.plans import UpdateStats
 from dynagroup.update.schedule import scale_learning_rate
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ else:
 
 __all__ = ["Books", "Updates"]
 
-Updates: TypeAlias = "UpdateLoader[Any] | OnlineUpdates"
+Updates: TypeAlias = "PlannedUpdates | OnlineUpdates"
 
 
 class Books(_Base):

@@ -10,8 +10,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dynagroup.integrations.host import write_state
-from dynagroup.integrations.online import OnlineUpdates
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.integrations.online import OnlineUpdates, PlannedUpdates
 
 if TYPE_CHECKING:
     from dynagroup.integrations.books import Books
@@ -28,7 +27,7 @@ class DynagroupCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         loader = self.trainer.update_loader if self.trainer is not None else None
-        saved = loader.state_dict() if isinstance(loader, UpdateLoader) else self.loader_state
+        saved = loader.state_dict() if isinstance(loader, PlannedUpdates) else self.loader_state
         return {"args": {}, "attributes": {"loader_state": saved}}
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -32,11 +32,11 @@ from dynagroup.integrations.host import (
     train_lengths,
     unsharded,
 )
-from dynagroup.integrations.online import OnlineUpdates
+from dynagroup.integrations.online import OnlineUpdates, PlannedUpdates
 from dynagroup.integrations.updating import Updating
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import PlannedDataLoader
 
 __all__ = [
     "DynagroupCallback",
@@ -90,16 +90,16 @@ class DynagroupTrainerMixin(Updating):
         finally:
             self.args.gradient_accumulation_steps = 1
 
-    def _offline_updates(self, host: Any) -> UpdateLoader[Any]:
+    def _offline_updates(self, host: Any) -> PlannedUpdates:
         config = self.dynagroup
         free = config.updates == "free"
-        return UpdateLoader(
+        loader: PlannedDataLoader[Any] = PlannedDataLoader(
             host.dataset,
             train_lengths(self) if config.lengths is None else config.lengths,
             config.budget,
             samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
             accumulation=self.accumulation if free else 1,
-            order=None if free else host_order(host),
+            sampler=None if free else host_order(host),
             seed=self._data_seed,
             weigh=self._weigh,
             drop_last=self.args.dataloader_drop_last and not free,
@@ -107,6 +107,7 @@ class DynagroupTrainerMixin(Updating):
             world=data_parallel_world(self, config.world),
             **loader_kwargs(host),
         )
+        return PlannedUpdates(loader)
 
     def _online_updates(self, host: Any) -> OnlineUpdates:
         config = self.dynagroup
@@ -151,7 +152,7 @@ class DynagroupTrainerMixin(Updating):
         states = read_states(checkpoint) if isinstance(loader, OnlineUpdates) else None
         if isinstance(loader, OnlineUpdates) and states is not None:
             loader.load_state_dict(states)
-        elif isinstance(loader, UpdateLoader) and state is not None:
+        elif isinstance(loader, PlannedUpdates) and state is not None:
             loader.load_state_dict(state)
         elif self.args.ignore_data_skip:
             loader.set_epoch(self.state.global_step // loader.num_updates(0))

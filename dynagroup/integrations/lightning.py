@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.online.loader import OnlineDataLoader
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.step import Step
 from dynagroup.world import rank_and_size
 
@@ -78,12 +78,12 @@ class LightningSteps:
     Lightning has fetched ahead, so that its state, a part of every checkpoint, is exact.
 
     Args:
-        loader: an :class:`UpdateLoader` or :class:`OnlineDataLoader`.
+        loader: a :class:`PlannedDataLoader` or :class:`OnlineDataLoader`.
     """
 
-    def __init__(self, loader: UpdateLoader[Any] | OnlineDataLoader) -> None:
-        if not isinstance(loader, (UpdateLoader, OnlineDataLoader)):
-            raise ConfigError(f"`loader` must be an UpdateLoader or an OnlineDataLoader, but is {loader!r}")
+    def __init__(self, loader: PlannedDataLoader[Any] | OnlineDataLoader) -> None:
+        if not isinstance(loader, (PlannedDataLoader, OnlineDataLoader)):
+            raise ConfigError(f"`loader` must be a PlannedDataLoader or an OnlineDataLoader, but is {loader!r}")
         self.loader = loader
         self.sampler = _EpochHandle(self)
         self._ahead: deque[dict[str, Any]] = deque()
@@ -101,9 +101,8 @@ class LightningSteps:
         saved = _HANDOVER.take()
         if saved is not None:
             self.load_state_dict(saved)
-        self.begun_epoch = self.loader.next_epoch if isinstance(self.loader, UpdateLoader) else self.loader.epoch
-        updates = self.loader if isinstance(self.loader, UpdateLoader) else self.loader.updates()
-        for update in updates:
+        self.begun_epoch = self.loader.epoch
+        for update in self.loader.updates():
             self._ahead.append(self._current())
             yield from map(LightningStep.of, update)
         if self._ahead:  # training has yet to use the last update: after it comes the next epoch
@@ -123,7 +122,7 @@ class LightningSteps:
         """Where training stands. Lightning asks on all ranks and saves rank 0's answer, so it holds all ranks' states."""
         state = self._state if self._state is not None else self._current()
         size = rank_and_size()[1]
-        if isinstance(self.loader, UpdateLoader) or size == 1:
+        if isinstance(self.loader, PlannedDataLoader) or size == 1:
             return state
         import torch.distributed as dist
 
@@ -134,7 +133,7 @@ class LightningSteps:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.is_restored = True
         states = state_dict["ranks"]
-        self.loader.load_state_dict(states[0] if isinstance(self.loader, UpdateLoader) else states)
+        self.loader.load_state_dict(states[0] if isinstance(self.loader, PlannedDataLoader) else states)
         rank = rank_and_size()[0]
         self._state = {"ranks": [states[rank if rank < len(states) else 0]]}
 
@@ -176,7 +175,7 @@ class UpdateCallback(Callback):
             raise StateError(
                 f"the checkpoint was saved after {self._num_batches} batches of an epoch, but Lightning began to read the loader "
                 "before it restored its place, as `trainer.estimated_stepping_batches` can make it do (pytorch-lightning#20550): "
-                "those batches would come again. Count steps by `trainer.max_steps` or `len(loader) * trainer.max_epochs`"
+                "those batches would come again. Count steps by `trainer.max_steps` or `loader.num_updates * trainer.max_epochs`"
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

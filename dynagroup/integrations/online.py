@@ -8,16 +8,49 @@ from typing import Any
 
 from dynagroup.errors import StateError
 from dynagroup.online.loader import OnlineDataLoader
-from dynagroup.update.planned import UpdateStats
+from dynagroup.update.planned import PlannedDataLoader
+from dynagroup.update.plans import UpdateStats
 from dynagroup.update.sizes import Cursor, UpdateSizes, first_cursor
 from dynagroup.update.step import Step
 from dynagroup.world import World
 
-__all__ = ["OnlineUpdates"]
+__all__ = ["OnlineUpdates", "PlannedUpdates"]
+
+
+class PlannedUpdates:
+    """A :class:`~dynagroup.PlannedDataLoader` whose items are updates."""
+
+    def __init__(self, loader: PlannedDataLoader[Any]) -> None:
+        self.loader = loader
+        self._logged = loader.stats.since(UpdateStats())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    @property
+    def recent(self) -> UpdateStats:
+        return self.loader.stats.since(self._logged)
+
+    @recent.setter
+    def recent(self, value: UpdateStats) -> None:
+        self._logged = self.loader.stats.since(value)
+
+    def __len__(self) -> int:
+        return self.loader.num_updates_in(0)
+
+    def num_updates(self, epoch: int) -> int:
+        return self.loader.num_updates_in(epoch)
+
+    @property
+    def next_epoch(self) -> int:
+        return self.loader.epoch
+
+    def __iter__(self) -> Iterator[list[Step[Any]]]:
+        return self.loader.updates()
 
 
 class OnlineUpdates:
-    """What adapters ask of :class:`~dynagroup.update.loader.UpdateLoader`, answered by an :class:`OnlineDataLoader`.
+    """What adapters ask of :class:`~dynagroup.PlannedDataLoader`, answered by an :class:`OnlineDataLoader`.
 
     Args:
         loader: with ``samples_per_update``, a number or a schedule; without it, or with a stream, there is no length.

@@ -1,427 +1,206 @@
-"""A loader whose items are optimizer updates: each a list of steps that fit the budget.
+"""What every loader of steps is: the contract that training loops, adapters and the laws know.
 
-A framework that counts loader items then counts updates: its length, schedules, logs and checkpoints stay exact,
-whatever number of batches the memory needs.
+Two loaders keep it. :class:`~dynagroup.PlannedDataLoader` plans updates from known lengths;
+:class:`~dynagroup.OnlineDataLoader` cuts them where samples become known, in the workers. They differ in their feed only: where
+an epoch's steps come from, and what a place in it is. Epochs, updates, counting and saving are the same, here.
 """
 
 from __future__ import annotations
 
-import random
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
-
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Generic, TypeVar
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learner import learned_state, restore_learned
-from dynagroup.errors import AlignmentError, ConfigError, StateError
-from dynagroup.lengths import as_streams
-from dynagroup.plan.planner import PlanConfig, Planner, Position
-from dynagroup.plan.sampler import STATE_VERSION, OrderSource, checked_state
-from dynagroup.update.planned import FreeUpdates, PlannedUpdate, PreservedUpdates, UpdateStats
-from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.update.sizes import Cursor, first_cursor
-from dynagroup.update.step import Share, Step, loss_scale
+from dynagroup.checks import check_int
+from dynagroup.errors import ConfigError
+from dynagroup.update.sizes import Cursor, Walk, first_cursor
+from dynagroup.update.step import Step
 from dynagroup.world import World, current_world
 
-__all__ = ["Update", "UpdateLoader", "UpdateSource", "Weigh"]
+__all__ = ["StepLoader"]
 
 B = TypeVar("B")
-Update: TypeAlias = list[Step[B]]
-Weigh: TypeAlias = "Literal['samples'] | Callable[[Any], float]"
-
-LARGEST_UPDATE = 1 << 40
-WEIGHT_UNIT = 1 << 20
-"""Weights travel between ranks as integers of 2**-20: exact for whole numbers."""
 
 
-class UpdateSource(Protocol[B]):
-    """What the adapters need of a loader, offline or online: updates, counted exactly."""
+class StepLoader(ABC, Generic[B]):
+    """Gives the steps of one epoch after another: ``for step in loader``, or an update at a time: ``loader.updates()``.
 
-    dataset: Any
+    Every rank gets equally many steps. Without :meth:`set_epoch` each iteration is the next epoch. A place is saved by
+    :meth:`state_dict` after any step, and :meth:`load_state_dict` goes on from there with exactly what remained.
 
-    def __len__(self) -> int:
-        """Updates of an epoch."""
-        ...
+    A subclass says what is particular to its feed: :meth:`_run`, :meth:`_forget`, the books (:meth:`_walk`,
+    :attr:`cursor`), and its state.
 
-    def __iter__(self) -> Iterator[Update[B]]: ...
-
-    def set_epoch(self, epoch: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
-
-
-class SeededIndices(list[int]):
-    """Dataset indices with the seed under which a worker processes them, so that a resumed run processes them alike."""
-
-    seed: int = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _seeded_indices, (list(self), self.seed)
-
-
-def _seeded_indices(indices: list[int], seed: int) -> SeededIndices:
-    seeded = SeededIndices(indices)
-    seeded.seed = seed
-    return seeded
-
-
-class _SeededDataset(Dataset):
-    """The user's dataset; in a worker process every batch begins with its own seed. In the main process nothing changes."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        if isinstance(indices, SeededIndices) and get_worker_info() is not None:
-            torch.manual_seed(indices.seed)
-            random.seed(indices.seed)
-            np.random.seed(indices.seed % 2**32)
-        together = getattr(self.dataset, "__getitems__", None)
-        return together(list(indices)) if together is not None else [self.dataset[index] for index in indices]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-
-class _Feed:
-    """The batch sampler of the inner DataLoader: hands out indices and remembers, in order, what they belong to."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.planned: deque[PlannedUpdate] = deque()
-        self.source: Iterator[PlannedUpdate] = iter(())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for update in self.source:
-            self.planned.append(update)
-            for step, indices in enumerate(update.batches):
-                key = (self.seed, update.after.epoch, update.after.update, step)
-                yield _seeded_indices(indices, int(np.random.SeedSequence(key).generate_state(1)[0]))
-
-
-class UpdateLoader(Generic[B]):
-    """Yields one optimizer update at a time: the steps this rank takes, weighed so that gradients add up exactly.
-
-    Args:
-        dataset: anything with ``__getitem__`` and ``__len__``.
-        lengths: tokens of each sample, or a dict of named streams.
-        budget: what a batch may be.
-        samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``.
-            None: free-running, every ``accumulation`` rows of batches as large as fit are an update.
-        accumulation: rows an update, only without ``samples_per_update``.
-        order: a sampler of dataset indices, the same on every rank; only with ``samples_per_update``.
-            Default: seeded by (seed, epoch).
-        seed: of order and processing.
-        weigh: what a batch weighs against the others: its "samples", or a function such as
-            ``dynagroup.update.weigh.count_label_tokens``. Use what the loss is a mean of.
-        drop_last: leave out an epoch's last update where it is smaller than asked.
-        plan: settings of :class:`~dynagroup.LengthAwareBatchSampler`: ``window``, ``oversize``, ``round_batch``.
-        world: the ranks that share the data; default: all of ``torch.distributed``.
-        dataloader_kwargs: for the inner ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
-
-    Raises:
-        ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
-
-    >>> from dynagroup.budget.tokens import TokenBudget
-    >>> loader = UpdateLoader(range(6), [9, 2, 8, 3, 9, 3], TokenBudget(18), samples_per_update=3)
-    >>> [sum(step.samples.local for step in update) for update in loader]
-    [3, 3]
+    Attributes:
+        dataset: as it was given.
+        stats: what this rank has done since the loader was made.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        lengths: Any,
-        budget: Budget,
-        *,
-        samples_per_update: int | BatchSizeSchedule | None = None,
-        accumulation: int = 1,
-        order: Iterable[int] | None = None,
-        seed: int = 0,
-        weigh: Weigh = "samples",
-        drop_last: bool = False,
-        plan: Mapping[str, Any] | None = None,
-        world: World | None = None,
-        **dataloader_kwargs: Any,
-    ) -> None:
+    def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
-        self.stats = UpdateStats()
-        self.recent = UpdateStats()
         self._world = world
-        self._weigh = _checked_weigh(weigh)
-        self._plan = _update_plan(
-            as_streams(lengths), budget, samples_per_update, accumulation, order, seed, drop_last, plan or {}
-        )
-        if self._plan.planner.num_samples != len(dataset):
-            raise ConfigError(
-                f"`lengths` has {self._plan.planner.num_samples} entries, but the dataset has {len(dataset)} samples"
-            )
-        self._feed = _Feed(seed)
-        self._loader = _inner_loader(dataset, self._feed, dataloader_kwargs)
         self._epoch = 0
-        self._advance = 0
-        self._start: Cursor | None = None
-        self._cursor: Cursor | None = None
+        """The epoch that runs, was run last, or was chosen."""
+        self._next = 0
+        """The epoch of the next iteration."""
+        self._live: Iterator[Step[B]] | None = None
+        """The feed of the iteration that runs."""
+
+    # What is particular to a feed.
+
+    @abstractmethod
+    def _run(self) -> Iterator[Step[B]]:
+        """The steps of epoch ``self._epoch``, from where the loader stands; :attr:`cursor` follows."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """The next iteration begins its epoch anew: drop the place that was reached or loaded."""
+
+    @abstractmethod
+    def _walk(self) -> Walk:
+        """How a run's updates follow one another.
+
+        Raises:
+            ConfigError: it is not known beforehand.
+        """
+
+    @property
+    @abstractmethod
+    def budget(self) -> Budget:
+        """What a batch may be."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int | None:
+        """Samples that an epoch draws over all ranks; None for a stream."""
+
+    @property
+    @abstractmethod
+    def cursor(self) -> Cursor:
+        """Where the updates that were handed out end; the one under way counts as handed out."""
+
+    @property
+    @abstractmethod
+    def num_changes(self) -> int:
+        """Grows whenever :attr:`num_updates` may have changed at run time: by their size, or by what a budget has learned."""
+
+    @abstractmethod
+    def set_samples_per_update(self, samples: int) -> int:
+        """Change the size of updates from now on; call it on every rank after the same step. It is part of the state.
+
+        Updates that workers have already been asked for keep their size.
+
+        Returns:
+            The number (from 0) of the first update that holds ``samples`` samples.
+
+        Raises:
+            ConfigError: the loader was made without ``samples_per_update``.
+        """
+
+    @abstractmethod
+    def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
+        """Go on in ``epoch`` after its first ``samples_used`` samples and ``update`` updates of the whole run, where a run of
+        fixed batches has left off.
+
+        Raises:
+            StateError: this loader cannot know which samples those were.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where states were taken, on any number of ranks: exactly what remained of the epoch comes next.
+
+        Args:
+            state_dict: this rank's state, or the list of all ranks' states.
+
+        Raises:
+            StateError: a state is damaged, of other data or settings, or ranks are missing. Nothing has changed then.
+        """
+
+    # What is the same for all.
 
     @property
     def world(self) -> World:
-        """The ranks; looked up when first needed, which is collective."""
+        """The ranks that share the data; looked up when first needed, which is collective."""
         if self._world is None:
             self._world = current_world()
         return self._world
 
     @property
-    def budget(self) -> Budget:
-        """The budget, with its limits taken from the lengths."""
-        return self._plan.planner.budget
+    def epoch(self) -> int:
+        """The epoch that is running; between iterations, the one that the next iteration is in."""
+        return self._next if self._live is None else self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. The one that stands chosen again changes nothing, a loaded place included."""
+        self._next = check_int("epoch", epoch, least=0)
+        if self._live is None and self._next != self._epoch:
+            self._forget()
+            self._epoch = self._next
+
+    def restart_epoch(self) -> None:
+        """Forget how far the epoch is used: the next iteration begins it anew."""
+        self._next = self.epoch
+        if self._live is None:
+            self._forget()
+            self._epoch = self._next
+
+    def __iter__(self) -> Iterator[Step[B]]:
+        if self._live is not None:
+            self._end(self._live)
+        if self._next != self._epoch:
+            self._forget()
+            self._epoch = self._next
+        self._next = self._epoch + 1
+        live = self._live = self._run()
+        try:
+            for step in live:
+                yield step
+                if self._live is not live:
+                    raise ConfigError("this iteration of the loader has ended: another one was begun since")
+        finally:
+            self._end(live)
+
+    def _end(self, live: Iterator[Step[B]]) -> None:
+        if self._live is live:
+            self._live = None
+        close = getattr(live, "close", None)
+        if close is not None:
+            close()
+
+    def updates(self) -> Iterator[list[Step[B]]]:
+        """The same steps, an update at a time."""
+        update: list[Step[B]] = []
+        with closing(iter(self)) as steps:  # pyright: ignore[reportArgumentType] - a generator
+            for step in steps:
+                update.append(step)
+                if step.ends_update:
+                    yield update
+                    update = []
 
     @property
-    def num_samples(self) -> int:
-        """Samples that an epoch draws."""
-        return (
-            self._plan.sizes.num_ordered()
-            if isinstance(self._plan, PreservedUpdates)
-            else self._plan.planner.num_samples
-        )
+    def num_updates(self) -> int:
+        """Updates of :attr:`epoch`: exact, unless their size is changed before it ends.
 
-    @property
-    def cursor(self) -> Cursor:
-        """Where the updates that were handed out end."""
-        return self._start or self._cursor or self._plan.start(self._epoch, self.world.size)
+        Raises:
+            ConfigError: it is not known beforehand; the message says what makes it known.
+        """
+        return self.num_updates_in(self.epoch)
 
-    def __len__(self) -> int:
-        return self.num_updates(self._epoch)
-
-    def num_updates(self, epoch: int) -> int:
-        """Updates of an epoch: exact, unless ``set_samples_per_update`` is called before it ends."""
-        return self._plan.num_updates(epoch, self.world.size)
+    def num_updates_in(self, epoch: int) -> int:
+        """Updates of any epoch, like :attr:`num_updates`."""
+        return self._walk().num_updates(epoch, self.world.size)
 
     def samples_after(self, updates: int) -> int:
-        """Samples trained on after so many updates since training began."""
-        return first_cursor(self._plan, self.world.size, lambda cursor: cursor.update >= updates).samples_seen
+        """Samples trained on, over all ranks, after so many updates since training began."""
+        return first_cursor(self._walk(), self.world.size, lambda cursor: cursor.update >= updates).samples_seen
 
     def updates_until(self, samples: int) -> int:
         """Updates since training began after which at least so many samples were trained on."""
-        return first_cursor(self._plan, self.world.size, lambda cursor: cursor.samples_seen >= samples).update
-
-    @property
-    def next_epoch(self) -> int:
-        """The epoch that the next iteration is in."""
-        return self._epoch + self._advance
-
-    @property
-    def num_changes(self) -> int:
-        """Grows whenever the number of updates changes at run time: by their size, or by what the budget has learned."""
-        return len(self._plan.sizes.changes) if isinstance(self._plan, PreservedUpdates) else len(self._plan.past)
-
-    def restart_epoch(self) -> None:
-        """Forget how far the epoch is used: it begins anew."""
-        self._start = self._cursor = None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; without it each iteration is the next epoch. Idempotent."""
-        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)) or epoch < 0:
-            raise ConfigError(f"`epoch` must be an int of at least 0, but is {epoch!r}")
-        if epoch != self._epoch:
-            self._start = self._cursor = None
-        self._epoch, self._advance = int(epoch), 0
-
-    def set_samples_per_update(self, samples: int) -> int:
-        """Change the size of updates from now on; call it on every rank after the same update.
-
-        Updates that workers already prefetch keep their size: with ``num_workers=0`` the next update is the first one of
-        the new size; otherwise the delay is at most ``num_workers * prefetch_factor`` batches.
-
-        Returns:
-            The number (from 0) of the first update that holds ``samples`` samples.
-        """
-        if not isinstance(self._plan, PreservedUpdates):
-            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
-        planned = self._feed.planned[-1].after if self._feed.planned else self.cursor
-        return self._plan.sizes.change(planned, samples, self.world.size)
-
-    def __iter__(self) -> Iterator[Update[B]]:
-        if self._advance:
-            self.set_epoch(self._epoch + self._advance)
-        self._advance = 1
-        if self._start is None:
-            self._apply_learned()
-        cursor = self._start or self._plan.start(self._epoch, self.world.size)
-        self._start, self._cursor = None, cursor
-        self._compare_ranks(cursor)
-        feed = self._feed
-        feed.planned.clear()
-        feed.source = self._plan.updates(cursor, self.world.rank, self.world.size)
-        assert self._loader.generator is not None
-        self._loader.generator.manual_seed(int(np.random.SeedSequence((feed.seed, self._epoch)).generate_state(1)[0]))
-        batches = iter(self._loader)
-        for batch in batches:
-            update = feed.planned[0]
-            collected = [batch, *(next(batches) for _ in update.batches[1:])]
-            feed.planned.popleft()
-            steps = self._weighed(update, collected)
-            self._cursor = update.after
-            self.stats.add(update.stats)
-            self.recent.add(update.stats)
-            yield steps
-
-    def _apply_learned(self) -> None:
-        """An epoch begins: plan it by what the budget has learned."""
-        self._plan.start(self._epoch, self.world.size)  # counts the epochs before by the limits they had
-        planner = self._plan.planner.renewed(self.world)
-        if planner is not self._plan.planner:
-            self._plan.replan(planner, self._epoch, self.world.size)
-
-    def _weighed(self, update: PlannedUpdate, batches: Sequence[B]) -> Update[B]:
-        counts = [0 if idle else len(b) for b, idle in zip(update.batches, update.idle, strict=True)]
-        weights: list[float] = [float(count) for count in counts]
-        total: float = update.num_samples
-        weigh: Any = self._weigh
-        if weigh != "samples":
-            weights = [0.0 if idle else float(weigh(b)) for b, idle in zip(batches, update.idle, strict=True)]
-            total = self.world.all_sum([round(sum(weights) * WEIGHT_UNIT)])[0] / WEIGHT_UNIT
-        last = len(batches) - 1
-        return [
-            Step(
-                batch=batch,
-                indices=indices,
-                samples=Share(count, update.num_samples),
-                weight=Share(weight, total),
-                loss_scale=loss_scale(Share(weight, total), self.world.size),
-                ends_update=number == last,
-                idle=idle,
-            )
-            for number, (batch, indices, count, weight, idle) in enumerate(
-                zip(batches, update.batches, counts, weights, update.idle, strict=True)
-            )
-        ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where training stands after the updates handed out: a few integers, JSON-able, the same on every rank."""
-        cursor = self.cursor
-        plan = self._plan
-        preserved = isinstance(plan, PreservedUpdates)
-        return {
-            "version": STATE_VERSION,
-            "fingerprint": plan.planner.fingerprint,
-            "identity": plan.planner.identity,
-            "cursor": asdict(cursor),
-            "changes": [list(change) for change in plan.sizes.changes] if preserved else [],
-            "past": [] if isinstance(plan, PreservedUpdates) else [list(counts) for counts in plan.past],
-            "learned": learned_state(self.budget),
-            "order": plan.order.checksum(cursor.epoch) if preserved and plan.order is not None else None,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where a state was taken, on any number of ranks: exactly the samples that remained.
-
-        Raises:
-            StateError: the state is damaged, or belongs to other data or settings.
-        """
-        plan = self._plan
-        restore_learned(self.budget, state_dict)
-        plan.planner = plan.planner.rebuilt()
-        cursor = _checked_state(state_dict, plan.planner)
-        if isinstance(plan, FreeUpdates):
-            plan.past = [(updates, samples) for updates, samples in state_dict["past"]]
-        if isinstance(plan, PreservedUpdates):
-            plan.sizes.restore(state_dict["changes"])
-            if plan.order is not None and plan.order.checksum(cursor.epoch) != state_dict["order"]:
-                raise StateError(
-                    f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken; "
-                    "use the same seed and sampler"
-                )
-        self._epoch, self._start, self._cursor = cursor.epoch, cursor, None
-        self._advance = int(next(plan.updates(cursor, 0, self.world.size), None) is None)
-
-    def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
-        """Continue an epoch after its first ``samples_used`` samples, for checkpoints of fixed-batch runs."""
-        if not isinstance(self._plan, PreservedUpdates):
-            raise StateError("only updates with samples_per_update continue a fixed-batch run: its samples are known")
-        seen = epoch * self.num_samples + samples_used
-        self._epoch, self._advance, self._cursor = epoch, 0, None
-        self._start = Cursor(epoch=epoch, update=update, samples_used=samples_used, samples_seen=seen)
-
-    def _compare_ranks(self, cursor: Cursor) -> None:
-        """All ranks must be about to plan the same updates of the same samples."""
-        if self.world.size == 1:
-            return
-        plan = self._plan
-        facts = [plan.planner.fingerprint.encode(), repr(cursor).encode()]
-        if isinstance(plan, PreservedUpdates):
-            sizes = [stop for _, stop, _ in plan.sizes.spans(cursor, self.world.size)]
-            facts += [plan.order_of(cursor.epoch).tobytes(), repr(sizes).encode()]
-        marks = [zlib.crc32(fact) for fact in facts]
-        found = self.world.all_max([*marks, *(-mark for mark in marks)])
-        names = ["lengths, budget or settings", "place in the epoch", "order of samples", "samples_per_update"]
-        differing = [names[i] for i in range(len(marks)) if found[i] != -found[i + len(marks)]]
-        if differing:
-            raise AlignmentError(
-                f"ranks differ in {', '.join(differing)} at the start of epoch {cursor.epoch}: "
-                "seed samplers and schedules alike on every rank, and load the same state everywhere"
-            )
-
-
-def _checked_weigh(weigh: Any) -> Any:
-    if callable(weigh) or weigh == "samples":
-        return weigh
-    raise ConfigError(f"`weigh` must be 'samples' or a function from a batch to its weight, but is {weigh!r}")
-
-
-PLAN_SETTINGS = ("window", "oversize", "round_batch", "hardest_first")
-
-
-def _update_plan(
-    lengths: Any,
-    budget: Budget,
-    samples_per_update: int | BatchSizeSchedule | None,
-    accumulation: int,
-    order: Iterable[int] | None,
-    seed: int,
-    drop_last: bool,
-    settings: Mapping[str, Any],
-) -> PreservedUpdates | FreeUpdates:
-    unknown = sorted(set(settings) - set(PLAN_SETTINGS))
-    if unknown:
-        raise ConfigError(f"`plan` knows the settings {PLAN_SETTINGS}, but has {unknown}")
-    if samples_per_update is None:
-        if order is not None:
-            raise ConfigError("`order` needs `samples_per_update`: free-running updates group samples across windows")
-        planner = Planner(lengths, budget, PlanConfig(shuffle=True, seed=seed, **settings))
-        return FreeUpdates(planner, accumulation=accumulation)
-    if accumulation != 1:
-        raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
-    planner = Planner(lengths, budget, PlanConfig(samples_per_update=LARGEST_UPDATE, seed=seed, **settings))
-    source = None if order is None else OrderSource(order, planner.num_samples)
-    return PreservedUpdates(planner, samples_per_update, source, drop_last=drop_last)
-
-
-def _inner_loader(dataset: Any, feed: _Feed, kwargs: Mapping[str, Any]) -> DataLoader[Any]:
-    taken = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"} & set(kwargs))
-    if taken:
-        raise ConfigError(f"{taken} are decided by UpdateLoader: pass `order`, `seed` and `drop_last` instead")
-    if kwargs.get("in_order") is False:
-        raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
-    # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
-    return DataLoader(_SeededDataset(dataset), batch_sampler=feed, generator=torch.Generator(), **kwargs)  # type: ignore[arg-type]
-
-
-def _checked_state(state: Mapping[str, Any], planner: Planner) -> Cursor:
-    checked_state(state, ("cursor", "changes", "past", "learned"), "an UpdateLoader", planner)
-    try:
-        cursor = Cursor(**state["cursor"])
-    except TypeError as error:
-        raise StateError(f"the state is damaged: cursor {state['cursor']!r}") from error
-    if state["cursor"]["position"] is not None:
-        where = dict(state["cursor"]["position"])
-        where["segments"] = tuple((int(ranks), int(rows)) for ranks, rows in where["segments"])
-        cursor = replace(cursor, position=Position(**where))
-    return cursor
+        return first_cursor(self._walk(), self.world.size, lambda cursor: cursor.samples_seen >= samples).update

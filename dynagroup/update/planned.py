@@ -1,213 +1,366 @@
-"""Which samples an update holds, and how its batches lie on the ranks: the pure half of :mod:`dynagroup.update.loader`."""
+"""The loader for known lengths: every update is planned before its samples are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+import random
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
-from dynagroup.budget.base import padded_tokens
-from dynagroup.errors import BudgetError
-from dynagroup.plan.batches import shapes_of
-from dynagroup.plan.order import epoch_order
-from dynagroup.plan.plan import PlannedWindow
-from dynagroup.plan.planner import Planner
-from dynagroup.plan.sampler import OrderSource, Trail
-from dynagroup.shapes import TOKENS, IntArray
-from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
-from dynagroup.update.sizes import Cursor, UpdateSizes
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-__all__ = ["FreeUpdates", "PlannedUpdate", "PreservedUpdates", "UpdatePlan", "UpdateStats"]
+from dynagroup.budget.base import Budget
+from dynagroup.budget.learner import learned_state, restore_learned
+from dynagroup.errors import AlignmentError, ConfigError, StateError
+from dynagroup.lengths import as_streams
+from dynagroup.plan.planner import PlanConfig, Planner, Position
+from dynagroup.plan.sampler import STATE_VERSION, OrderSource, checked_state
+from dynagroup.update.loader import StepLoader
+from dynagroup.update.plans import FreeUpdates, PlannedUpdate, PreservedUpdates, UpdateStats
+from dynagroup.update.schedule import BatchSizeSchedule
+from dynagroup.update.sizes import Cursor, Walk
+from dynagroup.update.step import Share, Step, loss_scale
+from dynagroup.update.weigh import Weigh, weigher
+from dynagroup.world import World
 
+__all__ = ["PlannedDataLoader"]
 
-@dataclass(slots=True)
-class UpdateStats:
-    """What the updates so far consisted of, over all ranks. Two of them can be subtracted from one another."""
-
-    updates: int = 0
-    samples: int = 0
-    batches: int = 0
-    idle_steps: int = 0
-    """Batches with weight zero that keep a rank in step with the others."""
-    real_tokens: int = 0
-    padded_tokens: int = 0
-    smallest_batch: int = field(default=0)
-    largest_batch: int = field(default=0)
-
-    @property
-    def padding(self) -> float:
-        """Share of the padded tokens that is padding."""
-        return 1.0 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
-
-    def add(self, other: UpdateStats) -> None:
-        for name in ("updates", "samples", "batches", "idle_steps", "real_tokens", "padded_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        least = [n for n in (self.smallest_batch, other.smallest_batch) if n]
-        self.smallest_batch = min(least, default=0)
-        self.largest_batch = max(self.largest_batch, other.largest_batch)
+B = TypeVar("B")
+LARGEST_UPDATE = 1 << 40
+WEIGHT_UNIT = 1 << 20
+"""Weights travel between ranks as integers of 2**-20: exact for whole numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedUpdate:
-    """One update as this rank runs it: its batches as dataset indices, one a step."""
+class SeededIndices(list[int]):
+    """Dataset indices with the seed under which a worker processes them, so that a resumed run processes them alike."""
 
-    batches: Sequence[list[int]]
-    idle: Sequence[bool]
-    num_samples: int
-    """Samples of the update over all ranks."""
-    after: Cursor
-    stats: UpdateStats
+    seed: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _seeded_indices, (list(self), self.seed)
 
 
-class UpdatePlan(Protocol):
-    """Plans updates one after another; knows ranks only by number."""
-
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
-        """What remains of ``cursor``'s epoch."""
-        ...
-
-    def start(self, epoch: int, world_size: int) -> Cursor:
-        """The beginning of an epoch."""
-        ...
-
-    def num_updates(self, epoch: int, world_size: int) -> int:
-        """Updates of a whole epoch."""
-        ...
-
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
-        """Where each update that remains of an epoch ends."""
-        ...
-
-    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
-        """Plan by another planner, from the beginning of an epoch on."""
-        ...
+def _seeded_indices(indices: list[int], seed: int) -> SeededIndices:
+    seeded = SeededIndices(indices)
+    seeded.seed = seed
+    return seeded
 
 
-def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, after: Cursor) -> PlannedUpdate:
-    table = window.table[rows]
-    idle = window.loss_scale[rows] == 0.0
-    used = table[~idle]
-    num_samples = int(window.batches.sizes[used].sum())
-    shapes = shapes_of(window.batches.take(used), planner.lengths)
-    stats = UpdateStats(
-        updates=1,
-        samples=num_samples,
-        batches=len(used),
-        idle_steps=int(idle.sum()),
-        real_tokens=int(shapes.total[TOKENS].sum()),
-        padded_tokens=int(padded_tokens(shapes, planner.budget).sum()),
-        smallest_batch=int(shapes.num_samples.min(initial=num_samples)),
-        largest_batch=int(shapes.num_samples.max(initial=0)),
-    )
-    batches = [window.batches[int(number)].tolist() for number in table[:, rank]]
-    return PlannedUpdate(batches, idle[:, rank].tolist(), num_samples, after, stats)
+class _SeededDataset(Dataset):
+    """The user's dataset; in a worker process every batch begins with its own seed. In the main process nothing changes."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        if isinstance(indices, SeededIndices) and get_worker_info() is not None:
+            torch.manual_seed(indices.seed)
+            random.seed(indices.seed)
+            np.random.seed(indices.seed % 2**32)
+        together = getattr(self.dataset, "__getitems__", None)
+        return together(list(indices)) if together is not None else [self.dataset[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
 
-class PreservedUpdates:
-    """Updates of exactly as many samples as a schedule says, drawn as fixed batches would draw them.
+class _Feed:
+    """The batch sampler of the inner DataLoader: hands out indices and remembers, in order, what they belong to."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.planned: deque[PlannedUpdate] = deque()
+        self.source: Iterator[PlannedUpdate] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for update in self.source:
+            self.planned.append(update)
+            for step, indices in enumerate(update.batches):
+                key = (self.seed, update.after.epoch, update.after.update, step)
+                yield _seeded_indices(indices, int(np.random.SeedSequence(key).generate_state(1)[0]))
+
+
+class PlannedDataLoader(StepLoader[B]):
+    """Steps planned from known lengths: batches that fit, of similar length, weighed so that gradients add up exactly.
 
     Args:
-        planner: lengths, budget and how to cut; its window must be at least as large as any update.
-        schedule: (update, current) -> samples.
-        order: the host framework's order of samples; None: seeded by the planner's seed and the epoch.
-        drop_last: leave out an epoch's last update if it is smaller than asked.
+        dataset: anything with ``__getitem__`` and ``__len__``.
+        lengths: tokens of each sample, or a dict of named streams.
+        budget: what a batch may be.
+        samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``.
+            None: free-running, every ``accumulation`` rows of batches as large as fit are an update.
+        accumulation: rows an update, only without ``samples_per_update``.
+        sampler: of dataset indices, the same on every rank; only with ``samples_per_update``.
+            Default: a permutation seeded by (seed, epoch).
+        seed: of order and processing.
+        weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
+            predicts), "samples", or a function from a batch to a number.
+        drop_last: leave out an epoch's last update where it is smaller than asked.
+        plan: settings of :class:`~dynagroup.LengthAwareBatchSampler`: ``window``, ``oversize``, ``round_batch``.
+        world: the ranks that share the data; default: all of ``torch.distributed``.
+        dataloader_kwargs: for the inner ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
+
+    Raises:
+        ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> loader = PlannedDataLoader(range(6), [9, 2, 8, 3, 9, 3], TokenBudget(18), samples_per_update=3, weigh="samples")
+    >>> [sum(step.samples.local for step in update) for update in loader.updates()]
+    [3, 3]
+    >>> len(loader), loader.num_updates
+    (4, 2)
     """
 
     def __init__(
-        self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
+        self,
+        dataset: Any,
+        lengths: Any,
+        budget: Budget,
+        *,
+        samples_per_update: int | BatchSizeSchedule | None = None,
+        accumulation: int = 1,
+        sampler: Iterable[int] | None = None,
+        seed: int = 0,
+        weigh: Weigh = "tokens",
+        drop_last: bool = False,
+        plan: Mapping[str, Any] | None = None,
+        world: World | None = None,
+        **dataloader_kwargs: Any,
     ) -> None:
-        self.planner = planner
-        self.order = order
-        self.sizes = UpdateSizes(schedule, self._num_ordered, drop_last=drop_last)
+        super().__init__(dataset, world=world)
+        self.stats = UpdateStats()
+        self._weigh = weigher(weigh)
+        self._plan = _update_plan(
+            as_streams(lengths), budget, samples_per_update, accumulation, sampler, seed, drop_last, plan or {}
+        )
+        if self._plan.planner.num_samples != len(dataset):
+            raise ConfigError(
+                f"`lengths` has {self._plan.planner.num_samples} entries, but the dataset has {len(dataset)} samples"
+            )
+        self._feed = _Feed(seed)
+        self._loader = _inner_loader(dataset, self._feed, dataloader_kwargs)
+        self._start: Cursor | None = None
+        """Where the next iteration begins, if a state was loaded."""
+        self._cursor: Cursor | None = None
+        self._length: tuple[Any, int] | None = None
 
-    def _num_ordered(self) -> int:
-        return self.planner.num_samples if self.order is None else len(self.order)
+    @property
+    def budget(self) -> Budget:
+        """The budget, with its limits taken from the lengths."""
+        return self._plan.planner.budget
 
-    def start(self, epoch: int, world_size: int) -> Cursor:
-        return self.sizes.start(epoch, world_size)
-
-    def num_updates(self, epoch: int, world_size: int) -> int:
-        return self.sizes.num_updates(epoch, world_size)
-
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
-        return self.sizes.cursors(cursor, world_size)
-
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
-        ordered = self.order_of(cursor.epoch)
-        for start, stop, after in self.sizes.spans(cursor, world_size):
-            window = next(self.planner.steps(cursor.epoch, world_size, order=ordered[start:stop]))
-            if not len(window.table):
-                raise BudgetError(
-                    f"no sample of update {after.update - 1} fits the budget even alone; filter such samples out beforehand, "
-                    "or pass oversize='alone'"
-                )
-            yield _planned(window, slice(None), self.planner, rank, after)
-
-    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
-        self.planner = planner
-
-    def order_of(self, epoch: int) -> IntArray:
-        if self.order is not None:
-            return self.order.of_epoch(epoch)
-        return epoch_order(self.planner.num_samples, seed=self.planner.config.seed, epoch=epoch)
-
-
-class FreeUpdates:
-    """Every ``accumulation`` rows of the plan are an update: batches as large as fit, updates as large as they come."""
-
-    def __init__(self, planner: Planner, *, accumulation: int = 1) -> None:
-        self.planner = planner
-        self.accumulation = checked_samples(accumulation, name="accumulation")
-        self._counts: dict[tuple[int, int], tuple[int, int]] = {}
-        self.past: list[tuple[int, int]] = []
-        """(updates, samples) of the first epochs, those that another planner planned."""
-
-    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
-        self.past = [self._count(before, world_size) for before in range(epoch)]
-        self.planner, self._counts = planner, {}
-
-    def start(self, epoch: int, world_size: int) -> Cursor:
-        before = [self._count(e, world_size) for e in range(epoch)]
-        return Cursor(
-            epoch=epoch,
-            update=sum(updates for updates, _ in before),
-            samples_seen=sum(samples for _, samples in before),
-            position=self.planner.start(world_size),
+    @property
+    def num_samples(self) -> int:
+        """Samples that an epoch draws."""
+        return (
+            self._plan.sizes.num_ordered()
+            if isinstance(self._plan, PreservedUpdates)
+            else self._plan.planner.num_samples
         )
 
-    def num_updates(self, epoch: int, world_size: int) -> int:
-        return self._count(epoch, world_size)[0]
+    @property
+    def cursor(self) -> Cursor:
+        """Where the updates that were handed out end."""
+        return self._start or self._cursor or self._plan.start(self._epoch, self.world.size)
 
-    def _count(self, epoch: int, world_size: int) -> tuple[int, int]:
-        if epoch < len(self.past):
-            return self.past[epoch]
-        key = (epoch, world_size)
-        if key not in self._counts:
-            windows = list(self.planner.steps(epoch, world_size))
-            updates = sum(-(-len(window.table) // self.accumulation) for window in windows)
-            samples = sum(len(window.batches.order) - len(window.repeated) for window in windows)
-            self._counts[key] = (updates, samples)
-        return self._counts[key]
+    def __len__(self) -> int:
+        """Steps of :attr:`epoch`: planned, so exact. The optimizer steps :attr:`num_updates` times."""
+        key = (self.epoch, self.world.size, self.num_changes)
+        if self._length is None or self._length[0] != key:
+            start = self._plan.start(self.epoch, self.world.size)
+            self._length = key, sum(len(u.batches) for u in self._plan.updates(start, 0, self.world.size))
+        return self._length[1]
 
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
-        return (planned.after for planned in self.updates(cursor, 0, world_size))
+    def _walk(self) -> Walk:
+        return self._plan
 
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
-        position = cursor.position or self.planner.start(world_size)
-        trail = Trail(position, world_size)
-        for window in self.planner.steps(cursor.epoch, world_size, position):
-            trail.open(len(window.table), window.num_windows)
-            for first in range(0, len(window.table), self.accumulation):
-                rows = slice(first, first + self.accumulation)
-                numbers = window.table[rows][window.loss_scale[rows] > 0]
-                samples = int(window.batches.sizes[numbers].sum())
-                trail.steps += len(window.table[rows])
-                cursor = replace(
-                    cursor,
-                    update=cursor.update + 1,
-                    samples_used=cursor.samples_used + samples,
-                    samples_seen=cursor.samples_seen + samples,
-                    current=samples,
-                    position=trail.position(None),
+    @property
+    def num_changes(self) -> int:
+        """Grows whenever the number of updates changes at run time: by their size, or by what the budget has learned."""
+        return len(self._plan.sizes.changes) if isinstance(self._plan, PreservedUpdates) else len(self._plan.past)
+
+    def _forget(self) -> None:
+        self._start = self._cursor = None
+
+    def set_samples_per_update(self, samples: int) -> int:
+        """Change the size of updates from now on; call it on every rank after the same update.
+
+        Updates that workers already prefetch keep their size: with ``num_workers=0`` the next update is the first one of
+        the new size; otherwise the delay is at most ``num_workers * prefetch_factor`` batches.
+
+        Returns:
+            The number (from 0) of the first update that holds ``samples`` samples.
+        """
+        if not isinstance(self._plan, PreservedUpdates):
+            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
+        planned = self._feed.planned[-1].after if self._feed.planned else self.cursor
+        return self._plan.sizes.change(planned, samples, self.world.size)
+
+    def _run(self) -> Iterator[Step[B]]:
+        if self._start is None:
+            self._apply_learned()
+        cursor = self._start or self._plan.start(self._epoch, self.world.size)
+        self._start, self._cursor = None, cursor
+        self._compare_ranks(cursor)
+        feed = self._feed
+        feed.planned.clear()
+        feed.source = self._plan.updates(cursor, self.world.rank, self.world.size)
+        assert self._loader.generator is not None
+        self._loader.generator.manual_seed(int(np.random.SeedSequence((feed.seed, self._epoch)).generate_state(1)[0]))
+        batches = iter(self._loader)
+        for batch in batches:
+            update = feed.planned[0]
+            collected = [batch, *(next(batches) for _ in update.batches[1:])]
+            feed.planned.popleft()
+            steps = self._weighed(update, collected)
+            self._cursor = update.after
+            self.stats.add(update.stats)
+            yield from steps
+
+    def _apply_learned(self) -> None:
+        """An epoch begins: plan it by what the budget has learned."""
+        self._plan.start(self._epoch, self.world.size)  # counts the epochs before by the limits they had
+        planner = self._plan.planner.renewed(self.world)
+        if planner is not self._plan.planner:
+            self._plan.replan(planner, self._epoch, self.world.size)
+
+    def _weighed(self, update: PlannedUpdate, batches: Sequence[B]) -> list[Step[B]]:
+        counts = [0 if idle else len(b) for b, idle in zip(update.batches, update.idle, strict=True)]
+        weights = [
+            0.0 if idle else float(self._weigh(b, n)) for b, n, idle in zip(batches, counts, update.idle, strict=True)
+        ]
+        total = self.world.all_sum([round(sum(weights) * WEIGHT_UNIT)])[0] / WEIGHT_UNIT
+        last = len(batches) - 1
+        return [
+            Step(
+                batch=batch,
+                indices=indices,
+                samples=Share(count, update.num_samples),
+                weight=Share(weight, total),
+                loss_scale=loss_scale(Share(weight, total), self.world.size),
+                ends_update=number == last,
+                idle=idle,
+            )
+            for number, (batch, indices, count, weight, idle) in enumerate(
+                zip(batches, update.batches, counts, weights, update.idle, strict=True)
+            )
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands after the updates handed out: a few integers, JSON-able, the same on every rank."""
+        cursor = self.cursor
+        plan = self._plan
+        preserved = isinstance(plan, PreservedUpdates)
+        return {
+            "version": STATE_VERSION,
+            "fingerprint": plan.planner.fingerprint,
+            "identity": plan.planner.identity,
+            "cursor": asdict(cursor),
+            "changes": [list(change) for change in plan.sizes.changes] if preserved else [],
+            "past": [] if isinstance(plan, PreservedUpdates) else [list(counts) for counts in plan.past],
+            "learned": learned_state(self.budget),
+            "order": plan.order.checksum(cursor.epoch) if preserved and plan.order is not None else None,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        if not states:
+            raise StateError("no state was given")
+        state_dict = states[0]
+        plan = self._plan
+        restore_learned(self.budget, state_dict)
+        plan.planner = plan.planner.rebuilt()
+        cursor = _checked_state(state_dict, plan.planner)
+        if isinstance(plan, FreeUpdates):
+            plan.past = [(updates, samples) for updates, samples in state_dict["past"]]
+        if isinstance(plan, PreservedUpdates):
+            plan.sizes.restore(state_dict["changes"])
+            if plan.order is not None and plan.order.checksum(cursor.epoch) != state_dict["order"]:
+                raise StateError(
+                    f"`sampler` gives other indices in epoch {cursor.epoch} than when the state was taken; "
+                    "use the same seed and sampler"
                 )
-                yield _planned(window, rows, self.planner, rank, cursor)
+        self._epoch, self._start, self._cursor = cursor.epoch, cursor, None
+        self._next = cursor.epoch + (next(plan.updates(cursor, 0, self.world.size), None) is None)
+
+    def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
+        """Continue an epoch after its first ``samples_used`` samples, for checkpoints of fixed-batch runs."""
+        if not isinstance(self._plan, PreservedUpdates):
+            raise StateError("only updates with samples_per_update continue a fixed-batch run: its samples are known")
+        seen = epoch * self.num_samples + samples_used
+        self._epoch, self._next, self._cursor = epoch, epoch, None
+        self._start = Cursor(epoch=epoch, update=update, samples_used=samples_used, samples_seen=seen)
+
+    def _compare_ranks(self, cursor: Cursor) -> None:
+        """All ranks must be about to plan the same updates of the same samples."""
+        if self.world.size == 1:
+            return
+        plan = self._plan
+        facts = [plan.planner.fingerprint.encode(), repr(cursor).encode()]
+        if isinstance(plan, PreservedUpdates):
+            sizes = [stop for _, stop, _ in plan.sizes.spans(cursor, self.world.size)]
+            facts += [plan.order_of(cursor.epoch).tobytes(), repr(sizes).encode()]
+        marks = [zlib.crc32(fact) for fact in facts]
+        found = self.world.all_max([*marks, *(-mark for mark in marks)])
+        names = ["lengths, budget or settings", "place in the epoch", "order of samples", "samples_per_update"]
+        differing = [names[i] for i in range(len(marks)) if found[i] != -found[i + len(marks)]]
+        if differing:
+            raise AlignmentError(
+                f"ranks differ in {', '.join(differing)} at the start of epoch {cursor.epoch}: "
+                "seed samplers and schedules alike on every rank, and load the same state everywhere"
+            )
+
+
+PLAN_SETTINGS = ("window", "oversize", "round_batch", "hardest_first")
+
+
+def _update_plan(
+    lengths: Any,
+    budget: Budget,
+    samples_per_update: int | BatchSizeSchedule | None,
+    accumulation: int,
+    order: Iterable[int] | None,
+    seed: int,
+    drop_last: bool,
+    settings: Mapping[str, Any],
+) -> PreservedUpdates | FreeUpdates:
+    unknown = sorted(set(settings) - set(PLAN_SETTINGS))
+    if unknown:
+        raise ConfigError(f"`plan` knows the settings {PLAN_SETTINGS}, but has {unknown}")
+    if samples_per_update is None:
+        if order is not None:
+            raise ConfigError("`sampler` needs `samples_per_update`: free-running updates group samples across windows")
+        planner = Planner(lengths, budget, PlanConfig(shuffle=True, seed=seed, **settings))
+        return FreeUpdates(planner, accumulation=accumulation)
+    if accumulation != 1:
+        raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
+    planner = Planner(lengths, budget, PlanConfig(samples_per_update=LARGEST_UPDATE, seed=seed, **settings))
+    source = None if order is None else OrderSource(order, planner.num_samples)
+    return PreservedUpdates(planner, samples_per_update, source, drop_last=drop_last)
+
+
+def _inner_loader(dataset: Any, feed: _Feed, kwargs: Mapping[str, Any]) -> DataLoader[Any]:
+    taken = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"} & set(kwargs))
+    if taken:
+        raise ConfigError(f"{taken} are decided by PlannedDataLoader: pass `sampler`, `seed` and `drop_last` instead")
+    if kwargs.get("in_order") is False:
+        raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
+    # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
+    return DataLoader(_SeededDataset(dataset), batch_sampler=feed, generator=torch.Generator(), **kwargs)  # type: ignore[arg-type]
+
+
+def _checked_state(state: Mapping[str, Any], planner: Planner) -> Cursor:
+    checked_state(state, ("cursor", "changes", "past", "learned"), "a PlannedDataLoader", planner)
+    try:
+        cursor = Cursor(**state["cursor"])
+    except TypeError as error:
+        raise StateError(f"the state is damaged: cursor {state['cursor']!r}") from error
+    if state["cursor"]["position"] is not None:
+        where = dict(state["cursor"]["position"])
+        where["segments"] = tuple((int(ranks), int(rows)) for ranks, rows in where["segments"])
+        cursor = replace(cursor, position=Position(**where))
+    return cursor

@@ -13,7 +13,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.plan.planner import Position
 from dynagroup.update.schedule import BatchSizeSchedule, checked_samples, constant
 
-__all__ = ["Cursor", "UpdateSizes", "first_cursor"]
+__all__ = ["Cursor", "UpdateSizes", "Walk", "first_cursor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,31 @@ class Cursor:
         return replace(self, update=self.update + 1, samples_used=stop, samples_seen=seen, current=current)
 
 
-class _Walk(Protocol):
-    def start(self, epoch: int, world_size: int) -> Cursor: ...
+class Walk(Protocol):
+    """The updates of a run, one after another."""
 
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]: ...
+    def start(self, epoch: int, world_size: int) -> Cursor:
+        """The beginning of an epoch."""
+        ...
+
+    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
+        """Where each update that remains of an epoch ends."""
+        ...
+
+    def num_updates(self, epoch: int, world_size: int) -> int:
+        """Updates of a whole epoch."""
+        ...
 
 
-def first_cursor(walk: _Walk, world_size: int, reached: Callable[[Cursor], bool]) -> Cursor:
+def first_cursor(walk: Walk, world_size: int, reached: Callable[[Cursor], bool]) -> Cursor:
     """The first place of a run, at the end of an update or at its beginning, that ``reached`` says yes to."""
     epoch = 0
-    while not reached(walk.start(epoch + 1, world_size)):
+    while not reached(after := walk.start(epoch + 1, world_size)):
+        if after.update == walk.start(epoch, world_size).update:
+            raise ConfigError(
+                f"epoch {epoch} has no update, so that many are never reached: the dataset is empty, or an "
+                "update is larger than an epoch and `drop_last` leaves it out"
+            )
         epoch += 1
     cursor = walk.start(epoch, world_size)
     if not reached(cursor):

@@ -15,7 +15,7 @@ from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget  # noqa: E402
 from dynagroup.integrations.accelerate import prepare  # noqa: E402
-from dynagroup.update.loader import UpdateLoader  # noqa: E402
+from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
 from tests.integrations.ranks import on_ranks  # noqa: E402
@@ -29,7 +29,9 @@ def loader(online=False, budget=160):
         return OnlineDataLoader(
             ROWS, TokenBudget(budget), collate_fn=toys.collate, samples_per_update=12, weigh="samples", shuffle=True
         )
-    return UpdateLoader(ROWS, toys.lengths(ROWS), TokenBudget(budget), collate_fn=toys.collate, samples_per_update=12)
+    return PlannedDataLoader(
+        ROWS, toys.lengths(ROWS), TokenBudget(budget), collate_fn=toys.collate, samples_per_update=12, weigh="samples"
+    )
 
 
 def train(steps, accelerator, model, optimizer, epochs=(0, 1), stop=None):
@@ -145,7 +147,7 @@ def test_misuse_is_named():
     with pytest.raises(ConfigError, match="gradient_accumulation_steps=2. would divide losses"):
         prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), loader())
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="must be an UpdateLoader, an OnlineDataLoader, or a DataLoader"):
+    with pytest.raises(ConfigError, match="must be a PlannedDataLoader, an OnlineDataLoader, or a DataLoader"):
         prepare(accelerator, DataLoader(range(4)))
     lengths = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
     prepared = prepare(accelerator, DataLoader(ROWS, batch_sampler=lengths, collate_fn=toys.collate))

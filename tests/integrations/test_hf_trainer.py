@@ -32,14 +32,14 @@ class Recorder(TrainerCallback):
 
         def recording():
             loader = loader_of()
-            weighed = loader._weighed
+            updates = loader.loader.updates
 
-            def record(update, batches):
-                steps = weighed(update, batches)
-                outer.indices.append([i for step in steps if not step.idle for i in step.indices])
-                return steps
+            def record():
+                for update in updates():
+                    outer.indices.append([i for step in update if not step.idle for i in step.indices])
+                    yield update
 
-            loader._weighed = record
+            loader.loader.updates = record
             return loader
 
         run.get_train_dataloader = recording

@@ -11,7 +11,7 @@ lightning = pytest.importorskip("lightning.pytorch")
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget  # noqa: E402
 from dynagroup.integrations.lightning import LightningSteps, UpdateCallback, update_loss  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
-from dynagroup.update.loader import UpdateLoader  # noqa: E402
+from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
 from tests.integrations.ranks import on_ranks  # noqa: E402
@@ -54,7 +54,7 @@ def tokens(batch):
 def loader(online=False, budget=160):
     if online:
         return OnlineDataLoader(ROWS, TokenBudget(budget), collate_fn=toys.collate, samples_per_update=16, shuffle=True)
-    return UpdateLoader(
+    return PlannedDataLoader(
         ROWS, toys.lengths(ROWS), TokenBudget(budget), collate_fn=toys.collate, samples_per_update=16, weigh=tokens
     )
 
@@ -134,14 +134,16 @@ def test_any_checkpoint_resumes_exactly(tmp_path, online, step):
 def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     """As from strategies that restore after optimizers are made."""
     monkeypatch.setattr(UpdateCallback, "on_load_checkpoint", lightning.Callback.on_load_checkpoint)
-    with pytest.raises(StateError, match=r"would come again. Count steps by `trainer.max_steps` or `len\(loader\)"):
+    with pytest.raises(
+        StateError, match=r"would come again. Count steps by `trainer.max_steps` or `loader.num_updates"
+    ):
         resumed_and_whole(tmp_path, Estimating, False, name="*step=4.ckpt", every_n_train_steps=4)
 
 
 def test_misuse_is_named(tmp_path):
     with pytest.raises(ConfigError, match="accumulate_grad_batches=2"):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match="must be an UpdateLoader or an OnlineDataLoader"):
+    with pytest.raises(ConfigError, match="must be a PlannedDataLoader or an OnlineDataLoader"):
         LightningSteps([1, 2])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dynagroup import AlignmentError, ConfigError, StateError, TokenBudget
 from dynagroup.testing import assert_resumes_exactly, run_ranks
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import doubling, linear_ramp
 from tests.torchrun import torchrun
 
@@ -21,8 +21,10 @@ WORKERS = {"num_workers": 2, "prefetch_factor": 2}
 
 def offline(num_epochs=2, **options):
     """The samples of each update of each epoch."""
-    loader = UpdateLoader(Tokens(LENGTHS), LENGTHS, TokenBudget(128), collate_fn=collate, seed=3, **options)
-    return [[sorted(i for step in update for i in step.indices) for update in loader] for _ in range(num_epochs)]
+    loader = PlannedDataLoader(Tokens(LENGTHS), LENGTHS, TokenBudget(128), collate_fn=collate, seed=3, **options)
+    return [
+        [sorted(i for step in update for i in step.indices) for update in loader.updates()] for _ in range(num_epochs)
+    ]
 
 
 def online(world, **options):

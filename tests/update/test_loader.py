@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dynagroup import AlignmentError, ConfigError, StateError, TokenBudget
 from dynagroup.plan.order import epoch_order
 from dynagroup.testing import run_ranks
-from dynagroup.update.loader import UpdateLoader
+from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import doubling, linear_ramp
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
@@ -21,7 +21,13 @@ BUDGET = TokenBudget(80)
 
 
 def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, **settings):
-    return UpdateLoader(range(len(lengths)) if data is None else data, lengths, budget, collate_fn=list, **settings)
+    return PlannedDataLoader(
+        range(len(lengths)) if data is None else data,
+        lengths,
+        budget,
+        collate_fn=list,
+        **{"weigh": "samples", **settings},
+    )
 
 
 def samples(update):
@@ -33,8 +39,8 @@ def test_updates_hold_the_samples_that_fixed_batches_would():
     loader = loader_of(samples_per_update=10, seed=3)
     loader.set_epoch(1)
     expected = [sorted(order[k : k + 10].tolist()) for k in range(0, 53, 10)]
-    assert [samples(update) for update in loader] == expected
-    assert len(loader) == len(expected) == 6
+    assert [samples(update) for update in loader.updates()] == expected
+    assert loader.num_updates_in(1) == len(expected) == 6
 
 
 @settings(deadline=None, max_examples=30)
@@ -44,7 +50,7 @@ def test_every_sample_once_equal_steps_and_weights_that_add_up(size, ranks, work
         loader = loader_of(
             samples_per_update=None if free else size, world=world, weigh=lambda batch: float(sum(batch))
         )
-        return list(loader), len(loader)
+        return list(loader.updates()), loader.num_updates_in(0)
 
     on_ranks = run_ranks(ranks, one)
     assert len({(tuple(len(u) for u in updates), count) for updates, count in on_ranks}) == 1
@@ -67,9 +73,9 @@ def test_every_sample_once_equal_steps_and_weights_that_add_up(size, ranks, work
 def test_a_run_resumes_at_every_update(settings, resumed_ranks):
     def remaining(loader, epochs=2):
         found = []
-        for epoch in range(loader.next_epoch, epochs):
+        for epoch in range(loader.epoch, epochs):
             loader.set_epoch(epoch)
-            found += [samples(update) for update in loader]
+            found += [samples(update) for update in loader.updates()]
         return found
 
     whole = remaining(loader_of(**settings))
@@ -78,7 +84,7 @@ def test_a_run_resumes_at_every_update(settings, resumed_ranks):
         state = first.state_dict()
         for epoch in range(2):
             first.set_epoch(epoch)
-            for update in first:
+            for update in first.updates():
                 if len(used) == stop:
                     break
                 used.append(samples(update))
@@ -104,17 +110,19 @@ def test_a_run_resumes_at_every_update(settings, resumed_ranks):
 
 def test_schedules_end_an_epoch_by_samples_with_and_without_its_tail():
     schedule = doubling(8, milestones=(2,))
-    assert [len(samples(u)) for u in loader_of(samples_per_update=schedule)] == [8, 8, 16, 16, 5]
+    assert [len(samples(u)) for u in loader_of(samples_per_update=schedule).updates()] == [8, 8, 16, 16, 5]
     dropping = loader_of(samples_per_update=schedule, drop_last=True)
-    assert [len(samples(u)) for u in dropping] == [8, 8, 16, 16]
-    assert (len(dropping), dropping.num_updates(1)) == (4, 3), "16 samples an update from the next epoch on"
+    assert [len(samples(u)) for u in dropping.updates()] == [8, 8, 16, 16]
+    assert (dropping.num_updates_in(0), dropping.num_updates_in(1)) == (4, 3), (
+        "16 samples an update from the next epoch on"
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_change_at_run_time_takes_effect_at_the_update_it_names(workers):
     loader = loader_of(samples_per_update=4, num_workers=workers, prefetch_factor=2 if workers else None)
     sizes, first = [], None
-    for number, update in enumerate(loader):
+    for number, update in enumerate(loader.updates()):
         sizes.append(len(samples(update)))
         if number == 1:
             first = loader.set_samples_per_update(10)
@@ -125,7 +133,7 @@ def test_a_change_at_run_time_takes_effect_at_the_update_it_names(workers):
     assert first - 2 <= workers * 2, "the delay is at most what workers prefetch"
     resumed = loader_of(samples_per_update=4)
     resumed.load_state_dict(state)
-    assert [len(samples(update)) for update in resumed] == sizes[2:]
+    assert [len(samples(update)) for update in resumed.updates()] == sizes[2:]
 
 
 class Noise(torch.utils.data.Dataset):
@@ -138,11 +146,11 @@ class Noise(torch.utils.data.Dataset):
 
 def test_workers_process_a_resumed_run_alike():
     def run(loader):
-        return [[step.batch for step in update] for update in loader]
+        return [[step.batch for step in update] for update in loader.updates()]
 
     whole = run(loader_of(data=Noise(), samples_per_update=12, num_workers=2))
     first = loader_of(data=Noise(), samples_per_update=12, num_workers=1)
-    for number, _ in enumerate(first):
+    for number, _ in enumerate(first.updates()):
         if number == 1:
             break
     resumed = loader_of(data=Noise(), samples_per_update=12, num_workers=1)
@@ -160,7 +168,7 @@ def test_iterating_leaves_the_global_random_state_alone():
 def test_ranks_with_another_order_are_told():
     def one(world):
         order = torch.randperm(53, generator=torch.Generator().manual_seed(world.rank)).tolist()
-        return list(loader_of(samples_per_update=10, order=order, world=world))
+        return list(loader_of(samples_per_update=10, sampler=order, world=world))
 
     with pytest.raises(AlignmentError, match="ranks differ in order of samples"):
         run_ranks(2, one)
@@ -171,10 +179,10 @@ def test_ranks_with_another_order_are_told():
     [
         ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
         ({"samples_per_update": 4, "accumulation": 2}, "`accumulation` .2. is whatever the memory needs"),
-        ({"order": range(53)}, "`order` needs `samples_per_update`"),
+        ({"sampler": range(53)}, "`sampler` needs `samples_per_update`"),
         ({"plan": {"windows": 3}}, "`plan` knows the settings"),
-        ({"batch_size": 3}, "are decided by UpdateLoader"),
-        ({"weigh": "bytes"}, "`weigh` must be 'samples' or a function"),
+        ({"batch_size": 3}, "are decided by PlannedDataLoader"),
+        ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
         ({"num_workers": 1, "in_order": False}, "`in_order=False` lets batches of different updates mix"),
     ],
 )
@@ -197,7 +205,7 @@ def test_states_of_other_runs_are_refused():
     state = loader_of(samples_per_update=10).state_dict()
     with pytest.raises(StateError, match="seed: 0 then, 1 now"):
         loader_of(samples_per_update=10, seed=1).load_state_dict(state)
-    with pytest.raises(StateError, match="this is no state of an UpdateLoader"):
+    with pytest.raises(StateError, match="this is no state of a PlannedDataLoader"):
         loader_of(samples_per_update=10).load_state_dict({"epoch": 1})
     with pytest.raises(StateError, match="version 9"):
         loader_of(samples_per_update=10).load_state_dict({**state, "version": 9})
