@@ -24,6 +24,7 @@ from dynagroup.update.weigh import Weigh, weigher
 
 __all__ = ["Refined", "RefinedWindow", "RefinementCollator", "WindowRequest", "WindowSamples", "measure_sample"]
 
+LONGEST = np.iinfo(np.int32).max
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
 Oversize: TypeAlias = Literal["alone", "error"]
 
@@ -54,12 +55,19 @@ class WindowRequest:
 
 @dataclass(frozen=True, slots=True)
 class WindowSamples:
-    """A request with its processed samples; ``resume`` is the stream's own state before the first of them."""
+    """A request with its processed samples.
+
+    Args:
+        resume: a stream's own state before the first of them.
+        worker: which worker made them.
+        spare: they were used before the epoch was resumed; they only serve to idle on.
+    """
 
     request: WindowRequest
     samples: list[Any]
     resume: Any = None
     worker: int = 0
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,7 @@ class RefinedWindow:
     batches: list[Refined]
     resume: Any = None
     worker: int = 0
+    spare: bool = False
 
     def __iter__(self) -> Iterator[Refined]:
         return iter(self.batches)
@@ -113,7 +122,7 @@ class RefinedWindow:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Between processes all tensors travel in one block; what cannot be pickled so goes the usual way."""
-        fields = (self.number, self.batches, self.resume, self.worker)
+        fields = (self.number, self.batches, self.resume, self.worker, self.spare)
         try:
             packed = pack_tensors(fields)
         except Exception:  # noqa: BLE001 - torch's own pickler knows more types
@@ -211,7 +220,7 @@ class RefinementCollator:
         refined = self._collate_all(batches, groups, lengths, request, samples)
         if request.costs is not None:
             refined = _with_joined(refined, request.groups or ())
-        return RefinedWindow(request.number, refined, window.resume, window.worker)
+        return RefinedWindow(request.number, refined, window.resume, window.worker, window.spare)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """True lengths of these samples: stream -> int32 (N,)."""
@@ -373,6 +382,11 @@ def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
         bad = next((i for i, v in enumerate(values) if not _is_count(v)), 0)
         raise ConfigError(
             f"`length_of` must give a whole number of tokens, but gives {values[bad]!r} for sample {indices[bad]}"
+        )
+    if array.max(initial=0) > LONGEST:
+        longest = int(array.argmax())
+        raise ConfigError(
+            f"sample {indices[longest]} has {array[longest]} units of a stream; at most {LONGEST} are possible"
         )
     return array.astype(np.int32)
 

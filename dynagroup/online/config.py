@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dynagroup.budget.base import Budget
+from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
 from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.requests import Rank
 from dynagroup.plan.order import EpochOrder
-from dynagroup.shapes import IntArray
-from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
+from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.weigh import Weigh
 from dynagroup.world import World
 
-__all__ = ["Facts", "OnlineConfig", "as_hint", "checked_kwargs"]
+__all__ = ["Facts", "OnlineConfig", "as_hint", "check_budget", "check_sources", "checked_kwargs"]
 
 OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "dataset")
 
@@ -44,14 +45,11 @@ class OnlineConfig:
     """When a rank runs out: the others go on while it idles, or "stop" ends the epoch for all and counts what was left."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "accumulation"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or self.seed < 0:
-            raise ConfigError(f"`seed` must be an int of at least 0, but is {self.seed!r}")
-        if self.uneven not in ("idle", "stop"):
-            raise ConfigError(f"`uneven` must be 'idle' or 'stop', but is {self.uneven!r}")
+        for name, least in (("window", 1), ("accumulation", 1), ("seed", 0)):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), least=least))
+        check_choice("uneven", self.uneven, ("idle", "stop"))
+        for name in ("shuffle", "drop_last"):
+            check_choice(name, getattr(self, name), (False, True))
         if self.samples_per_update is not None:
             if self.accumulation != 1:
                 raise ConfigError(
@@ -59,7 +57,7 @@ class OnlineConfig:
                     "as many steps as its samples need"
                 )
             if not callable(self.samples_per_update):
-                checked_samples(self.samples_per_update)
+                object.__setattr__(self, "samples_per_update", check_int("samples_per_update", self.samples_per_update))
         elif self.drop_last:
             raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
 
@@ -97,6 +95,58 @@ def checked_kwargs(kwargs: Mapping[str, Any], streams: bool) -> dict[str, Any]:
     if checked.get("num_workers", 0) > 0:
         checked.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
     return checked
+
+
+def check_budget(budget: Budget) -> None:
+    """Refuse a budget whose limit is taken from the lengths of a whole dataset: nobody knows them beforehand.
+
+    Raises:
+        ConfigError: names what to give instead.
+    """
+    if budget.bind({TOKENS: np.ones(1, np.int32)}).fingerprint != budget.fingerprint:
+        raise ConfigError(
+            "`budget` takes its limit from the lengths of the whole dataset, which an OnlineDataLoader does not know "
+            "beforehand; give MemoryBudget(..., longest=tokens of the longest sample), MemoryBudget.from_bytes or a TokenBudget"
+        )
+
+
+def check_sources(
+    *,
+    streams: bool,
+    per_update: bool,
+    shuffle: bool,
+    sampler: Iterable[int] | None,
+    batch_sampler: Iterable[Any] | None,
+) -> None:
+    """Refuse two orders at once, and orders that the dataset or the ranks cannot follow.
+
+    Raises:
+        ConfigError: names the arguments and the way out.
+    """
+    sources = {"batch_sampler": batch_sampler, "sampler": sampler}
+    given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * shuffle
+    if len(given) > 1:
+        raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
+    if streams and given:
+        raise ConfigError(f"`{given[0]}` needs a map-style dataset; an iterable one brings its own order")
+    if per_update and (streams or batch_sampler is not None):
+        raise ConfigError(
+            "`samples_per_update` needs a map-style dataset and no `batch_sampler`: an update's samples are drawn "
+            "from one order over all ranks; for a stream set `accumulation`"
+        )
+    for name, source in sources.items():
+        if isinstance(source, Iterator):
+            raise ConfigError(
+                f"`{name}` is a {type(source).__name__}, which is used up after one epoch; give a list, or a Sampler"
+            )
+        if source is not None and not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
+            raise ConfigError(f"`{name}` must be an iterable, but is {source!r}")
+    ranks = getattr(sampler, "num_replicas", 1)
+    if isinstance(ranks, int) and ranks > 1:
+        raise ConfigError(
+            f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__}); give the "
+            "undivided one: the loader hands out samples to ranks itself"
+        )
 
 
 def as_hint(hint: Any, num_samples: int) -> np.ndarray:

@@ -109,6 +109,8 @@ class EpochRun:
 
     def any_batch(self, dataset: Any, collator: RefinementCollator) -> Refined:
         """One sample of the dataset as a batch, for a rank that never had any."""
+        if isinstance(self.feed, StreamFeed) and self.feed.spare is not None:
+            return self.feed.spare
         if self.facts.indices is None:
             raise AlignmentError(
                 f"rank {self.facts.world.rank} has no samples at all to idle on; give every rank at least one sample"
@@ -173,17 +175,22 @@ class EpochRun:
 
     def _choose_lengths(self) -> None:
         """Lengths by position: known ones for exact plans, hints for rough ones."""
-        known = self._learned.known() if self._learned is not None else None
+        self._lengths = self._rough = None
         if self.facts.indices is None or not len(self.order):
             return
-        self._lengths = self._rough = None
-        at = (
-            np.asarray(self.order.at(np.arange(len(self.order))), np.int64) if known or self._hint is not None else None
-        )
-        if known is not None and self._learned is not None and self._learned.steady:
-            self._lengths = {name: values[at] for name, values in known.items()}
-        elif known is not None:
-            self._rough = known[TOKENS].astype(np.int64)[at]
+        learned = self._learned
+        if self._hint is None and (learned is None or not learned.seen):
+            return
+        at = np.asarray(self.order.at(np.arange(len(self.order))), np.int64)
+        used = len(at) if self.sizes is None else self.sizes.end(self.facts.epoch).samples_used - self._skipped
+        known = None if learned is None else learned.known(at[:used])
+        if known is not None and learned is not None:
+            unused = np.zeros(len(at) - used, np.int32)  # what an epoch drops is never measured, and never asked for
+            whole = {name: np.append(values, unused) for name, values in known.items()}
+            if learned.steady:
+                self._lengths = whole
+            else:
+                self._rough = whole[TOKENS].astype(np.int64)
         elif self._hint is not None:
             self._rough = self._hint[at]
 

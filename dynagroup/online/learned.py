@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.online.state import pack, unpack
-from dynagroup.shapes import TOKENS, Streams
+from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.world import World
 
 __all__ = ["LearnedLengths"]
@@ -36,11 +36,10 @@ class LearnedLengths:
                 self._fresh[name] = np.full(self.num_samples, UNKNOWN, np.int32)
             self._fresh[name][indices] = values
 
-    def known(self) -> Streams | None:
-        """All lengths, or None while some sample has none."""
-        if not self.seen or any((values == UNKNOWN).any() for values in self.seen.values()):
-            return None
-        return self.seen
+    def known(self, indices: IntArray) -> Streams | None:
+        """Lengths of these samples, or None while some of them has none."""
+        known = {name: values[indices] for name, values in self.seen.items()}
+        return None if not known or any((values == UNKNOWN).any() for values in known.values()) else known
 
     def merge(self, world: World) -> None:
         """Tell all ranks what each has observed in this epoch; collective. The largest of several observations counts."""

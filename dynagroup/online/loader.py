@@ -16,7 +16,7 @@ from dynagroup.budget.learner import learned_state, learner_of, restore_learned
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.online.align import Uneven
 from dynagroup.online.collate import LengthOf, Oversize, Refined, RefinementCollator
-from dynagroup.online.config import Facts, OnlineConfig, as_hint, checked_kwargs
+from dynagroup.online.config import Facts, OnlineConfig, as_hint, check_budget, check_sources, checked_kwargs
 from dynagroup.online.engine import Queued, Take
 from dynagroup.online.epoch import EpochRun
 from dynagroup.online.exchange import Exchange, fingerprint
@@ -118,7 +118,14 @@ class OnlineDataLoader:
         self._world = world
         self._streams = is_stream(dataset)
         self._kwargs = checked_kwargs(dataloader_kwargs, self._streams)
-        self._check_sources(shuffle)
+        check_sources(
+            streams=self._streams,
+            per_update=samples_per_update is not None,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+        )
+        check_budget(budget)
         self.sizes: UpdateSizes | None = None
         """How many samples each update holds; None without ``samples_per_update``."""
         if samples_per_update is not None:
@@ -421,26 +428,6 @@ class OnlineDataLoader:
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
-
-    def _check_sources(self, shuffle: bool) -> None:
-        given = [n for n, v in (("batch_sampler", self.batch_sampler), ("sampler", self.sampler)) if v is not None]
-        if shuffle:
-            given.append("shuffle")
-        if len(given) > 1:
-            raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
-        if self._streams and given:
-            raise ConfigError(f"`{given[0]}` needs a map-style dataset; an iterable one brings its own order")
-        if self.config.samples_per_update is not None and (self._streams or self.batch_sampler is not None):
-            raise ConfigError(
-                "`samples_per_update` needs a map-style dataset and no `batch_sampler`: an update's samples are drawn "
-                "from one order over all ranks; for a stream set `accumulation`"
-            )
-        ranks = getattr(self.sampler, "num_replicas", 1)
-        if isinstance(ranks, int) and ranks > 1:
-            raise ConfigError(
-                f"`sampler` divides its indices among {ranks} ranks already ({type(self.sampler).__name__}); give the "
-                "undivided one: the loader hands out samples to ranks itself"
-            )
 
 
 def is_stream(dataset: Any) -> bool:

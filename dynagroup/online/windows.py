@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dynagroup.errors import ConfigError
-from dynagroup.online.collate import RefinedWindow, RefinementCollator, WindowRequest, WindowSamples, shorten
+from dynagroup.online.collate import Refined, RefinedWindow, RefinementCollator, WindowRequest, WindowSamples, shorten
 from dynagroup.online.engine import Queued, late
 from dynagroup.plan.order import EpochOrder
 from dynagroup.shapes import IntArray
@@ -143,8 +143,10 @@ class StreamDataset(_Forwarding, IterableDataset):
         if spot and spot["state"] is not None:
             self.dataset.load_state_dict(spot["state"])
         samples = iter(self.dataset)
-        if spot and spot["state"] is None:
-            next(islice(samples, read, read), None)
+        passed = list(islice(samples, 1 if spot and spot["state"] is None and read else 0))
+        if passed:
+            next(islice(samples, read - 1, read - 1), None)
+        came = False
         while True:
             state, first, chosen, numbers = self._state(), read, [], []
             while len(chosen) < self.window:
@@ -155,12 +157,17 @@ class StreamDataset(_Forwarding, IterableDataset):
                 if read >= until or read in keep:
                     chosen.append(sample)
                     numbers.append(read)
+                elif not passed:
+                    passed.append(sample)
                 read += 1
             if not chosen:
-                return
+                break
+            came = True
             arrivals = [(n * workers + worker) * self.size + self.rank for n in numbers]
             place = {"read": first, "until": read, "state": state, "numbers": numbers}
             yield WindowSamples(WindowRequest(first, arrivals, epoch=epoch), chosen, place, worker)
+        if passed and not came:  # nothing is left here, but other ranks may go on
+            yield WindowSamples(WindowRequest(-1, (0,), epoch=epoch), passed, {}, worker, spare=True)
 
     def _state(self) -> Any:
         """The dataset's own state before the next sample, where it keeps one."""
@@ -343,6 +350,8 @@ class StreamFeed:
         self._open = open_iterator
         self._iterator: Iterator[RefinedWindow] | None = None
         self.receiving = True
+        self.spare: Refined | None = None
+        """A batch to idle on, of a sample that was used before the epoch was resumed."""
         self.opened: dict[int, deque[dict[str, Any]]] = {}
         """Worker -> its windows that may not be fully used: where each began, and its samples' numbers."""
 
@@ -360,6 +369,9 @@ class StreamFeed:
         if window is None:
             self.receiving = False
             return None
+        if window.spare:
+            self.spare = window.batches[0]
+            return self.take()
         self.opened.setdefault(window.worker, deque()).append({**window.resume})
         return [Queued(r, tuple(r.indices)) for r in window]
 

@@ -1,0 +1,137 @@
+"""Promises to the user that were once broken: what is refused, when, and what goes on by itself."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dynagroup import ConfigError, MemoryBudget, OnlineDataLoader, TokenBudget
+from dynagroup.memory import PaddedTokens
+from dynagroup.online.collate import RefinementCollator
+from dynagroup.testing import run_ranks
+
+from .helpers import Tokens, collate, ids_in, lengths_of, make_loader, used
+
+LENGTHS = lengths_of(60, seed=3)
+
+
+def test_a_length_beyond_int32_is_refused():
+    """It would wrap to a small number, and fit."""
+    collator = RefinementCollator(list, TokenBudget(100), length_of=lambda sample: sample, weigh="samples")
+    with pytest.raises(ConfigError, match=f"sample 1 has {2**31} units"):
+        collator([3, 2**31])
+    assert [r.real for r in collator([2**31 - 1])] == [2**31 - 1]
+
+
+def test_a_budget_without_a_limit_is_refused_at_once():
+    data = Tokens(LENGTHS)
+    for budget in (MemoryBudget(2, model=PaddedTokens()), TokenBudget(900) & MemoryBudget(2, model=PaddedTokens())):
+        with pytest.raises(ConfigError, match="longest=tokens of the longest sample"):
+            OnlineDataLoader(data, budget, collate_fn=collate)
+    known = MemoryBudget(2, longest=64, model=PaddedTokens())
+    assert sum(len(step.indices) for step in OnlineDataLoader(data, known, collate_fn=collate)) == 60
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_an_iterator_that_is_used_up_after_an_epoch_is_refused(name):
+    rows = [[0, 1], [2]] if name == "batch_sampler" else [0, 1, 2]
+    with pytest.raises(ConfigError, match=f"`{name}` is a list_iterator.*used up after one epoch"):
+        make_loader(None, LENGTHS, **{name: iter(rows)})
+    loader = make_loader(None, LENGTHS, **{name: rows})
+    assert [sorted(i for step in loader for i in used(step)) for _ in range(2)] == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("name", ["seed", "window", "accumulation", "samples_per_update", "shuffle"])
+def test_numpy_numbers_are_settings_like_others(name):
+    value = np.bool_(True) if name == "shuffle" else np.int64(3)
+    if name == "shuffle":
+        with pytest.raises(ConfigError, match="`shuffle` must be one of False, True"):
+            make_loader(None, LENGTHS, shuffle=value)
+        return
+    loader = make_loader(None, LENGTHS, **{name: value})
+    next(iter(loader))
+    json.dumps(loader.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"drop_last": True, "samples_per_update": 16}, {"sampler": list(range(0, 60, 2))}])
+def test_lengths_of_the_samples_in_use_are_enough(options):
+    """In a fixed order the last samples never come: the others' lengths plan the next epoch all the same."""
+
+    def run(world):
+        loader = make_loader(world, LENGTHS, **options)
+        first, second = (list(loader) for _ in range(2))
+        return [sum(step.batch["input_ids"].numel() for step in steps if not step.idle) for steps in (first, second)]
+
+    padded = np.sum(run_ranks(2, run), axis=0)
+    assert padded[1] < padded[0], "batches of known lengths are matched"
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_a_checkpoint_after_the_last_step_resumes_on_other_ranks(hinted):
+    """Lengths known, or hinted: nothing remains of the epoch, and the next is whole."""
+
+    def first(world, stop):
+        loader = make_loader(world, LENGTHS, shuffle=True, **({"length_hint": LENGTHS} if hinted else {}))
+        if not hinted:
+            list(loader)
+        for number, _ in enumerate(loader):
+            if number == stop:
+                return json.loads(json.dumps(loader.state_dict()))
+        return number
+
+    def rest(world, states):
+        loader = make_loader(world, LENGTHS, shuffle=True, **({"length_hint": LENGTHS} if hinted else {}))
+        loader.load_state_dict(states)
+        return [[i for step in loader for i in used(step)] for _ in range(2)]
+
+    last = run_ranks(2, lambda world: first(world, None))[0]
+    states = run_ranks(2, lambda world: first(world, last))
+    for size in (1, 3):
+        epochs = run_ranks(size, lambda world: rest(world, states))
+        counts = [sorted(i for rank in epochs for i in rank[number]) for number in range(2)]
+        assert counts[0] in ([], list(range(60)))
+        assert counts[1] == list(range(60))
+
+
+class Short(torch.utils.data.IterableDataset):
+    """A stream whose ranks have differently many samples."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        for index in range(*(info.id, len(self.lengths), info.num_workers) if info else (len(self.lengths),)):
+            ids = torch.full((self.lengths[index],), index)
+            yield {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_resumes_while_a_rank_idles(num_workers):
+    def make(world):
+        data = Short(LENGTHS[: 6 if world.rank else 60])
+        return make_loader(world, data, dataset=lambda data: data, window=8, num_workers=num_workers)
+
+    whole = run_ranks(2, lambda world: [ids_in(step) for step in make(world)])
+    stops = range(len(whole[0])) if not num_workers else (len(whole[0]) - 2,)
+
+    def first(world, stop):
+        loader, came = make(world), []
+        steps = iter(loader)
+        for _ in range(stop):
+            came += ids_in(next(steps))
+        return came, json.loads(json.dumps(loader.state_dict()))
+
+    def rest(world, states):
+        loader = make(world)
+        loader.load_state_dict(states[world.rank])
+        return [i for step in loader for i in ids_in(step)]
+
+    for stop in stops:
+        came = run_ranks(2, lambda world, stop=stop: first(world, stop))
+        after = run_ranks(2, lambda world, came=came: rest(world, [state for _, state in came]))
+        for rank, count in ((0, 60), (1, 6)):
+            assert sorted(came[rank][0] + after[rank]) == list(range(count)), f"stopped after {stop}"
