@@ -170,31 +170,36 @@ def check_training(device: Device, dry: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def figures(dry: bool) -> dict[str, Any]:
+    """All checks; raises where one does not hold."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = Device(dry)
+    found: dict[str, Any] = {
+        "generation": check_generation(device, dry),
+        "forward": check_forward_leaves_nothing(device, dry),
+        "training": check_training(device, dry),
+    }
+    for name, values in found.items():
+        print(name, values)
+    assert found["generation"]["num_splits"] > 0, "the limit was too generous: nothing failed"
+    assert found["generation"]["tokens_equal"] > 0.99
+    assert found["forward"]["num_parts"] > 1
+    assert found["forward"]["largest_difference"] < 1e-3
+    assert found["forward"]["bytes_left_over"] <= 0
+    assert found["training"]["out_of_memory_errors"] > 0
+    assert found["training"]["largest_difference"] < 1e-4
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="on the CPU, against an allocator stand-in")
     dry = parser.parse_args().dry
     if not dry and not torch.cuda.is_available():
         raise SystemExit("no CUDA device; give --dry to try the checks against a stand-in")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    device = Device(dry)
-    figures: dict[str, Any] = {
-        "generation": check_generation(device, dry),
-        "forward": check_forward_leaves_nothing(device, dry),
-        "training": check_training(device, dry),
-    }
-    for name, values in figures.items():
-        print(name, values)
-    assert figures["generation"]["num_splits"] > 0, "the limit was too generous: nothing failed"
-    assert figures["generation"]["tokens_equal"] > 0.99
-    assert figures["forward"]["num_parts"] > 1
-    assert figures["forward"]["largest_difference"] < 1e-3
-    assert figures["forward"]["bytes_left_over"] <= 0
-    assert figures["training"]["out_of_memory_errors"] > 0
-    assert figures["training"]["largest_difference"] < 1e-4
+    found = figures(dry)
     if not dry:
-        figures["device"] = torch.cuda.get_device_name()
-        save("gpu_oom", figures, "transformers")
+        save("gpu_oom", {**found, "device": torch.cuda.get_device_name()}, "transformers")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Measurements that the documentation cites, and what they need."""

@@ -1,0 +1,165 @@
+"""Ways to form the batches of a training, each as a stream of optimizer updates: lists of batches of sample indices.
+
+Each rival is used as its documentation says. All get the same memory: a padded batch holds at most ``tokens`` tokens, a
+packed one at most as many; fixed batches hold as many of the longest samples as fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from dynagroup import LengthAwareBatchSampler, TokenBudget
+
+__all__ = ["METHODS", "Job", "Method", "updates_of"]
+
+Update = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Lengths, samples an update, tokens that fit a batch."""
+
+    lengths: np.ndarray
+    per_update: int
+    tokens: int
+    seed: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """Samples of a fixed batch that fits whatever comes."""
+        return max(1, self.tokens // int(self.lengths.max()))
+
+
+@dataclass(frozen=True)
+class Method:
+    """``same_updates``: every update holds ``per_update`` samples drawn at random, as fixed batches would."""
+
+    updates: Callable[[Job, int], Iterator[Update]]
+    packed: bool = False
+    same_updates: bool = True
+
+
+def _in_fixed(indices: Any, size: int) -> Update:
+    return [list(map(int, indices[k : k + size])) for k in range(0, len(indices), size)]
+
+
+def _shuffled(job: Job, epoch: int) -> Iterator[Update]:
+    order = np.random.default_rng((job.seed, epoch)).permutation(len(job.lengths))
+    for start in range(0, len(order) - job.per_update + 1, job.per_update):
+        yield _in_fixed(order[start : start + job.per_update], job.fixed)
+
+
+def _group_by_length(job: Job, epoch: int) -> Iterator[Update]:
+    import torch
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    generator = torch.Generator().manual_seed(1000 * job.seed + epoch)
+    order = list(LengthGroupedSampler(job.per_update, lengths=job.lengths.tolist(), generator=generator))
+    for start in range(0, len(order) - job.per_update + 1, job.per_update):
+        yield _in_fixed(order[start : start + job.per_update], job.fixed)
+
+
+def _batch_rebalance(job: Job, epoch: int) -> Iterator[Update]:
+    """It has no cap on memory: the number of batches an update is the least under which none of them is too large."""
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+    accumulation = -(-job.per_update // job.fixed)
+    for count in range(1, accumulation + 1):
+        sampler = BatchRebalanceSampler(job.lengths.tolist(), job.per_update, 1, count, seed=job.seed)
+        sampler.set_epoch(epoch)
+        batches = [list(map(int, batch)) for batch in sampler]
+        if count == accumulation or max(len(b) * int(job.lengths[b].max()) for b in batches) <= job.tokens:
+            break
+    for start in range(0, len(batches), count):
+        yield batches[start : start + count]
+
+
+def _planned(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterator[Update]]:
+    def updates(job: Job, epoch: int) -> Iterator[Update]:
+        budget = TokenBudget(job.tokens, layout=layout)
+        sampler = LengthAwareBatchSampler(
+            job.lengths, budget, samples_per_update=job.per_update, seed=job.seed, rank=0, world_size=1, **options
+        )
+        sampler.set_epoch(epoch)
+        plan = sampler.plan
+        update: Update = []
+        for row, ends in zip(plan.rows, plan.update_ends, strict=True):
+            update.append(row[0])
+            if ends:
+                yield update
+                update = []
+
+    return updates
+
+
+def _free(job: Job, epoch: int) -> Iterator[Update]:
+    sampler = LengthAwareBatchSampler(
+        job.lengths, TokenBudget(job.tokens), shuffle=True, seed=job.seed, rank=0, world_size=1
+    )
+    sampler.set_epoch(epoch)
+    rows = iter(sampler)
+    per_row = max(1, round(job.per_update / (len(job.lengths) / max(sampler.plan.num_steps, 1))))
+    while update := list(islice(rows, per_row)):
+        yield update
+
+
+def _padding_free(job: Job, epoch: int) -> Iterator[Update]:
+    """Fixed numbers of samples, flattened: TRL's ``padding_free=True``."""
+    return _shuffled(job, epoch)
+
+
+def _best_fit_packs(job: Job, epoch: int) -> Iterator[Update]:
+    """Whole-set best-fit decreasing into packs of ``tokens``, one pack a batch: TRL's ``packing_strategy="bfd"``, by its
+    description; an update is as many packs as hold ``per_update`` samples on average."""
+    free: list[int] = []
+    packs: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}
+    for index in np.argsort(-job.lengths, kind="stable").tolist():
+        need = int(min(job.lengths[index], job.tokens))
+        space = min((s for s in by_space if s >= need and by_space[s]), default=None)
+        if space is None:
+            packs.append([])
+            free.append(job.tokens)
+            number = len(packs) - 1
+        else:
+            number = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space]
+        packs[number].append(index)
+        free[number] -= need
+        by_space.setdefault(free[number], []).append(number)
+    order = np.random.default_rng((job.seed, epoch)).permutation(len(packs))
+    per_update = max(1, round(job.per_update * len(packs) / len(job.lengths)))
+    for start in range(0, len(order) - per_update + 1, per_update):
+        yield [packs[int(k)] for k in order[start : start + per_update]]
+
+
+METHODS: dict[str, Method] = {
+    "fixed": Method(_shuffled),
+    "transformers group_by_length": Method(_group_by_length),
+    "transformers batch_rebalance": Method(_batch_rebalance),
+    "TRL padding-free": Method(_padding_free, packed=True),
+    "TRL packing (bfd)": Method(_best_fit_packs, packed=True, same_updates=False),
+    "dynagroup": Method(_planned()),
+    "dynagroup, fewest batches": Method(_planned(objective="fewest")),
+    "dynagroup, free updates": Method(_free, same_updates=False),
+    "dynagroup, packed": Method(_planned("packed"), packed=True),
+}
+
+
+def updates_of(name: str, job: Job) -> Iterator[Update]:
+    """Updates of one epoch after another, without end."""
+    epoch = 0
+    while True:
+        found = False
+        for update in METHODS[name].updates(job, epoch):
+            found = True
+            yield update
+        if not found:
+            raise ValueError(f"{name} makes no update of {job.per_update} samples")
+        epoch += 1
