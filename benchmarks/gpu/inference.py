@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.methods import Update
 from benchmarks.gpu.models import build
+from benchmarks.methods import Update
 from benchmarks.record import spread
 from dynagroup import LengthAwareBatchSampler, MemoryBudget, TokenBudget
 

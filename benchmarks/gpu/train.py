@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.methods import METHODS, Job, updates_of
 from benchmarks.gpu.models import build, lora
+from benchmarks.methods import METHODS, Job, updates_of
 from benchmarks.record import spread
 
 __all__ = ["run"]
@@ -60,8 +60,8 @@ def _lengths(name: str, machine: Machine) -> np.ndarray:
 def _case(machine: Machine, size: str, name: str, with_lora: bool, seconds: float) -> dict[str, Any]:
     tokens = 128 if machine.dry else TOKENS[size]
     job = Job(_lengths(name, machine), 16 if machine.dry else PER_UPDATE, tokens)
-    runs = {method: _Run(method, job, machine, size, with_lora) for method in METHODS}
-    failed = {}
+    runs = {method: _Run(method, job, machine, size, with_lora) for method in METHODS if METHODS[method].available}
+    failed: dict[str, str] = {}
     rounds = 0
     end = machine.left_s() - seconds
     while machine.left_s() > end and not (machine.dry and rounds):

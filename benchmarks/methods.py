@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,14 @@ class Method:
     updates: Callable[[Job, int], Iterator[Update]]
     packed: bool = False
     same_updates: bool = True
+    capped: bool = True
+    """Batches hold at most the tokens they were given; dynabatch's are capped by its own prediction instead."""
+    needs: str | None = None
+    """A package beyond transformers."""
+
+    @property
+    def available(self) -> bool:
+        return self.needs is None or find_spec(self.needs) is not None
 
 
 def _in_fixed(indices: Any, size: int) -> Update:
@@ -102,10 +110,7 @@ def _free(job: Job, epoch: int) -> Iterator[Update]:
         job.lengths, TokenBudget(job.tokens), shuffle=True, seed=job.seed, rank=0, world_size=1
     )
     sampler.set_epoch(epoch)
-    rows = iter(sampler)
-    per_row = max(1, round(job.per_update / (len(job.lengths) / max(sampler.plan.num_steps, 1))))
-    while update := list(islice(rows, per_row)):
-        yield update
+    yield from _grouped(list(sampler), job)
 
 
 def _padding_free(job: Job, epoch: int) -> Iterator[Update]:
@@ -134,9 +139,61 @@ def _best_fit_packs(job: Job, epoch: int) -> Iterator[Update]:
         free[number] -= need
         by_space.setdefault(free[number], []).append(number)
     order = np.random.default_rng((job.seed, epoch)).permutation(len(packs))
-    per_update = max(1, round(job.per_update * len(packs) / len(job.lengths)))
-    for start in range(0, len(order) - per_update + 1, per_update):
-        yield [packs[int(k)] for k in order[start : start + per_update]]
+    yield from _grouped([packs[int(k)] for k in order], job)
+
+
+def _dynabatch(job: Job, epoch: int) -> Iterator[Update]:
+    """Batches that its regressor grows under the predicted memory of the first; an update is as many of them as hold
+    ``per_update`` samples on average. Its features are tokens, words and characters: here words are 0.75 and characters 4
+    times the tokens."""
+    from dynabatch.sampler import DynaBatchSampler
+
+    words, characters = (job.lengths * 0.75).astype(int).tolist(), (job.lengths * 4).tolist()
+    sampler = DynaBatchSampler(
+        job.lengths.tolist(), words, characters, job.fixed, shuffle=True, threshold=0.9, shuffle_seed=job.seed + epoch
+    )
+    yield from _grouped([list(map(int, batch)) for batch in sampler], job)
+
+
+def _online_dynamic_batching(job: Job, epoch: int) -> Iterator[Update]:
+    """Its loader with its default grouping, two workers and a window of 256 samples; read as indices."""
+    import odb
+    import torch
+
+    torch.manual_seed(1000 * job.seed + epoch)
+    loader = odb.ODBDataLoader(
+        _Numbered(job.lengths), token_budget=job.tokens, batch_size=1, shuffle=True, num_workers=2, prefetch_factor=128,
+        collate_fn=_numbers,
+    )  # fmt: skip
+    yield from _grouped([batch["number"].tolist() for batch in loader], job)
+
+
+class _Numbered:
+    """Samples that know their number."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        return {"input_ids": torch.ones(int(self.lengths[index]), dtype=torch.int64), "number": index}
+
+
+def _numbers(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    import torch
+
+    ids = torch.nn.utils.rnn.pad_sequence([s["input_ids"] for s in samples], batch_first=True)
+    return {"input_ids": ids, "attention_mask": ids, "number": torch.tensor([s["number"] for s in samples])}
+
+
+def _grouped(batches: Update, job: Job) -> Iterator[Update]:
+    size = max(1, round(job.per_update * len(batches) / len(job.lengths)))
+    for start in range(0, len(batches), size):
+        yield batches[start : start + size]
 
 
 METHODS: dict[str, Method] = {
@@ -145,6 +202,8 @@ METHODS: dict[str, Method] = {
     "transformers batch_rebalance": Method(_batch_rebalance),
     "TRL padding-free": Method(_padding_free, packed=True),
     "TRL packing (bfd)": Method(_best_fit_packs, packed=True, same_updates=False),
+    "dynabatch": Method(_dynabatch, same_updates=False, capped=False, needs="dynabatch"),
+    "online-dynamic-batching": Method(_online_dynamic_batching, same_updates=False, needs="odb"),
     "dynagroup": Method(_planned()),
     "dynagroup, fewest batches": Method(_planned(objective="fewest")),
     "dynagroup, free updates": Method(_free, same_updates=False),
