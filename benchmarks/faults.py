@@ -169,9 +169,8 @@ class Case:
         options = {**self.options, "collate_fn": collate, "world": world, **more}
         if self.online:
             return OnlineDataLoader(data, budget, **options)
-        options.pop("length_hint", None)
-        if "samples_per_update" not in options:
-            options.pop("shuffle", None)
+        for name in ("length_hint", "shuffle"):  # it knows the lengths, and always draws anew
+            options.pop(name, None)
         return PlannedDataLoader(data, self.lengths if lengths is None else lengths, budget, **options)
 
     def everything(self, epochs: int = 1) -> Counter[int]:
