@@ -22,6 +22,7 @@ from dynagroup.errors import StateError
 from dynagroup.integrations.books import Updates
 from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback
 from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.integrations.evaluation import Evaluating
 from dynagroup.integrations.host import (
     data_parallel_world,
     host_order,
@@ -29,11 +30,10 @@ from dynagroup.integrations.host import (
     loader_kwargs,
     read_states,
     refuse_unsupported,
-    train_lengths,
     unsharded,
 )
 from dynagroup.integrations.online import OnlineUpdates, PlannedUpdates
-from dynagroup.integrations.updating import Updating
+from dynagroup.integrations.reading import sample_lengths
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.planned import PlannedDataLoader
@@ -48,21 +48,24 @@ __all__ = [
 ]
 
 
-class DynagroupTrainerMixin(Updating):
+class DynagroupTrainerMixin(Evaluating):
     """Put it before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
 
-    The Trainer takes one more argument, ``dynagroup``: a budget, or a :class:`DynagroupConfig`. Its
+    The Trainer takes one more argument, ``dynagroup``: a budget, or a :class:`DynagroupConfig`. Evaluation and prediction
+    run batches that fit it too; ``dynagroup_eval`` is another budget for them, or False for the Trainer's own batches. Its
     ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` is the number of samples of an update, as ever;
     ``trainer.args`` is a copy in which ``gradient_accumulation_steps`` is 1, because the loader's items are updates.
     """
 
-    def __init__(self, *args: Any, dynagroup: Budget | DynagroupConfig, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, dynagroup: Budget | DynagroupConfig, dynagroup_eval: Budget | bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
         refuse_unsupported(self, config)
         if config.out_of_memory is not None and learner_of(config.budget) is None:
             config = replace(config, budget=LearningBudget(config.budget))
-        self.dynagroup = config
+        self.dynagroup, self.dynagroup_eval, self._planned_rows = config, dynagroup_eval, {}
         self.update_loader: Updates | None = None
         self.accumulation = int(self.args.gradient_accumulation_steps)
         self._fixed_samples = super().get_total_train_batch_size(self.args)
@@ -95,7 +98,9 @@ class DynagroupTrainerMixin(Updating):
         free = config.updates == "free"
         loader: PlannedDataLoader[Any] = PlannedDataLoader(
             host.dataset,
-            train_lengths(self) if config.lengths is None else config.lengths,
+            sample_lengths(self, self.train_dataset, name="train_dataset")
+            if config.lengths is None
+            else config.lengths,
             config.budget,
             samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
             accumulation=self.accumulation if free else 1,

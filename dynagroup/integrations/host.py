@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.shapes import IntArray
 from dynagroup.world import SingleProcess, World, current_world
 
 __all__ = [
@@ -22,7 +19,6 @@ __all__ = [
     "mean_weight",
     "read_states",
     "refuse_unsupported",
-    "train_lengths",
     "unsharded",
     "write_state",
 ]
@@ -137,38 +133,6 @@ def data_parallel_world(trainer: Any, world: World | None) -> World:
     if world is not None:
         return world
     return current_world() if trainer.args.world_size > 1 else SingleProcess()
-
-
-def train_lengths(trainer: Any) -> IntArray:
-    """Tokens of each training sample: the length column, else counted from the model's first input.
-
-    Read from ``trainer.train_dataset``: the dataset that a Trainer hands to its samplers has lost the column.
-    """
-    dataset = trainer.train_dataset
-    columns = getattr(dataset, "column_names", None) or []
-    column = trainer.args.length_column_name
-    if column in columns:
-        return np.asarray(dataset[column][:], np.int64)
-    names = getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"]
-    if names[0] in columns:
-        return _column_lengths(dataset, names[0])
-    try:
-        return np.fromiter((len(dataset[i][names[0]]) for i in range(len(dataset))), np.int64, len(dataset))
-    except (KeyError, TypeError, IndexError) as error:
-        raise ConfigError(
-            f"the lengths of train_dataset are not known: it has no column {column!r} and no {names[0]!r}; pass "
-            "DynagroupConfig(lengths=...), e.g. from dynagroup.measure_lengths"
-        ) from error
-
-
-def _column_lengths(dataset: Any, column: str) -> IntArray:
-    import pyarrow.compute
-
-    pc: Any = pyarrow.compute  # its functions are made at run time
-
-    tables = dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000)
-    parts = [pc.list_value_length(table[column]).to_numpy() for table in tables]
-    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
 def mean_weight(trainer: Any) -> Callable[[Any], float]:

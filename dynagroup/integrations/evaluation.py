@@ -1,0 +1,238 @@
+"""Evaluation and prediction with batches that fit: planned once, the same number of samples on every rank, results in
+dataset order, and a loss that does not depend on how samples lie in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from dynagroup.budget.base import Budget
+from dynagroup.errors import ConfigError
+from dynagroup.integrations.host import is_stream, loader_kwargs
+from dynagroup.integrations.reading import sample_lengths
+from dynagroup.integrations.updating import Updating
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.shapes import TOKENS, IntArray, Streams
+
+__all__ = ["Evaluating", "EvaluationRows"]
+
+
+# What: batches for W ranks, row by row, each row with the same number of samples on every rank, since the Trainer gathers
+#   results of one shape. Samples sorted by length are grouped by W; groups, each as long as its longest, are cut into batches;
+#   a rank takes its own sample of each group. The up to W - 1 samples left over, the shortest, are a row of their own.
+# Why right: what a rank holds is never larger than the groups that were asked of the budget, so by its law it fits.
+# Cost: padding within a group, which is little among sorted samples; up to W - 1 repeats of a short sample, left out again.
+class EvaluationRows:
+    """A batch sampler: this is what accelerate deals to ranks, batch ``k`` to rank ``k % num_ranks``.
+
+    >>> from dynagroup import TokenBudget
+    >>> rows = EvaluationRows({"tokens": np.array([3, 9, 2, 8, 1])}, TokenBudget(18), num_ranks=2)
+    >>> list(rows), rows.order.tolist()
+    ([[1], [3], [0], [2], [4], [4]], [1, 3, 0, 2, 4])
+    """
+
+    def __init__(self, lengths: Streams, budget: Budget, num_ranks: int) -> None:
+        order = np.argsort(-lengths[TOKENS], kind="stable")
+        num_groups, self.num_left = divmod(len(order), num_ranks)
+        groups = order[: num_groups * num_ranks].reshape(num_groups, num_ranks)
+        left = order[num_groups * num_ranks :]
+        self.num_ranks = num_ranks
+        self.rows: list[IntArray] = []
+        """Each (samples of a rank, ranks): dataset indices."""
+        if num_groups:
+            of_groups = {name: values[groups].max(axis=1) for name, values in lengths.items()}
+            self.rows = [groups[batch] for batch in LengthAwareBatchSampler(of_groups, budget, rank=0, world_size=1)]
+        if self.num_left:
+            self.rows.append(np.resize(left, (1, num_ranks)))
+        used = [row.T.reshape(-1) for row in self.rows]
+        self.order: IntArray = np.concatenate([*used, order[:0]])[: len(order)]
+        """The dataset index of each result, in the order of gathering."""
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for row in self.rows:
+            yield from row.T.tolist()
+
+    def is_repeat(self, row: int, rank: int) -> bool:
+        """Whether a rank's batch in a row only repeats a sample."""
+        return bool(self.num_left) and row == len(self.rows) - 1 and rank >= self.num_left
+
+
+class _Run:
+    """One pass over the rows."""
+
+    def __init__(self, rows: EvaluationRows, accelerator: Any) -> None:
+        self.rows, self.accelerator = rows, accelerator
+        self.row = -1
+        self.losses: list[tuple[float, float]] = []
+        """(mean loss, weight) of this rank's batches."""
+
+    @property
+    def repeats(self) -> bool:
+        return self.rows.is_repeat(self.row, self.accelerator.process_index)
+
+    def gather(self, tensors: Any) -> Any:
+        found = self.accelerator.gather(tensors)
+        last = self.rows.num_left and self.row == len(self.rows.rows) - 1
+        return _mapped(found, self._without_repeats) if last else found
+
+    def _without_repeats(self, values: Any) -> Any:
+        return values[: self.rows.num_left] if values.ndim and len(values) == self.rows.num_ranks else values
+
+    def mean_loss(self, *, only_finite: bool) -> float | None:
+        """Over all ranks; None if there was none."""
+        from accelerate.utils import gather_object
+
+        found = [pair for pair in gather_object(self.losses) if pair[1] > 0]
+        if only_finite and any(math.isfinite(loss) for loss, _ in found):
+            found = [pair for pair in found if math.isfinite(pair[0])]
+        total = math.fsum(weight for _, weight in found)
+        return math.fsum(loss * weight for loss, weight in found) / total if found else None
+
+    def in_order(self, values: Any) -> Any:
+        """Gathered results of all samples, in dataset order."""
+        return _mapped(values, self._one_in_order)
+
+    def _one_in_order(self, values: Any) -> Any:
+        if not np.ndim(values) or len(values) != len(self.rows.order):
+            return values
+        placed = np.empty_like(values)
+        placed[self.rows.order] = values
+        return placed
+
+    def losses_of_samples(self) -> Any:
+        """Each sample's loss, that of its batch, in dataset order."""
+        from accelerate.utils import gather_object
+
+        by_rank = gather_object([[loss for loss, _ in self.losses]])
+        used = [np.full(len(row), losses[k]) for k, row in enumerate(self.rows.rows) for losses in by_rank]
+        return self._one_in_order(np.concatenate(used)[: len(self.rows.order)])
+
+
+def _mapped(values: Any, fn: Callable[[Any], Any]) -> Any:
+    if values is None:
+        return None
+    if isinstance(values, Mapping):
+        return type(values)({key: _mapped(value, fn) for key, value in values.items()})  # type: ignore[call-arg]
+    if isinstance(values, (tuple, list)):
+        return type(values)(_mapped(value, fn) for value in values)
+    return fn(values)
+
+
+class Evaluating(Updating):
+    """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that evaluates and predicts."""
+
+    dynagroup_eval: Budget | bool = True
+    _evaluation: _Run | None = None
+    _planned_rows: dict[tuple[int, str], tuple[Any, EvaluationRows | None]]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        host = super().get_eval_dataloader(eval_dataset)
+        own: Any = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            return self._fitted(host, own[eval_dataset])
+        return self._fitted(host, own if eval_dataset is None else eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._fitted(super().get_test_dataloader(test_dataset), test_dataset)
+
+    def _fitted(self, host: Any, dataset: Any) -> Any:
+        """The host's loader, with batches that fit where lengths are known."""
+        whole = not is_stream(dataset) and len(dataset) > 0 and self.args.eval_do_concat_batches
+        parallel = self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
+        if self.dynagroup_eval is False or not whole or parallel:
+            return host
+        rows = self._rows_of(dataset)
+        if rows is None:
+            return host
+        from torch.utils.data import DataLoader
+
+        kept = {name: value for name, value in loader_kwargs(host).items() if name != "persistent_workers"}
+        return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))  # type: ignore[arg-type]
+
+    def _rows_of(self, dataset: Any) -> EvaluationRows | None:
+        """Planned once for a dataset and a budget; None where lengths are not known beforehand."""
+        loader = self.update_loader
+        budget = self.dynagroup.budget if loader is None else loader.budget
+        if not isinstance(self.dynagroup_eval, bool):
+            budget = self.dynagroup_eval
+        key = (id(dataset), budget.fingerprint)
+        if key not in self._planned_rows:
+            self._planned_rows[key] = dataset, self._plan_rows(dataset, budget)
+        return self._planned_rows[key][1]
+
+    def _plan_rows(self, dataset: Any, budget: Budget) -> EvaluationRows | None:
+        try:
+            return EvaluationRows(
+                sample_lengths(self, dataset, name="eval_dataset"), budget, self.accelerator.num_processes
+            )
+        except ConfigError as error:
+            warnings.warn(
+                f"evaluation runs batches of per_device_eval_batch_size={self.args.per_device_eval_batch_size} samples: {error} "
+                "or give eval_dataset a length column; dynagroup_eval=False says that they are wanted, dynagroup_eval=budget "
+                "gives evaluation a budget of its own",
+                stacklevel=2,
+            )
+            return None
+
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        rows: Any = getattr(dataloader, "batch_sampler", None)
+        while hasattr(rows, "batch_sampler"):  # accelerate wraps it on several ranks
+            rows = rows.batch_sampler
+        if not isinstance(rows, EvaluationRows):
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        run = _Run(rows, self.accelerator)
+        with self._evaluating(run):
+            output = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
+        loss = run.mean_loss(only_finite=self.args.logging_nan_inf_filter)
+        if loss is not None and f"{prefix}_loss" in output.metrics:
+            output.metrics[f"{prefix}_loss"] = loss
+        return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
+
+    @contextlib.contextmanager
+    def _evaluating(self, run: _Run) -> Iterator[None]:
+        compute, averaged = self.compute_metrics, self.args.average_tokens_across_devices
+
+        def in_order(found: Any) -> Any:
+            from transformers import EvalPrediction
+
+            losses = None if found.losses is None else run.losses_of_samples()
+            parts = (run.in_order(part) for part in (found.predictions, found.label_ids, found.inputs))
+            return compute(EvalPrediction(*parts, losses=losses))
+
+        self._evaluation, self.gather_function = run, run.gather
+        self.args.average_tokens_across_devices = False  # each rank's loss is then a mean over its own batch
+        if compute is not None and not self.args.batch_eval_metrics:
+            self.compute_metrics = in_order
+        try:
+            yield
+        finally:
+            self._evaluation, self.gather_function = None, self.accelerator.gather_for_metrics
+            self.compute_metrics, self.args.average_tokens_across_devices = compute, averaged
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._evaluation
+        if run is None:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        run.row += 1
+        weight = 0.0 if run.repeats else self._evaluation_weight(model, inputs)
+        found = super().prediction_step(model, inputs, *args, **kwargs)
+        if found[0] is not None:
+            run.losses.append((float(found[0]), weight))
+        return found
+
+    def _evaluation_weight(self, model: Any, inputs: Any) -> float:
+        """What the batch's mean loss is a mean of."""
+        if self.dynagroup.weigh == "samples":
+            return float(len(next(iter(inputs.values()))))
+        mean = self.loss_is_scaled_for_ga is False or self._found_mean
+        items = None if mean else self._get_num_items_in_batch([inputs], self.args.device)
+        return float(self._weigh(inputs)) if items is None else float(items)
