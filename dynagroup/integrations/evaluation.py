@@ -17,7 +17,7 @@ from dynagroup.integrations.host import is_stream, loader_kwargs
 from dynagroup.integrations.reading import sample_lengths
 from dynagroup.integrations.updating import Updating
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.shapes import TOKENS, IntArray
 
 __all__ = ["Evaluating", "EvaluationRows"]
 
@@ -33,10 +33,10 @@ class EvaluationRows:
     >>> from dynagroup import TokenBudget
     >>> rows = EvaluationRows({"tokens": np.array([3, 9, 2, 8, 1])}, TokenBudget(18), num_ranks=2)
     >>> list(rows), rows.order.tolist()
-    ([[1], [3], [0], [2], [4], [4]], [1, 3, 0, 2, 4])
+    ([[1, 0], [3, 2], [4], [4]], [1, 0, 3, 2, 4])
     """
 
-    def __init__(self, lengths: Streams, budget: Budget, num_ranks: int) -> None:
+    def __init__(self, lengths: Mapping[str, Any], budget: Budget, num_ranks: int) -> None:
         order = np.argsort(-lengths[TOKENS], kind="stable")
         num_groups, self.num_left = divmod(len(order), num_ranks)
         groups = order[: num_groups * num_ranks].reshape(num_groups, num_ranks)
@@ -45,7 +45,7 @@ class EvaluationRows:
         self.rows: list[IntArray] = []
         """Each (samples of a rank, ranks): dataset indices."""
         if num_groups:
-            of_groups = {name: values[groups].max(axis=1) for name, values in lengths.items()}
+            of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
             self.rows = [groups[batch] for batch in LengthAwareBatchSampler(of_groups, budget, rank=0, world_size=1)]
         if self.num_left:
             self.rows.append(np.resize(left, (1, num_ranks)))
@@ -193,8 +193,9 @@ class Evaluating(Updating):
             output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
         loss = run.mean_loss(only_finite=self.args.logging_nan_inf_filter)
-        if loss is not None and f"{prefix}_loss" in output.metrics:
-            output.metrics[f"{prefix}_loss"] = loss
+        metrics: Any = output.metrics
+        if loss is not None and f"{prefix}_loss" in metrics:
+            metrics[f"{prefix}_loss"] = loss
         return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
 
     @contextlib.contextmanager

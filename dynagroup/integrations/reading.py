@@ -8,9 +8,11 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
-from dynagroup.shapes import TARGET, TOKENS, IntArray
+from dynagroup.shapes import TOKENS, IntArray
 
 __all__ = ["sample_lengths"]
+
+TARGET = "target"
 
 PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 """TRL's columns of a preference: both answers, each behind the prompt, are rows of a batch padded to the longest."""

@@ -1,0 +1,219 @@
+"""Evaluation and prediction with batches that fit give what the plain Trainer gives, in dataset order."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
+
+from dynagroup import TokenBudget  # noqa: E402
+from dynagroup.integrations.evaluation import EvaluationRows  # noqa: E402
+from dynagroup.integrations.hf import dynagroup_trainer  # noqa: E402
+from tests.integrations import toys  # noqa: E402
+from tests.integrations.jobs import arguments, trainer  # noqa: E402
+from tests.integrations.ranks import on_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+COUNT = 37
+
+
+def shares(found: Any) -> dict[str, float]:
+    """Of two samples in a known place, and of all: wrong as soon as results lie in another order."""
+    logits, labels = found.predictions, found.label_ids
+    right = (logits.argmax(-1) == labels)[labels != -100]
+    return {
+        "accuracy": right.mean(),
+        "third": float(logits[2].reshape(-1)[0]),
+        "last": float(logits[-1].reshape(-1)[0]),
+    }
+
+
+def evaluated(
+    kind: str, folder: Any, *, fits: bool, count: int = COUNT, eval_config: Any = True, **changes: Any
+) -> Any:
+    compute = changes.pop("compute_metrics", shares)
+    rows = toys.samples(kind, count, seed=3)
+    run = trainer(kind, folder, fits=fits, compute_metrics=compute, eval_dataset=rows, max_steps=1,
+                  **{"per_device_eval_batch_size": 5, **changes})  # fmt: skip
+    if fits:
+        run.dynagroup_eval = eval_config
+    return run
+
+
+def same(found: dict[str, float], expected: dict[str, float]) -> bool:
+    timed = ("runtime", "per_second", "preparation_time")
+    return {k: v for k, v in found.items() if not k.endswith(timed)} == pytest.approx(
+        {k: v for k, v in expected.items() if not k.endswith(timed)}, abs=1e-6
+    )
+
+
+def widths(run: Any) -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+
+    def note(module, args, kwargs):
+        if "input_ids" in kwargs:
+            seen.append(tuple(kwargs["input_ids"].shape))
+
+    run.model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+def test_a_classifiers_metrics_and_predictions_are_the_plain_trainers(tmp_path):
+    plain, ours = (evaluated("classifier", tmp_path, fits=fits) for fits in (False, True))
+    seen = widths(ours)
+    assert same(ours.evaluate(), plain.evaluate())
+    assert max(n * width for n, width in seen) <= 160
+    assert len({n for n, _ in seen}) > 2, "as many as fit"
+    found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
+    assert np.abs(found.predictions - expected.predictions).max() < 1e-6
+    assert (found.label_ids == expected.label_ids).all()
+    assert same(found.metrics, expected.metrics)
+
+
+@pytest.mark.parametrize("exact_loss", [True, False])
+def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, tmp_path):
+    """The plain Trainer's mean over batches of their means depends on its batch size; ours does not."""
+    plain = evaluated("causal", tmp_path, fits=False, per_device_eval_batch_size=COUNT, exact_loss=exact_loss)
+    ours = evaluated("causal", tmp_path, fits=True, exact_loss=exact_loss)
+    expected = plain.evaluate()["eval_loss"]
+    assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    other = evaluated("causal", tmp_path, fits=True, eval_config=TokenBudget(1), exact_loss=exact_loss)
+    assert other.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_logits_lie_where_the_plain_trainers_lie(tmp_path):
+    plain, ours = (evaluated("causal", tmp_path, fits=fits) for fits in (False, True))
+    found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
+    assert found.predictions.shape == expected.predictions.shape
+    assert (found.label_ids == expected.label_ids).all()
+    real = expected.label_ids != -100
+    assert np.abs(found.predictions - expected.predictions)[real].max() < 1e-6
+
+
+def test_inputs_and_losses_reach_the_metrics_in_order(tmp_path):
+    seen = {}
+
+    def compute(found):
+        seen[fits] = found.inputs, found.losses
+        return {}
+
+    for fits in (False, True):
+        run = evaluated("classifier", tmp_path, fits=fits, compute_metrics=compute, include_for_metrics=["inputs", "loss"],
+                        per_device_eval_batch_size=1, eval_config=TokenBudget(1))  # fmt: skip
+        run.evaluate()
+    assert (seen[True][0] == seen[False][0]).all()
+    assert seen[True][1] == pytest.approx(seen[False][1], abs=1e-6)
+
+
+def test_metrics_of_batches_see_every_sample_once(tmp_path):
+    counts = []
+
+    def compute(found, compute_result=False):
+        counts.append((len(found.label_ids), compute_result))
+        return {"n": sum(n for n, _ in counts)} if compute_result else {}
+
+    run = evaluated("classifier", tmp_path, fits=True, compute_metrics=compute, batch_eval_metrics=True)
+    assert run.evaluate()["eval_n"] == COUNT
+    assert [last for _, last in counts] == [False] * (len(counts) - 1) + [True]
+
+
+def test_generated_texts_are_the_plain_trainers(tmp_path):
+    rows, found = toys.samples("seq2seq", 23, seed=3), []
+
+    def decoded(ids):  # within a batch they are padded with 0, between batches with -100
+        return [tuple(t for t in row if t not in (0, -100)) for row in ids.tolist()]
+
+    for cls, extra in ((Seq2SeqTrainer, {}), (dynagroup_trainer(Seq2SeqTrainer), {"dynagroup": TokenBudget(160)})):
+        shared = {**arguments(tmp_path, per_device_eval_batch_size=4).to_dict(), "accelerator_config": None}
+        args = Seq2SeqTrainingArguments(**{**shared, "predict_with_generate": True, "generation_max_length": 9})
+        run = cls(toys.seq2seq(), args, data_collator=toys.collate_seq2seq, **extra)
+        run.model.generation_config.eos_token_id, run.model.generation_config.pad_token_id = 1, 0
+        seen = widths(run)
+        output = run.predict(rows)
+        found.append((decoded(output.predictions), decoded(output.label_ids)))
+    assert found[0] == found[1]
+    assert found[0][1] == [tuple(row["labels"]) for row in rows]
+    assert max(n for n, _ in seen) > 4
+
+
+def test_evaluation_can_be_left_to_the_trainer_or_have_its_own_budget(tmp_path):
+    run = evaluated("classifier", tmp_path, fits=True, eval_config=False)
+    seen = widths(run)
+    run.evaluate()
+    assert {n for n, _ in seen} == {5, COUNT % 5}
+    run.dynagroup_eval = TokenBudget(64)
+    seen.clear()
+    run.evaluate()
+    assert max(n * width for n, width in seen if n > 1) <= 64
+
+
+def test_plans_are_made_once(tmp_path, monkeypatch):
+    run = evaluated("classifier", tmp_path, fits=True)
+    made, original = [], EvaluationRows.__init__
+    monkeypatch.setattr(EvaluationRows, "__init__", lambda self, *args: made.append(1) or original(self, *args))
+    for _ in range(3):
+        run.evaluate()
+    run.evaluate({"a": run.eval_dataset, "b": run.eval_dataset[:9]})
+    assert len(made) == 2
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return {"labels": 0, "tokens": [1] * (index + 1)}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = evaluated("classifier", tmp_path, fits=True, compute_metrics=None)
+    run.data_collator = lambda rows: toys.collate([{"input_ids": r["tokens"], "labels": r["labels"]} for r in rows])
+    data = Rows()
+    with pytest.warns(UserWarning, match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False says"):
+        run.evaluate(data)
+    assert run.evaluate(data)["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 50])
+def test_rows_hold_every_sample_once_and_fit(num_ranks):
+    rng = np.random.default_rng(num_ranks)
+    lengths = rng.integers(1, 40, COUNT)
+    rows = EvaluationRows({"tokens": lengths}, TokenBudget(120), num_ranks)
+    batches = list(rows)
+    assert len(batches) == len(rows) == num_ranks * len(rows.rows)
+    gathered = []
+    for row in range(len(rows.rows)):
+        dealt = batches[row * num_ranks : (row + 1) * num_ranks]
+        assert len({len(batch) for batch in dealt}) == 1
+        assert all(len(b) == 1 or len(b) * max(lengths[b]) <= 120 for b in dealt)
+        gathered += [i for rank, batch in enumerate(dealt) if not rows.is_repeat(row, rank) for i in batch]
+    assert gathered == rows.order.tolist()
+    assert sorted(gathered) == list(range(COUNT))
+
+
+def on_two_ranks(folder: Any) -> list[Any]:
+    warnings.simplefilter("ignore")
+    found = []
+    for kind in ("classifier", "causal"):
+        run = evaluated(kind, folder, fits=True, include_for_metrics=["loss"])
+        output = run.predict(run.eval_dataset)
+        found.append((run.evaluate(), output.predictions, output.label_ids))
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_finds(tmp_path):
+    alone = on_two_ranks(tmp_path)
+    for rank in on_ranks(2, on_two_ranks, tmp_path, tmp_path):
+        for (metrics, predictions, labels), (expected, wanted, targets) in zip(rank, alone, strict=True):
+            assert same(metrics, expected)
+            assert (labels == targets).all()
+            assert np.abs(predictions - wanted)[labels != -100].max() < 1e-6
