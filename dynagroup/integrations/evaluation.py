@@ -191,6 +191,7 @@ class Evaluating(Updating):
         run = _Run(rows, self.accelerator)
         with self._evaluating(run):
             output = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        self.figures.add_up("eval")
         prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
         loss = run.mean_loss(only_finite=self.args.logging_nan_inf_filter)
         metrics: Any = output.metrics
@@ -225,7 +226,8 @@ class Evaluating(Updating):
             return super().prediction_step(model, inputs, *args, **kwargs)
         run.row += 1
         weight = 0.0 if run.repeats else self._evaluation_weight(model, inputs)
-        found = super().prediction_step(model, inputs, *args, **kwargs)
+        with self.figures.of_batch("eval", inputs, counts=not run.repeats):
+            found = super().prediction_step(model, inputs, *args, **kwargs)
         if found[0] is not None:
             run.losses.append((float(found[0]), weight))
         return found

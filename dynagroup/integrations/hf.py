@@ -23,6 +23,7 @@ from dynagroup.integrations.books import Updates
 from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.evaluation import Evaluating
+from dynagroup.integrations.figures import LossFigures
 from dynagroup.integrations.host import (
     data_parallel_world,
     host_order,
@@ -72,6 +73,7 @@ class DynagroupTrainerMixin(Evaluating):
         self.args = copy.copy(self.args)
         self.args.gradient_accumulation_steps = 1
         self.guard: OomSafeBackward | None = None
+        self.figures = LossFigures(self)
         self._since_log = time.perf_counter()
         self.add_callback(DynagroupCallback())
 

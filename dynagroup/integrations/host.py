@@ -18,6 +18,7 @@ __all__ = [
     "loader_kwargs",
     "mean_weight",
     "read_states",
+    "refuse_coupled",
     "refuse_unsupported",
     "unsharded",
     "write_state",
@@ -34,12 +35,40 @@ KEPT = (
 )
 
 
+COUPLED = {
+    "KTOTrainer": "its loss compares the samples of a batch with each other; keep TRL's own batches",
+    "GRPOTrainer": "it generates its samples by group; divide them with shard_micro_batches",
+    "RLOOTrainer": "it generates its samples by group; divide them with shard_micro_batches",
+    "DistillationTrainer": "it makes its batches from what the teacher says; keep TRL's own",
+}
+"""Trainers of TRL whose losses need the batches that TRL makes."""
+
+
+def refuse_coupled(trainer: Any) -> None:
+    """Losses that depend on which samples share a batch.
+
+    Raises:
+        ConfigError: names the Trainer or the loss.
+    """
+    classes = [c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")]
+    for name in classes:
+        if name in COUPLED:
+            raise ConfigError(f"TRL's {name} does not go with dynagroup: {COUPLED[name]}")
+    sorting = sorted({"aot", "aot_unpaired"} & set(getattr(trainer, "loss_types", ())))
+    if "DPOTrainer" in classes and sorting:
+        raise ConfigError(
+            f"DPO with loss_type={sorting[0]!r} sorts the pairs of a batch against each other, so it depends on which share "
+            "one; choose a loss of single pairs, e.g. 'sigmoid'"
+        )
+
+
 def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     """Combinations that would lose samples or weigh them wrongly.
 
     Raises:
         ConfigError: names the setting and what to do instead.
     """
+    refuse_coupled(trainer)
     args, accelerator = trainer.args, trainer.accelerator
     shards = accelerator.dataloader_config
     model_parallel = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()

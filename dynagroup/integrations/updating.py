@@ -14,6 +14,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.batches import counted, flattened, is_update
 from dynagroup.integrations.books import Books
+from dynagroup.integrations.figures import LossFigures
 from dynagroup.integrations.host import mean_weight
 from dynagroup.integrations.losses import is_a_mean
 from dynagroup.oom.split import BatchSplitter
@@ -29,6 +30,7 @@ __all__ = ["Updating"]
 class Updating(Books):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that runs updates."""
 
+    figures: LossFigures
     _idle_step = False
     _found_mean: bool | None = None
     """What the loss has answered to whether it is a mean; None before it was asked."""
@@ -58,8 +60,13 @@ class Updating(Books):
             if self.dynagroup.out_of_memory is not None:
                 total = total + self._run_protected(model, step, mean, items)
                 continue
-            with self._local_gradients(model, step), self._weighed(step, mean, len(inputs)):
+            with (
+                self._local_gradients(model, step),
+                self._weighed(step, mean, len(inputs)),
+                self.figures.of_batch("train", step.batch, counts=not step.idle),
+            ):
                 total = total + super().training_step(model, step.batch, items)
+        self.figures.add_up("train")
         return total
 
     def _loss_is_a_mean(self, model: Any, batch: Any, num_items_in_batch: Any) -> bool:
@@ -107,7 +114,7 @@ class Updating(Books):
         model.train()
 
         def loss_of(batch: Any) -> torch.Tensor:
-            with self.compute_loss_context_manager():
+            with self.compute_loss_context_manager(), self.figures.of_batch("train", batch, counts=True):
                 return self.compute_loss(model, {**batch}, num_items_in_batch=items)
 
         scale = step.loss_scale if mean else 1.0
