@@ -172,7 +172,7 @@ def _folder(path: Path, args: argparse.Namespace) -> list[Any]:
 
     data = load_from_disk(str(path))
     if isinstance(data, DatasetDict):
-        data = data[_chosen(args.split or "train", list(data), path, "--split")]
+        data = data[_chosen(args.split or "train", list(map(str, data)), path, "--split")]
     return list(data[_column(data.column_names, args, path)])
 
 

@@ -267,11 +267,11 @@ def _table(figures: dict[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _draw(runs: Sequence[Run], lengths: NDArray[np.int32], path: str) -> None:
-    from dynagroup.plan.report import draw_padding, new_figure
+    from dynagroup.plan.pictures import draw_padding, new_figure
 
     figure = new_figure(12, 3.8)
     for axes, run in zip(figure.subplots(1, len(runs), sharey=True), runs, strict=True):
-        draw_padding(axes, [lengths[batch] for batch in run.batches])
+        draw_padding([lengths[batch] for batch in run.batches], ax=axes)
         found = _run_figures(run, lengths)
         axes.set_title(
             f"{run.name}: {found['padding']:.0%} padding, {found['steps']:,} steps, {found['wall_s']:.0f} s",

@@ -182,7 +182,7 @@ class BatchPlan:
         return report_plan(self)
 
     def plot(self) -> Any:
-        """The plan as a matplotlib figure: lengths, padding and batch sizes."""
-        from dynagroup.plan.report import plot_plan
+        """The plan as a matplotlib figure: padding before and after, batch sizes, memory, work of the ranks, coverage."""
+        from dynagroup.plan.pictures import plot_plan
 
         return plot_plan(self)

@@ -1,4 +1,4 @@
-"""Tables and pictures of plans. Text needs nothing; pictures import matplotlib, and never its global state."""
+"""Tables of plans."""
 
 from __future__ import annotations
 
@@ -8,25 +8,17 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import AllOf, Budget
 from dynagroup.budget.memory import MemoryBudget
-from dynagroup.errors import ConfigError
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.shapes import TOKENS
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["draw_padding", "environment", "fixed_padding", "format_table", "plot_plan", "report_plan"]
-
-REAL, PADDING, LINE = "#3b6ea5", "#f0b49e", "#444444"
-SAMPLES_SHOWN = 2000  # more are thinner than a pixel of a page
+__all__ = ["environment", "fixed_padding", "format_table", "report_plan"]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -118,58 +110,6 @@ def _predicted(plan: BatchPlan) -> Iterator[tuple[str, float]]:
 
 def _parts(budget: Budget) -> tuple[Budget, ...]:
     return budget.parts if isinstance(budget, AllOf) else (budget,)
-
-
-def plot_plan(plan: BatchPlan) -> Figure:
-    """Lengths, padding and batch sizes of a plan as one matplotlib figure.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    figure = new_figure(13, 3.6)
-    lengths, padding, sizes = figure.subplots(1, 3)
-    lengths.hist(plan.lengths[TOKENS], bins=60, color=REAL)
-    lengths.set(title="lengths", xlabel="tokens", ylabel="samples")
-    draw_padding(padding, [plan.lengths[TOKENS][batch] for batch in plan.batches])
-    padding.set_title(f"{plan.statistics['padding']:.1%} padding")
-    each_step = plan.batches.sizes[plan.table].sum(axis=1)
-    sizes.plot(each_step, color=LINE, linewidth=0.8)
-    sizes.set(title=f"{plan.num_steps:,} steps", xlabel="step", ylabel="samples over all ranks", ylim=(0, None))
-    return figure
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, inches; made without pyplot, so that nothing global changes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def draw_padding(axes: Axes, batches: Sequence[NDArray[np.integer]]) -> None:
-    """Draw batches side by side: a column a sample, its tokens dark and its padding light.
-
-    Batches are taken evenly from the whole run where there are too many samples to show.
-    """
-    chosen = _evenly(batches)
-    if not chosen:
-        return
-    ordered = [np.sort(batch)[::-1] for batch in chosen]
-    real = np.concatenate(ordered)
-    padded = np.concatenate([np.full(len(batch), batch[0]) for batch in ordered])
-    edges = np.arange(len(real) + 1)
-    axes.stairs(padded, edges, fill=True, color=PADDING, label="padding")
-    axes.stairs(real, edges, fill=True, color=REAL, label="tokens")
-    axes.set(xlabel="samples, batch after batch", ylabel="tokens", xlim=(0, len(real)), ylim=(0, None))
-    axes.legend(loc="upper right", framealpha=0.9)
-
-
-def _evenly(batches: Sequence[NDArray[np.integer]]) -> list[NDArray[np.integer]]:
-    filled = [batch for batch in batches if len(batch)]
-    total = sum(map(len, filled))
-    keep = max(1, min(len(filled), len(filled) * SAMPLES_SHOWN // max(total, 1)))
-    return [filled[i] for i in np.linspace(0, len(filled) - 1, keep).astype(int)] if filled else []
 
 
 def environment(*packages: str) -> dict[str, Any]:

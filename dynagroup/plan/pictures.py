@@ -1,0 +1,269 @@
+"""Pictures of plans, for people: readable without colour, units on the axes. Matplotlib's global state is left alone.
+
+Every ``draw_*`` takes ``ax=``, an axes of your own figure, and returns the axes it drew on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.budget.base import Budget
+from dynagroup.errors import ConfigError
+from dynagroup.shapes import TOKENS, IntArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from dynagroup.plan.plan import BatchPlan
+
+__all__ = [
+    "draw_batch_sizes",
+    "draw_coverage",
+    "draw_lengths",
+    "draw_memory",
+    "draw_padding",
+    "draw_work",
+    "new_figure",
+    "plot_plan",
+]
+
+REAL, PADDING, LINE = "#2f5d8a", "#f3c9ae", "#333333"
+STYLES = ("-", "--", "-.", ":", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # lines are told apart by dashes, not by colour
+SAMPLES_SHOWN = 2000  # more are thinner than a pixel of a page
+STEPS_SHOWN = 400
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, inches; made without pyplot, so that nothing global changes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _axes(ax: Axes | None) -> Axes:
+    return new_figure(6, 3.6).subplots() if ax is None else ax
+
+
+def plot_plan(plan: BatchPlan) -> Figure:
+    """A plan on one page: lengths, padding before and after, batch sizes by length, work of the ranks, coverage.
+
+    Where a budget predicts memory, its picture takes the place of the lengths.
+    """
+    figure = new_figure(13, 7)
+    places = figure.subplots(2, 3)
+    tokens = plan.lengths[TOKENS]
+    size = _fixed_size(plan)
+    order = np.random.default_rng(0).permutation(plan.batches.order)
+    fixed = [tokens[order[start : start + size]] for start in range(0, len(order), size)]
+    if any(_predicts(part) for part in _parts(plan.budget)) and len(plan.batches):
+        draw_memory(plan, ax=places[0, 0])
+    else:
+        draw_lengths(tokens, ax=places[0, 0])
+    draw_padding(fixed, ax=places[0, 1]).set_title(f"before: shuffled, fixed {size}: {_padding(fixed):.0%} padding")
+    draw_padding([tokens[batch] for batch in plan.batches], ax=places[0, 2])
+    places[0, 2].set_title(f"after: {plan.statistics['padding']:.0%} padding, {plan.num_steps:,} steps")
+    top = max(places[0, 1].get_ylim()[1], places[0, 2].get_ylim()[1])
+    places[0, 1].set_ylim(0, top)
+    places[0, 2].set_ylim(0, top)
+    _draw_sizes(plan, places[1, 0])
+    draw_work(plan.padded[plan.table], unit="tokens, with padding", ax=places[1, 1])
+    draw_coverage(plan, ax=places[1, 2])
+    return figure
+
+
+def _fixed_size(plan: BatchPlan) -> int:
+    """Samples of a fixed batch whose hardest is no larger than the plan's largest."""
+    longest = max(int(plan.lengths[TOKENS].max(initial=1)), 1)
+    return max(1, int(plan.padded.max(initial=1)) // longest)
+
+
+def _padding(batches: Sequence[NDArray[np.integer]]) -> float:
+    padded = sum(len(batch) * int(batch.max(initial=0)) for batch in batches)
+    return 1.0 - sum(int(batch.sum()) for batch in batches) / max(padded, 1)
+
+
+def draw_lengths(lengths: NDArray[np.integer], *, ax: Axes | None = None) -> Axes:
+    """How long the samples are: a histogram, with the median and the longest marked."""
+    axes = _axes(ax)
+    axes.hist(lengths, bins=60, color=REAL)
+    if len(lengths):
+        for value, style, name in ((np.median(lengths), "--", "median"), (lengths.max(), ":", "longest")):
+            axes.axvline(float(value), color=LINE, linestyle=style, label=f"{name}: {int(value):,}")
+        axes.legend(loc="upper right")
+    axes.set(title="lengths", xlabel="tokens of a sample", ylabel="samples")
+    return axes
+
+
+def draw_padding(batches: Sequence[NDArray[np.integer]], *, ax: Axes | None = None) -> Axes:
+    """Batches side by side: a column a sample, its tokens dark and its padding light and hatched.
+
+    Args:
+        batches: tokens of the samples, batch by batch. They are taken evenly from the whole run where there are too
+            many to show.
+    """
+    axes = _axes(ax)
+    axes.set(xlabel="samples, batch after batch", ylabel="tokens")
+    chosen = _evenly(batches)
+    if not chosen:
+        return axes
+    ordered = [np.sort(batch)[::-1] for batch in chosen]
+    real = np.concatenate(ordered)
+    padded = np.concatenate([np.full(len(batch), batch[0]) for batch in ordered])
+    edges = np.arange(len(real) + 1)
+    axes.stairs(
+        padded, edges, fill=True, facecolor=PADDING, edgecolor="#c98a5e", hatch="////", linewidth=0, label="padding"
+    )
+    axes.stairs(real, edges, fill=True, color=REAL, label="tokens")
+    axes.set(xlim=(0, len(real)), ylim=(0, None))
+    axes.legend(loc="upper right", framealpha=0.9)
+    return axes
+
+
+def _evenly(batches: Sequence[NDArray[np.integer]]) -> list[NDArray[np.integer]]:
+    filled = [batch for batch in batches if len(batch)]
+    total = sum(map(len, filled))
+    keep = max(1, min(len(filled), len(filled) * SAMPLES_SHOWN // max(total, 1)))
+    return [filled[i] for i in np.linspace(0, len(filled) - 1, keep).astype(int)] if filled else []
+
+
+def draw_batch_sizes(
+    budgets: Mapping[str, Budget], longest: int, *, shortest: int = 16, ax: Axes | None = None
+) -> Axes:
+    """Most samples that each budget allows in a batch, over the tokens of its longest sample.
+
+    Args:
+        budgets: name -> budget. One that only answers for whole shapes (packed, several streams) is left out.
+        longest, shortest: tokens, the ends of the axis.
+    """
+    axes = _axes(ax)
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    lengths = np.unique(np.geomspace(max(1, min(shortest, longest)), max(longest, 1), 160).astype(np.int64))
+    for (name, budget), style in zip(budgets.items(), STYLES * len(budgets), strict=False):
+        most = budget.bind({TOKENS: np.array([longest], np.int32)}).largest(lengths)
+        if most is not None:
+            axes.plot(lengths, np.where(most > 0, most, np.nan), color=LINE, linestyle=style, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the longest sample", ylabel="samples in a batch")
+    for axis in (axes.xaxis, axes.yaxis):  # 200, 1,000: no powers of ten, no marks on top of one another
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.set_minor_locator(NullLocator())
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend()
+    return axes
+
+
+def _draw_sizes(plan: BatchPlan, axes: Axes) -> None:
+    """The sizes that the plan's batches have, under what the budget would allow."""
+    longest, sizes = plan.shapes.longest[TOKENS], plan.batches.sizes
+    if len(sizes):
+        draw_batch_sizes({"budget": plan.budget}, int(longest.max()), shortest=int(longest.min()), ax=axes)
+        axes.plot(longest, sizes, "o", color=REAL, markersize=3, alpha=0.6, label="batches of the plan")
+        axes.legend()
+    axes.set(title="batch size by length", xlabel="tokens of the longest sample", ylabel="samples in a batch")
+
+
+def draw_memory(plan: BatchPlan, *, ax: Axes | None = None) -> Axes:
+    """Predicted memory of every batch of a plan, as a share of its budget's limit, in the order of the steps.
+
+    Raises:
+        ConfigError: no part of the plan's budget predicts memory; a ``TokenBudget`` does not.
+    """
+    budget = next((part for part in _parts(plan.budget) if _predicts(part)), None)
+    if budget is None:
+        raise ConfigError(f"no part of {type(plan.budget).__name__} predicts memory; plan with a MemoryBudget")
+    axes = _axes(ax)
+    shapes = plan.shapes
+    at = plan.table.reshape(-1)
+    share = np.asarray(budget.predicted(shapes))[at]  # type: ignore[attr-defined]
+    axes.plot(np.arange(len(at)) / plan.world_size, 100 * share, ".", color=REAL, markersize=3, label="batches")
+    axes.axhline(100, color=LINE, label="limit")
+    headroom = getattr(budget, "headroom", 1.0)
+    if headroom < 1:
+        axes.axhline(100 * headroom, color=LINE, linestyle="--", label=f"headroom {headroom:.0%}")
+    axes.set(title="predicted memory", xlabel="step", ylabel="% of the limit", ylim=(0, 110))
+    axes.legend(loc="lower right")
+    return axes
+
+
+def _predicts(budget: Budget) -> bool:
+    return hasattr(budget, "predicted")
+
+
+def _parts(budget: Budget) -> tuple[Budget, ...]:
+    return getattr(budget, "parts", (budget,))
+
+
+def draw_work(rank_work: NDArray[np.generic], *, unit: str = "linear tokens", ax: Axes | None = None) -> Axes:
+    """How much each rank has to do in each step: the band from the least to the most laden rank, and their mean.
+
+    Args:
+        rank_work: (num_steps, world_size), 0 where a rank has nothing to do. unit: what it is counted in.
+
+    A narrow band means that no rank waits for another.
+    """
+    axes = _axes(ax)
+    work = np.asarray(rank_work, np.float64)
+    axes.set(xlabel="step", ylabel=f"work of a rank, {unit}")
+    if not work.size:
+        return axes
+    at = np.unique(np.linspace(0, len(work) - 1, min(len(work), STEPS_SHOWN)).astype(int))
+    shown = work[at]
+    waiting = 1.0 - work.mean() / max(work.max(axis=1).mean(), 1e-9)
+    axes.fill_between(
+        at,
+        shown.min(axis=1),
+        shown.max(axis=1),
+        facecolor=PADDING,
+        edgecolor="#c98a5e",
+        hatch="////",
+        label="least to most",
+    )
+    axes.plot(at, shown.mean(axis=1), color=LINE, linewidth=1, label="mean")
+    ranks = work.shape[1]
+    axes.set_title(f"work of {ranks} ranks: {waiting:.1%} waiting" if ranks > 1 else "work of a step")
+    axes.legend(loc="lower right")
+    axes.set_ylim(0, None)
+    return axes
+
+
+def draw_coverage(plan: BatchPlan, *, ax: Axes | None = None) -> Axes:
+    """Share of the samples seen after each step, for short, middling and long ones apart.
+
+    Lines that stay together mean that every stretch of the epoch holds samples of all lengths.
+    """
+    axes = _axes(ax)
+    axes.set(title="coverage of the epoch", xlabel="step", ylabel="% of the samples seen", ylim=(0, 102))
+    tokens, step = plan.lengths[TOKENS], _step_of_samples(plan)
+    seen = np.flatnonzero(step >= 0)
+    if not len(seen):
+        return axes
+    rank = np.argsort(np.argsort(tokens[seen], kind="stable"), kind="stable") * 3 // len(seen)
+    for third, (name, style) in enumerate((("shortest third", ":"), ("middle third", "--"), ("longest third", "-"))):
+        counts = np.bincount(step[seen[rank == third]], minlength=plan.num_steps)
+        if counts.sum():
+            share = 100 * np.append(0, counts.cumsum()) / counts.sum()
+            axes.plot(np.arange(plan.num_steps + 1), share, color=LINE, linestyle=style, label=name)
+    axes.legend(loc="lower right")
+    return axes
+
+
+def _step_of_samples(plan: BatchPlan) -> IntArray:
+    """At which step each sample of the dataset comes; -1: never."""
+    step = np.full(len(plan.lengths[TOKENS]), -1, np.int64)
+    if plan.num_steps:
+        batch_step = np.zeros(len(plan.batches), np.int64)
+        batch_step[plan.table.reshape(-1)] = np.repeat(np.arange(plan.num_steps), plan.world_size)
+        step[plan.batches.order] = np.repeat(batch_step, plan.batches.sizes)
+    return step
