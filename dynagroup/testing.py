@@ -17,7 +17,7 @@ import numpy as np
 from dynagroup.budget.base import UNLIMITED, Budget
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
-from dynagroup.world import World
+from dynagroup.world import World, as_float64, as_int64
 
 __all__ = ["ThreadWorld", "assert_budget_law", "assert_conserves", "assert_resumes_exactly", "run_ranks"]
 
@@ -28,7 +28,7 @@ class _Exchange:
     """What the threads of one run share: a table of vectors, and a barrier before and after reading it."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        self.vectors: list[list[int]] = [[] for _ in range(size)]
+        self.vectors: list[Any] = [()] * size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
 
 
@@ -42,23 +42,23 @@ class ThreadWorld:
         self._exchange = exchange
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
-        return self._reduce(values, max)
+        return self._reduce(as_int64(values), np.maximum)
 
-    def all_sum(self, values: Sequence[int], /) -> list[int]:
-        return self._reduce(values, sum)
+    def all_sum(self, values: Sequence[float], /) -> list[float]:
+        return self._reduce(as_float64(values), np.add)
 
-    def _reduce(self, values: Sequence[int], combine: Callable[[Sequence[int]], int]) -> list[int]:
+    def _reduce(self, values: np.ndarray, combine: np.ufunc) -> list[Any]:
         self.num_exchanges += 1
-        self._exchange.vectors[self.rank] = list(values)
+        self._exchange.vectors[self.rank] = values
         try:
             self._exchange.barrier.wait()
-            gathered = [list(vector) for vector in self._exchange.vectors]
+            gathered = list(self._exchange.vectors)
             self._exchange.barrier.wait()
         except threading.BrokenBarrierError as error:
             raise AlignmentError(f"rank {self.rank} of {self.size} waits for a rank that has gone") from error
         if len({len(vector) for vector in gathered}) > 1:
             raise AlignmentError(f"ranks exchange vectors of different lengths: {[len(v) for v in gathered]}")
-        return [combine(column) for column in zip(*gathered, strict=True)]
+        return combine.reduce(gathered).tolist()
 
 
 def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: float = 60.0) -> list[T]:
@@ -67,7 +67,7 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     A rank that raises ends the others' exchanges with AlignmentError; its own error is raised here.
 
     >>> run_ranks(3, lambda world: world.all_sum([world.rank, 1]))
-    [[3, 3], [3, 3], [3, 3]]
+    [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
     exchange = _Exchange(size, timeout_s)
     results: list[Any] = [None] * size

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.checks import check_number
 from dynagroup.errors import AlignmentError, ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["DistributedWorld", "SingleProcess", "World", "current_world", "rank_and_size"]
+__all__ = ["DistributedWorld", "SingleProcess", "World", "as_float64", "as_int64", "current_world", "rank_and_size"]
 
 
 class World(Protocol):
-    """The ranks that run one job together. Every method is collective: all ranks call it, with equally long vectors."""
+    """The ranks that run one job together. Every method is collective: all ranks call it, with equally long vectors.
+
+    Maxima are of int64, exact; sums are of float64, exact for whole numbers up to 2**53. All ranks get the same bits.
+    """
 
     @property
     def rank(self) -> int:
@@ -31,38 +39,65 @@ class World(Protocol):
         """Element-wise maximum over ranks."""
         ...
 
-    def all_sum(self, values: Sequence[int], /) -> list[int]:
+    def all_sum(self, values: Sequence[float], /) -> list[float]:
         """Element-wise sum over ranks."""
         ...
+
+
+def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
+    """What travels in a maximum.
+
+    Raises:
+        OverflowError: a value does not fit. TypeError: a value is no integer.
+
+    >>> as_int64([1, -2]).tolist()
+    [1, -2]
+    """
+    array = np.asarray(values)
+    if not len(array):
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "bi":  # Python ints beyond int64 become uint64, objects or floats
+        if all(isinstance(value, (int, np.integer)) for value in values):
+            raise OverflowError(f"{max(values, key=abs)} does not fit into 64 bits")
+        raise TypeError(f"a maximum over ranks is of integers, but {array.dtype} was given")
+    return array.astype(np.int64)
+
+
+def as_float64(values: Sequence[float]) -> NDArray[np.float64]:
+    """What travels in a sum."""
+    return np.asarray(values, np.float64)
 
 
 class SingleProcess:
     """A world of one.
 
-    >>> SingleProcess().all_max([3, 4])
-    [3, 4]
+    >>> SingleProcess().all_max([3, 4]), SingleProcess().all_sum([1, 0.5])
+    ([3, 4], [1.0, 0.5])
     """
 
     rank = 0
     size = 1
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
-        return list(values)
+        return as_int64(values).tolist()
 
-    def all_sum(self, values: Sequence[int], /) -> list[int]:
-        return list(values)
+    def all_sum(self, values: Sequence[float], /) -> list[float]:
+        return as_float64(values).tolist()
 
 
 class DistributedWorld:
-    """Ranks of ``torch.distributed``; small CPU vectors travel over a gloo group of their own.
+    """Ranks of ``torch.distributed``; small CPU vectors travel over a gloo group beside the job's own.
 
-    A group of our own keeps this metadata apart from the job's collectives, works for NCCL-only jobs, and has a
-    timeout of its own: a rank that has gone ends in :class:`AlignmentError`, not in a hang. Constructing it is
-    collective.
+    A group beside it keeps this metadata apart from the job's collectives, works for NCCL-only jobs, and has a timeout of
+    its own: a rank that has gone ends in :class:`AlignmentError`, not in a hang. There is one for each group of ranks: the
+    first to be constructed makes it, which is collective, all others share it, and ``destroy_process_group`` closes it.
 
     Args:
         group: the ranks that take part (say, the data-parallel group of a device mesh); default: all.
         timeout_s: seconds after which a rank that does not answer counts as gone.
+
+    Raises:
+        ConfigError: ``torch.distributed`` is not initialised, or this process is not in ``group``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
@@ -72,37 +107,57 @@ class DistributedWorld:
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group first, or leave world=None"
             )
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._group = dist.new_group(
-            ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=group is not None
-        )
-        self._timeout_s = timeout_s
-        self.rank = dist.get_rank(self._group)  # pyright: ignore[reportArgumentType] - we are in the group
-        self.size = len(ranks)
+        self._timeout_s = check_number("timeout_s", timeout_s)
+        self._group = _group_beside(group, self._timeout_s)
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
         import torch.distributed as dist
 
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self._reduce(as_int64(values), dist.ReduceOp.MAX)
 
-    def all_sum(self, values: Sequence[int], /) -> list[int]:
+    def all_sum(self, values: Sequence[float], /) -> list[float]:
         import torch.distributed as dist
 
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self._reduce(as_float64(values), dist.ReduceOp.SUM)
 
-    def _reduce(self, values: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+    def _reduce(self, values: NDArray[Any], op: dist.ReduceOp.RedOpType) -> list[Any]:
         import torch
         import torch.distributed as dist
 
-        vector = torch.tensor(list(values), dtype=torch.int64)
+        vector = torch.from_numpy(values.copy())
         try:
             dist.all_reduce(vector, op=op, group=self._group)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             raise AlignmentError(
                 f"rank {self.rank} of {self.size} lost contact with the other ranks during an exchange: a rank was killed, "
                 f"raised an error, stopped iterating early, or did not answer within {self._timeout_s:g} s ({error})"
             ) from error
         return vector.tolist()
+
+
+# One gloo group costs five file descriptors and three threads, and nobody closes it before the job ends. So there is one for
+# each group of the job's, found again by that group's identity; weakly, so that it goes when that group goes.
+_BESIDE: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()
+
+
+def _group_beside(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+    import torch.distributed as dist
+
+    parent = group if group is not None else dist.group.WORLD
+    try:
+        ranks = dist.get_process_group_ranks(parent)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"`group` is none of this job's process groups, or was destroyed: {group!r}") from error
+    if dist.get_rank() not in ranks:
+        raise ConfigError(f"`group` has the ranks {ranks}, but this process is rank {dist.get_rank()}")
+    made = _BESIDE.setdefault(parent, {})
+    if timeout_s not in made:
+        made[timeout_s] = dist.new_group(
+            ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=group is not None
+        )
+    return made[timeout_s]
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from dynagroup.online.align import Agreement, Grant, Offer, Uneven, agree, even_parts, hand_out, quantile
 from dynagroup.online.collate import Refined, RefinedWindow
-from dynagroup.online.exchange import Exchange, as_weight_units, from_weight_units
+from dynagroup.online.exchange import Exchange
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Share
 
@@ -161,16 +161,16 @@ class _Runner:
             weights[0] += self.partial[0]
             samples[0] += self.partial[1]
         began = time.perf_counter()
-        found = self.exchange.total([*as_weight_units(weights), *samples, self.last_cost, *extra])
+        found = self.exchange.total([*weights, *samples, self.last_cost, *extra])
         self.stats.exchange_s += time.perf_counter() - began
         takes = []
         for number, update in enumerate(items):
-            total, count = from_weight_units(found[number]), found[len(items) + number]
+            total, count = found[number], int(found[len(items) + number])
             for place, queued in enumerate(update):
                 local = (queued.refined.weight, len(queued.refined)) if queued else (0, 0)
                 shares = Share(local[1], count), Share(local[0], total)
                 takes.append(Take(queued, *shares, ends_update=place == len(update) - 1))
-        return takes, found[2 * len(items) :]
+        return takes, [int(value) for value in found[2 * len(items) :]]
 
     def _note_row(self, highest: int, total: int) -> None:
         self.stats.row_highest += highest

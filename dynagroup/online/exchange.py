@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dynagroup.errors import AlignmentError
 from dynagroup.world import World
 
@@ -17,8 +15,6 @@ __all__ = ["Exchange", "fingerprint"]
 TEXT_WORDS = 64
 WIDTH = 48
 """Integers of a MAX; always the same number, so that ranks at different places still understand each other."""
-WEIGHT_UNIT = 1 << 32
-"""Weights travel as integers of 2**-32: exact for whole weights, 1e-9 for others."""
 
 
 def fingerprint(value: Any) -> int:
@@ -73,10 +69,10 @@ class Exchange:
             )
         return found[3 : len(vector)]
 
-    def total(self, values: Sequence[int]) -> list[int]:
-        """Element-wise sum over ranks; may follow a MAX only."""
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over ranks, in float64; may follow a MAX only."""
         if self.world.size == 1:
-            return list(values)
+            return [float(value) for value in values]
         self.num_bytes += 8 * len(values)
         return self.world.all_sum(values)
 
@@ -116,12 +112,3 @@ class Exchange:
         text = b"".join(word.to_bytes(7, "big") for word in words).decode(errors="replace").strip()
         raise AlignmentError(f"rank {rank} failed while it loaded data: {text}")
 
-
-def as_weight_units(weights: Sequence[float]) -> list[int]:
-    """Weights as integers for a sum over ranks."""
-    return [round(w * WEIGHT_UNIT) if w % 1 else int(w) * WEIGHT_UNIT for w in weights]
-
-
-def from_weight_units(value: int) -> float:
-    """The other way."""
-    return float(np.float64(value) / WEIGHT_UNIT)
