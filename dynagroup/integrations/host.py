@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.update.weigh import mean_items, predicts_next_token
 from dynagroup.world import SingleProcess, World, current_world
 
 __all__ = [
@@ -166,33 +168,5 @@ def data_parallel_world(trainer: Any, world: World | None) -> World:
 
 def mean_weight(trainer: Any) -> Callable[[Any], float]:
     """What a batch weighs when its loss is a mean: its predicted label tokens, else its samples."""
-    return _MeanWeight(shifted=_predicts_next_token(trainer))
-
-
-def _predicts_next_token(trainer: Any) -> bool:
-    """Whether the loss leaves out the first label of a row. The Trainer knows it of models that name their loss; those that
-    do not (GPT2LMHeadModel) take the causal one."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    unnamed = getattr(model, "loss_type", None) is None and not getattr(model.config, "is_encoder_decoder", False)
-    causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return bool(trainer._loss_shifts_labels) or (unnamed and causal)
-
-
-class _MeanWeight:
-    def __init__(self, *, shifted: bool) -> None:
-        self.shifted = shifted
-
-    def __call__(self, batch: Any) -> float:
-        import torch
-
-        labels = batch.get("shift_labels")
-        shifted = self.shifted and labels is None
-        labels = batch.get("labels") if labels is None else labels
-        if labels is None:
-            return float(len(next(v for v in batch.values() if isinstance(v, torch.Tensor))))
-        if torch.is_floating_point(labels):  # regression, or several labels at once: a mean over all elements
-            return float(labels.numel())
-        return float((labels[..., 1:] if shifted and labels.ndim > 1 else labels).ne(-100).sum())
+    shifted = bool(trainer._loss_shifts_labels) or predicts_next_token(trainer.accelerator.unwrap_model(trainer.model))
+    return partial(mean_items, shifted=shifted)

@@ -111,4 +111,3 @@ class Exchange:
             raise failure
         text = b"".join(word.to_bytes(7, "big") for word in words).decode(errors="replace").strip()
         raise AlignmentError(f"rank {rank} failed while it loaded data: {text}")
-

@@ -16,9 +16,9 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom.gradients import GradientExchange, RngState, broadcast_buffers, find_ddp, local_gradients
 from dynagroup.oom.retry import attempt, check_min_samples, halves
 from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of
-from dynagroup.oom.weigh import Weigh, weigher
 from dynagroup.shapes import BatchShape
 from dynagroup.update.step import Step
+from dynagroup.update.weigh import Weigh, predicts_next_token, weigher
 from dynagroup.world import DistributedWorld, SingleProcess, World
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class OomSafeBackward:
         model: torch.nn.Module,
         *,
         mode: OomMode = "retry",
-        weigh: Weigh = "tokens",
+        weigh: Weigh | Literal["sum"] = "tokens",
         splitter: Splitter[Any] | None = None,
         min_samples: int = 1,
         world: World | None = None,
@@ -151,8 +151,8 @@ class OomSafeBackward:
             raise ConfigError(f"`mode` must be 'retry', 'skip' or None, but is {mode!r}")
         check_min_samples(min_samples)
         self._model, self._mode, self._min_samples = model, mode, min_samples
-        self._weigh = weigher(weigh, model)
         self._splitter = splitter if splitter is not None else BatchSplitter(trim="right")
+        self._weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model))
         self._ddp = None if mode is None else find_ddp(model)
         self._world = world if world is not None else _world_of(self._ddp)
         self._learned = learned if learned is not None else LearningBudget()
@@ -321,7 +321,7 @@ class OomSafeBackward:
             replace(part, start=start, stop=stop, rng=None, loss=None) for start, stop in halves(part.start, part.stop)
         ]
         if self._weigh is not None:
-            weights = [self._weigh(self._samples(p)) for p in parts]
+            weights = [self._weigh(self._samples(p), p.stop - p.start) for p in parts]
             for half, weight in zip(parts, weights, strict=True):
                 half.share = part.share * weight / sum(weights) if weight else 0.0
             # The mean over no labels is 0 / 0: such a half adds nothing to the whole's mean, but would spoil it.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dynagroup.world import World
@@ -12,7 +13,8 @@ __all__ = ["LoaderStats"]
 
 @dataclass(slots=True)
 class LoaderStats:
-    """Counts since the loader was made; add two to merge them over ranks.
+    """Counts of one rank since its loader was made. Two of them add up and can be subtracted: what happened since
+    ``before = loader.stats.copy()`` is ``loader.stats - before``; what all ranks did is ``loader.stats.merged(loader.world)``.
 
     >>> (LoaderStats(steps=2, real_tokens=30, padded_tokens=40) + LoaderStats(steps=2, padded_tokens=10)).real_share
     0.6
@@ -23,6 +25,12 @@ class LoaderStats:
     idle_steps: int = 0
     """Steps on which this rank had no samples left."""
     samples: int = 0
+    updates: int = 0
+    """Updates whose last step was taken."""
+    update_samples: int = 0
+    """Samples of those updates, over all ranks."""
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    """How many batches had so many samples; idle steps not counted."""
     real_tokens: int = 0
     """Tokens of the samples."""
     padded_tokens: int = 0
@@ -58,18 +66,65 @@ class LoaderStats:
         """How much more padded tokens the fullest rank of a step has than the mean rank: 0.0 is none."""
         return self.row_highest / self.row_total - 1.0 if self.row_total else 0.0
 
+    @property
+    def batches(self) -> int:
+        """Steps with samples."""
+        return self.steps - self.idle_steps
+
+    @property
+    def padding(self) -> float:
+        """Share of the padded tokens that is padding, in [0, 1]."""
+        return 1.0 - self.real_share
+
+    @property
+    def samples_per_update(self) -> float:
+        """Samples of an update over all ranks, on average."""
+        return self.update_samples / self.updates if self.updates else 0.0
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples of the smallest batch; 0 where there was none."""
+        return min(self.batch_sizes, default=0)
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples of the largest batch; 0 where there was none."""
+        return max(self.batch_sizes, default=0)
+
+    def count_step(self, samples: int, *, real_tokens: int = 0, padded_tokens: int = 0, idle: bool = False) -> None:
+        """Note that a step was taken."""
+        self.steps += 1
+        if idle:
+            self.idle_steps += 1
+            return
+        self.samples += samples
+        self.batch_sizes[samples] += 1
+        self.real_tokens += real_tokens
+        self.padded_tokens += padded_tokens
+
+    def count_update(self, samples: int) -> None:
+        """Note that the last step of an update of so many samples, over all ranks, was taken."""
+        self.updates += 1
+        self.update_samples += samples
+
+    def copy(self) -> LoaderStats:
+        """What it is now."""
+        return self + LoaderStats()
+
     def __add__(self, other: LoaderStats) -> LoaderStats:
         return LoaderStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
-    def as_dict(self) -> dict[str, float]:
-        """Plain numbers, with the derived shares."""
-        return {**asdict(self), "real_share": self.real_share, "row_imbalance": self.row_imbalance}
+    def __sub__(self, before: LoaderStats) -> LoaderStats:
+        return LoaderStats(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
 
     def merged(self, world: World) -> LoaderStats:
         """The sum over ranks. Collective: every rank calls it."""
-        scale = {f.name: 1_000_000 if f.name.endswith("_s") else 1 for f in fields(self)}
-        found = world.all_sum([round(getattr(self, name) * unit) for name, unit in scale.items()])
+        names = [f.name for f in fields(self) if f.name != "batch_sizes"]
+        [largest] = world.all_max([self.largest_batch])
+        sizes = [self.batch_sizes[size] for size in range(largest + 1)]
+        found = world.all_sum([*(getattr(self, name) for name in names), *sizes])
         summed: dict[str, Any] = {
-            name: value / unit if unit > 1 else value for (name, unit), value in zip(scale.items(), found, strict=True)
+            name: value if name.endswith("_s") else int(value) for name, value in zip(names, found, strict=False)
         }
-        return LoaderStats(**summed)
+        counted = {size: int(count) for size, count in enumerate(found[len(names) :]) if count}
+        return LoaderStats(**summed, batch_sizes=Counter(counted))

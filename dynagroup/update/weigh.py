@@ -1,26 +1,34 @@
-"""What a batch weighs in the loss."""
+"""What a batch weighs in the loss: the units that its loss is a mean of."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from dynagroup.errors import ConfigError
 
-__all__ = ["Weigh", "count_label_tokens", "weigher"]
+__all__ = ["Weigh", "count_label_tokens", "mean_items", "predicts_next_token", "weigher"]
 
 Weigh: TypeAlias = Literal["tokens", "samples"] | Callable[[Any], float]
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
+MOST = 1e30  # so that sums over ranks and steps stay finite
+SHIFTING_LOSSES = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+)  # transformers' names of those that leave out the first label
 
 
 def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """Label tokens of a batch that are predicted.
 
     Causal models predict ``labels[..., 1:]``: their loss shifts, so the first column is never predicted. A batch with
-    ``shift_labels`` was shifted beforehand. Labels of one dimension are classes, one a sample, and are all predicted.
+    ``shift_labels`` was shifted beforehand. Labels of one dimension are classes, one a sample, and are all predicted; so are
+    all elements of labels that are no integers (regression).
 
     Args:
         batch: a mapping with ``labels`` (or ``shift_labels``): tensor, array or nested lists; ignored ones are -100.
@@ -32,50 +40,109 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     >>> count_label_tokens({"labels": np.array([[-100, 5, 6], [7, 8, -100]])})
     3
     """
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        if "shift_labels" in batch:
-            return _count(batch["shift_labels"])
-        if "labels" in batch:
-            labels = batch["labels"]
-            labels = labels if hasattr(labels, "ndim") else np.asarray(labels)
-            return _count(labels[..., 1:] if shifted and labels.ndim > 1 else labels)
-    raise ConfigError(
-        f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none; "
-        "pass weigh='samples', or a function from a batch to its weight"
-    )
+    name = _label_name(batch)
+    if name is None:
+        raise ConfigError(
+            f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none; "
+            "pass weigh='samples', or a function from a batch to its weight"
+        )
+    labels = batch[name]
+    labels = labels if hasattr(labels, "ndim") else np.asarray(labels)
+    if _is_floating(labels):
+        return math.prod(labels.shape)
+    return _count(labels[..., 1:] if shifted and name == "labels" and labels.ndim > 1 else labels)
+
+
+def mean_items(batch: Any, *, shifted: bool = True) -> float:
+    """What the loss of a usual model is a mean of: the predicted labels, or the samples where a batch has no labels.
+
+    >>> mean_items({"input_ids": np.ones((3, 7))})
+    3.0
+    """
+    if _label_name(batch) is not None:
+        return float(count_label_tokens(batch, shifted=shifted))
+    sized = [value for value in _values(batch) if getattr(value, "ndim", 0) > 0]
+    if not sized:
+        raise ConfigError(
+            f"cannot see how many samples a batch has: this {type(batch).__name__} holds no tensors; pass `weigh`, a function "
+            "from a batch to its weight"
+        )
+    return float(len(sized[0]))
+
+
+def predicts_next_token(model: Any) -> bool:
+    """Whether a model's own loss leaves out the first label of a row, as causal losses of transformers do.
+
+    Wrappers (DDP, PEFT) are looked through. A class of transformers that does not name its loss (GPT2LMHeadModel) takes the
+    causal one if it is a causal model.
+    """
+    model = getattr(model, "module", model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    named = getattr(model, "loss_type", "")
+    return named in SHIFTING_LOSSES or (named is None and _is_causal(model))
+
+
+def _is_causal(model: Any) -> bool:
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
+    except ImportError:
+        return False
+    return bool({c.__name__ for c in type(model).__mro__} & set(causal.values()))
+
+
+def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:
+    """The function (batch, number of samples) -> weight that ``weigh`` names.
+
+    Raises:
+        ConfigError: it names none; when called, a batch has no labels, or ``weigh`` gives no usable number.
+
+    >>> weigher("samples")(None, 3)
+    3.0
+    """
+    if weigh == "tokens":
+        return partial(_by_tokens, shifted=shifted)
+    if weigh == "samples":
+        return _by_samples
+    if callable(weigh):
+        return partial(_by_function, weigh)
+    raise ConfigError(f"`weigh` must be 'tokens', 'samples' or a function from a batch to its weight, but is {weigh!r}")
+
+
+def _by_tokens(batch: Any, num_samples: int, *, shifted: bool) -> float:
+    return float(count_label_tokens(batch, shifted=shifted))
+
+
+def _by_samples(batch: Any, num_samples: int) -> float:
+    return float(num_samples)
+
+
+def _by_function(function: Callable[[Any], float], batch: Any, num_samples: int) -> float:
+    weight = float(function(batch))
+    if not 0 <= weight <= MOST:
+        raise ConfigError(f"`weigh` must give a weight from 0 to {MOST:g}, but gives {weight!r}")
+    return weight
+
+
+def _label_name(batch: Any) -> str | None:
+    if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
+        return None
+    return next((name for name in ("shift_labels", "labels") if name in batch and batch[name] is not None), None)
+
+
+def _values(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping) or hasattr(batch, "values"):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, (list, tuple)) else [batch]
+
+
+def _is_floating(labels: Any) -> bool:
+    kind = getattr(labels.dtype, "is_floating_point", None)  # torch; numpy has a kind
+    return bool(kind) if kind is not None else labels.dtype.kind == "f"
 
 
 def _count(labels: Any) -> int:
     if str(getattr(labels, "device", "cpu")) != "cpu":
         return int((labels != IGNORED).sum())
     return int(np.count_nonzero(np.asarray(labels) != IGNORED))  # five times faster than torch's sum of booleans
-
-
-def weigher(weigh: Weigh) -> Callable[[Any, int], float]:
-    """The function (batch, number of samples) -> weight that ``weigh`` names."""
-    if weigh == "tokens":
-        return _by_tokens
-    if weigh == "samples":
-        return _by_samples
-    if callable(weigh):
-        return _ByFunction(weigh)
-    raise ConfigError(f"`weigh` must be 'tokens', 'samples' or a function from a batch to its weight, but is {weigh!r}")
-
-
-def _by_tokens(batch: Any, num_samples: int) -> float:
-    return count_label_tokens(batch)
-
-
-def _by_samples(batch: Any, num_samples: int) -> float:
-    return num_samples
-
-
-class _ByFunction:
-    def __init__(self, function: Callable[[Any], float]) -> None:
-        self._function = function
-
-    def __call__(self, batch: Any, num_samples: int) -> float:
-        weight = float(self._function(batch))
-        if not 0 <= weight < 1 << 30:
-            raise ConfigError(f"`weigh` must give a weight from 0 to 2**30, but gives {weight!r}")
-        return weight
