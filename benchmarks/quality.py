@@ -1,16 +1,11 @@
-"""Does training on batches that fit learn as much? The demo model, three seeds, held-out loss after equal samples.
-
-usage: python scripts/bench_quality.py [--samples 8192] [--epochs 3] [--seeds 3]
-"""
+"""Whether free-running updates train as well as those of equal size: the same data, model, epochs and schedule."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
 import numpy as np
-import results
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -62,15 +57,11 @@ def held_out_loss(model: LlamaForCausalLM, loader: Any) -> float:
     return total / tokens
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=8192)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--seeds", type=int, default=3)
-    given = parser.parse_args()
+def quality(samples: int = 8192, epochs: int = 3, seeds: int = 3) -> dict[str, Any]:
+    """Held-out loss after training with updates of equal size, and with free-running ones."""
     torch.set_num_threads(1)
     texts = load_texts(None, None, None, "train")
-    order = np.random.default_rng(0).permutation(len(texts))[: given.samples + HELD_OUT]
+    order = np.random.default_rng(0).permutation(len(texts))[: samples + HELD_OUT]
     train_texts, held_out = [texts[i] for i in order[HELD_OUT:]], [texts[i] for i in order[:HELD_OUT]]
     tokenizer = train_tokenizer(train_texts)
     lengths = np.minimum(measure_lengths(train_texts, tokenizer), LONGEST)
@@ -83,22 +74,20 @@ def main() -> None:
             weigh=count_label_tokens,
         )  # fmt: skip
 
-    size = round(
-        given.samples / loader(0, None).num_updates
-    )  # fixed updates of as many samples as a free one has on average
+    size = round(samples / loader(0, None).num_updates)  # fixed updates of as many samples as a free one has on average
     losses: dict[str, list[float]] = {"fixed": [], "free": []}
     counts = {}
-    for seed in range(given.seeds):
+    for seed in range(seeds):
         for name, wanted in (("fixed", size), ("free", None)):
-            model, counts[name] = train(loader(seed, wanted), len(tokenizer), seed, given.epochs)
+            model, counts[name] = train(loader(seed, wanted), len(tokenizer), seed, epochs)
             losses[name].append(held_out_loss(model.eval(), evaluation))
             print(seed, name, counts[name], losses[name][-1], flush=True)
     differences = [free - fixed for free, fixed in zip(losses["free"], losses["fixed"], strict=True)]
-    figures = {
+    return {
         "setup": {
             "model": "Llama, 2 layers of 64",
-            "samples": given.samples,
-            "epochs": given.epochs,
+            "samples": samples,
+            "epochs": epochs,
             "held_out": HELD_OUT,
             "budget": BUDGET,
             "longest": LONGEST,
@@ -111,8 +100,3 @@ def main() -> None:
         "spread_of_seeds": {name: max(values) - min(values) for name, values in losses.items()},
         "mean_difference": statistics.mean(differences),
     }
-    print(results.save("quality", figures, "transformers"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,4 @@
-"""Draws docs/images/batch_sizes.png: how large a batch may be, by length, as each way of deciding says, and as is true.
-
-    python scripts/plot_batch_sizes.py
+"""How large a batch may be, by length, as each way of deciding says, and as is true.
 
 The model has the sizes of Qwen2.5-0.5B, trained in bfloat16; the hardest batch is 8 samples of 2,048 tokens. Truth is the
 largest batch whose simulated memory is at most the hardest batch's, found by running the simulation on both sides of it.
@@ -9,7 +7,6 @@ The regressor keeps a headroom of 0.9 and has seen this family in training; once
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from transformers import Qwen2Config
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory import MemoryRegressor, Workload, simulate
-from dynagroup.plan.report import environment
 
 ROOT = Path(__file__).parent.parent
 BATCH_SIZE, LONGEST = 8, 2048
@@ -105,15 +101,9 @@ def draw(sizes: dict[str, list[int]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def picture() -> dict[str, Any]:
+    """The figures, and the picture drawn of them."""
     torch.set_num_threads(1)
     sizes = batch_sizes()
-    results = {**environment("transformers", "xgboost"), "lengths": LENGTHS, "samples": sizes}
-    path = ROOT / "benchmarks" / "results" / "batch_sizes.json"
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     draw(sizes, ROOT / "docs" / "images" / "batch_sizes.png")
-    print(json.dumps(sizes, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+    return {"lengths": LENGTHS, "samples": sizes}

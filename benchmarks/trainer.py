@@ -1,13 +1,8 @@
-"""What the Trainer adapter costs on equal batches, and what it gains on the lengths that texts have.
-
-usage: python scripts/bench_trainer.py [--updates 40] [--sessions 6]
-"""
+"""What the Trainer adapter costs on equal batches, and what it gains on the lengths that texts have."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import math
 import platform
 import tempfile
@@ -17,7 +12,6 @@ import warnings
 from typing import Any
 
 import numpy as np
-import results
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
@@ -172,22 +166,19 @@ def spread(values: np.ndarray) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--updates", type=int, default=40)
-    parser.add_argument("--sessions", type=int, default=6)
-    given = parser.parse_args()
+def adapter(updates: int = 40, sessions: int = 6) -> dict[str, Any]:
+    """CPU seconds of an update under our Trainer over the plain one's, update by update."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     steady_memory()
-    samples = given.updates * BATCH * ACCUMULATION
+    samples = updates * BATCH * ACCUMULATION
     varied = np.random.default_rng(0).lognormal(4.0, 0.8, samples).clip(8, LONGEST).astype(int)
-    equal, sizes = np.full(samples, LONGEST), (given.updates, given.sessions)
-    figures = {
+    equal, sizes = np.full(samples, LONGEST), (updates, sessions)
+    return {
         "setup": {
             "model": MODEL, "tiny": TINY, "samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH,
-            "budget": BATCH * LONGEST, "threads": 1, "updates": given.updates, "sessions": given.sessions, "warm_up": WARM_UP,
+            "budget": BATCH * LONGEST, "threads": 1, "updates": updates, "sessions": sessions, "warm_up": WARM_UP,
         },
         "plain_over_plain": pairs(MODEL, equal, *sizes, first=False, second=False),
         "equal_batches": pairs(MODEL, equal, *sizes, first=False, second=True),
@@ -195,10 +186,3 @@ def main() -> None:
         "tiny_equal_batches": pairs(TINY, equal, *sizes, first=False, second=True),
         "texts": pairs(MODEL, varied, *sizes, first=False, second=True),
     }  # fmt: skip
-    print(results.save("trainer", figures, "transformers", "accelerate"))
-    for name in list(figures)[1:]:
-        print(name, json.dumps(figures[name]))
-
-
-if __name__ == "__main__":
-    main()

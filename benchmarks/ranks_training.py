@@ -1,6 +1,6 @@
 """Four gloo ranks train a small causal model: fixed batches, free-running and update mode, on the same samples.
 
-Started by scripts/bench_loader.py train; prints one line ``REPORT <json>``.
+Started by ``scripts/bench.py ranks train``; prints one line ``REPORT <json>``.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
-"""Running out of memory: what recovery costs when nothing fails, and when something does.
-
-    python scripts/bench_oom.py               # everything, some minutes
-    python scripts/bench_oom.py wrapper       # or some of: wrapper, generation, work, update
+"""Generation that runs out of memory: what recovery costs when nothing fails, and when something does.
 
 Without a GPU: an allocator stand-in raises the real error when a batch holds more tokens than a limit.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,26 +18,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
-from results import save  # noqa: E402
-
-from dynagroup.budget.base import Budget, TokenBudget  # noqa: E402
-from dynagroup.oom import (  # noqa: E402
+from benchmarks.record import spread
+from dynagroup.budget.base import Budget
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.oom import (
     LearningBudget,
     OomSafeBackward,
     generate_dataset,
     generate_with_oom_retry,
     run_with_oom_retry,
 )
-from dynagroup.plan.sampler import LengthAwareBatchSampler  # noqa: E402
-from dynagroup.shapes import TOKENS, BatchShape  # noqa: E402
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.shapes import TOKENS, BatchShape
 
 NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800
 WORDS = [f"w{i}" for i in range(500)]
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
 
 
 def microseconds(run: Callable[[], Any], calls: int = 2000, repeats: int = 9) -> dict[str, float]:
@@ -225,20 +214,3 @@ def _update_rank(rank: int, folder: str, repeats: int) -> None:
             taken[name].append(time.perf_counter() - start)
     torch.save({name: values[3:] for name, values in taken.items()}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-
-
-PARTS = {"wrapper": wrapper, "generation": generation, "work": work, "update": update}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"some of: {', '.join(PARTS)}")
-    logging.disable(logging.WARNING)
-    for name in parser.parse_args().parts:
-        figures = PARTS[name]()
-        print(name, figures, sep="\n")
-        save(f"oom_{name}", figures, "transformers")
-
-
-if __name__ == "__main__":
-    main()

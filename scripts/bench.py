@@ -1,0 +1,12 @@
+"""Figures that need no GPU, see :mod:`benchmarks.__main__`. usage: python scripts/bench.py COMMAND [PART...]"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.__main__ import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())
