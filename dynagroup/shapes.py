@@ -6,16 +6,17 @@ Lengths travel through dynagroup as ``Streams``: a dict from stream name to an i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TOKENS", "BatchShape", "IntArray", "Streams", "round_up"]
+__all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "round_up", "target_tokens"]
 
 TOKENS = "tokens"
+TARGET = "target"
 
 Streams: TypeAlias = Mapping[str, NDArray[np.int32]]
 IntArray: TypeAlias = NDArray[np.int64]
@@ -83,6 +84,26 @@ class BatchShape:
 
     def __len__(self) -> int:
         return len(self.num_samples)
+
+    def without(self, streams: Collection[str]) -> BatchShape:
+        """The same batches, some of their streams not looked at."""
+        if not any(name in self.longest for name in streams):
+            return self
+        longest = {name: values for name, values in self.longest.items() if name not in streams}
+        return BatchShape(self.num_samples, longest, {name: self.total[name] for name in longest})
+
+
+def target_tokens(shape: BatchShape) -> IntArray:
+    """What a decoder beside an encoder reads, at most: the stream ``target``, or else every stream beside ``tokens`` added
+    up, whatever their names; as many as ``tokens`` where there is no other. int64 (K,).
+
+    >>> target_tokens(BatchShape.of(2, {"tokens": 9, "labels": 4})).tolist()
+    [4]
+    """
+    others = [values for name, values in shape.longest.items() if name != TOKENS]
+    if TARGET in shape.longest or not others:
+        return shape.longest.get(TARGET, shape.longest[TOKENS])
+    return np.sum(others, axis=0)
 
 
 def _as_mapping(value: ArrayLike | Mapping[str, ArrayLike]) -> Mapping[str, ArrayLike]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import transformers
 
-from dynagroup.memory.closed_form import MONOMIALS
+from dynagroup.memory.run import MONOMIALS
 from dynagroup.memory.trace.build import as_meta_model
 from dynagroup.memory.trace.phases import trace_phases
 from dynagroup.memory.trace.program import prepare, static_bytes, trace

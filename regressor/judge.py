@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from dynagroup.memory.learned.plausible import LIKE
 from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.model import PaddedTokens
-from dynagroup.memory.workload import Phases, Workload
+from dynagroup.memory.run import Phases
+from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 from regressor import rival
 from regressor.generate import CHECK_SHAPES

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import BoolArray, Budget, positive
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.memory.closed_form import TARGET
+from dynagroup.memory.run import TARGET
 from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.model import BytesMemoryModel, MemoryModel
 from dynagroup.memory.table import LargestTable

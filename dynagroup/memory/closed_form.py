@@ -7,22 +7,21 @@ constants (how many copies of the hidden states a layer keeps, and so on) are fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.memory.workload import ELEMENT_BYTES, MONOMIALS, Phases, Workload
-from dynagroup.shapes import TOKENS, BatchShape
+from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, MONOMIALS, Phases, monomials
+from dynagroup.memory.workload import Workload
+from dynagroup.shapes import TOKENS, BatchShape, target_tokens
 
-__all__ = ["CONSTANTS", "COMPONENTS", "MONOMIALS", "TARGET", "ClosedForm", "columns", "monomials"]
+__all__ = ["COMPONENTS", "CONSTANTS", "ClosedForm", "columns"]
 
 FloatArray = NDArray[np.float64]
-TARGET = "target"
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
-MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
 ONE, N, NL, NL2, NT, T2, NT2, NLT = map(MONOMIALS.index, ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT"))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
@@ -65,13 +64,16 @@ class ClosedForm:
     """Phases beyond that."""
     aligned: ClosedForm | None = None
     """The form of lengths whose masks need no padding, where that is another one."""
+    packed: bool = False
+    """Whether a batch is one row of all its tokens."""
 
     @classmethod
     def of(cls, workload: Workload, constants: Mapping[str, float] = CONSTANTS) -> ClosedForm:
         """What was traced of the model, or else what its sizes say."""
+        packed = workload.layout == "packed"
         if workload.phases is not None:
-            return cls.traced(workload.phases)
-        return cls(np.stack(_Builder(workload, constants).phases()))
+            return replace(cls.traced(workload.phases), packed=packed)
+        return cls(np.stack(_Builder(workload, constants).phases()), packed=packed)
 
     @classmethod
     def traced(cls, phases: Phases) -> ClosedForm:
@@ -84,7 +86,7 @@ class ClosedForm:
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
         """Bytes that grow with the batch, at least one: float64 (K,)."""
         if self.after is None:
-            return np.maximum(_largest(self.phases, columns(shape)), 1.0)
+            return np.maximum(_largest(self.phases, columns(shape, self.packed)), 1.0)
         # Beyond the border never less than at it, so that memory rises with the length everywhere.
         inside = {**shape.longest, TOKENS: np.minimum(shape.longest[TOKENS], int(self.until))}
         within = _largest(self.phases, columns(BatchShape.of(shape.num_samples, inside)))
@@ -99,14 +101,14 @@ class ClosedForm:
         least = self.batch_bytes(baseline)
         if self.aligned is not None:
             spared = np.logical_or.reduce(
-                [baseline.longest[s] % MASK_ALIGNMENT == 0 for s in (TOKENS, TARGET) if s in baseline.longest]
+                [longest % MASK_ALIGNMENT == 0 for longest in (baseline.longest[TOKENS], target_tokens(baseline))]
             )
             least = np.where(spared, self.aligned.batch_bytes(baseline), least)
         return self.batch_bytes(shape) / least
 
     def shares(self, shape: BatchShape) -> FloatArray:
         """Of the largest phase of each shape: the share of each component, and of what is quadratic in length. (K, 6)."""
-        values, phases = columns(shape), self.phases
+        values, phases = columns(shape, self.packed), self.phases
         largest = (values @ phases.sum(axis=1).T).argmax(axis=1)
         terms = phases[largest] * values[:, None, :]
         total = np.maximum(terms.sum(axis=(1, 2)), 1.0)
@@ -124,17 +126,15 @@ def _largest(phases: FloatArray, values: FloatArray) -> FloatArray:
     return (values @ phases.sum(axis=1).T).max(axis=1)
 
 
-def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:
-    """The monomials of each shape: float64 (K, 12)."""
-    n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
-    one = np.ones_like(n)
-    return np.stack([one, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t], axis=1)
+def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
+    """The monomials of a shape; a target without lengths of its own is as long as the tokens.
 
-
-def columns(shape: BatchShape) -> FloatArray:
-    """The monomials of a shape; a target without lengths of its own is as long as the tokens."""
-    length = shape.longest[TOKENS]
-    return monomials(shape.num_samples, np.maximum(length, 1), np.maximum(shape.longest.get(TARGET, length), 1))
+    Packed, a batch is one sample as long as all of its samples together.
+    """
+    if packed:
+        total = np.maximum(shape.total[TOKENS], 1)
+        return monomials(np.ones_like(total), total, total)
+    return monomials(shape.num_samples, np.maximum(shape.longest[TOKENS], 1), np.maximum(target_tokens(shape), 1))
 
 
 def _filled(workload: Workload) -> dict[str, Any]:

@@ -3,64 +3,34 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from dynagroup.errors import ConfigError
+from dynagroup.memory.run import Attention, Dtype, Layout, Mode, Phases, Sharding
 
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
 
-__all__ = ["MONOMIALS", "Attention", "Dtype", "Mode", "Phases", "Workload"]
+__all__ = ["Workload"]
 
-Mode: TypeAlias = Literal["train", "forward", "generate"]
-Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
-Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
-
-# What a phase has bytes for (n: samples, L: tokens of the longest, T: of the longest target).
-MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
-ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CHOICES = {
     "mode": get_args(Mode),
     "attention": get_args(Attention),
     "dtype": get_args(Dtype),
     "autocast": get_args(Dtype),
+    "layout": get_args(Layout),
+    "sharding": get_args(Sharding),
 }
+# How else people write them.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _COUNTS = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size",
            "intermediate_size", "experts_per_token", "vocabulary_size", "fixed_tokens", "num_parameters",
-           "max_new_tokens")  # fmt: skip
+           "max_new_tokens", "num_ranks")  # fmt: skip
 _FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "causal", "score_bias",
           "gradient_checkpointing", "ddp")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """How a model's memory depends on the batch shape: of each phase the bytes per monomial, of which the largest counts.
-
-    >>> Phases(((0.0,) * 12,)).until is None
-    True
-    """
-
-    rows: tuple[tuple[float, ...], ...]
-    """One tuple a phase, of the monomials that ``memory.closed_form.MONOMIALS`` lists."""
-    until: int | None = None
-    """The longest sample, in tokens, for which ``rows`` hold; None: for all."""
-    after: tuple[tuple[float, ...], ...] = ()
-    """As ``rows``, beyond that: where attention slides."""
-    aligned: Phases | None = None
-    """The same for lengths that are multiples of 16, whose masks need no padding for their kernel; None: no different."""
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "after"):
-            rows = tuple(tuple(map(float, row)) for row in getattr(self, name))
-            if not all(value >= 0 for row in rows for value in row):  # false for NaN, too
-                raise ConfigError("`phases` has a size below zero or NaN; make it with Workload.from_model")
-            if any(len(row) != len(MONOMIALS) for row in rows) or (name == "rows" and not rows):
-                raise ConfigError(f"`phases` needs rows of {len(MONOMIALS)} numbers; make it with Workload.from_model")
-            object.__setattr__(self, name, rows)
-        if isinstance(self.aligned, Mapping):
-            object.__setattr__(self, "aligned", Phases(**self.aligned))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +82,20 @@ class Workload:
     """Bytes of optimizer state per trainable parameter."""
     ddp: bool | None = None
     """Whether DistributedDataParallel keeps a second copy of the gradients in its buckets."""
+    sharding: Sharding | None = None
+    """How ranks divide what does not depend on the batch: "zero1" the optimizer state, "zero2" gradients too, "zero3" and
+    "fsdp" parameters too; "ddp" nothing. None: one rank, or not known."""
+    num_ranks: int | None = None
+    """Ranks that divide it."""
+    layout: Layout | None = None
+    """"packed": samples lie end to end in one row, without padding; None: "padded"."""
     max_new_tokens: int | None = None
     phases: Phases | None = field(default=None, repr=False)
     """What tracing the model found: how its memory depends on the batch shape, exactly. See ``memory.phases``."""
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "autocast"):
+            object.__setattr__(self, name, _dtype(getattr(self, name)))
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:
@@ -140,6 +119,10 @@ class Workload:
             raise ConfigError(f"`trainable_share` must be between 0 and 1 or None, but is {share!r}")
         if state is not None and not 0 <= state <= 64:
             raise ConfigError(f"`optimizer_bytes` must be between 0 and 64 bytes a parameter or None, but is {state!r}")
+        if self.layout == "packed" and self.mode == "generate":
+            raise ConfigError("`layout` 'packed' is for training and forward passes; generate() pads its prompts")
+        if self.sharding not in (None, "ddp") and not self.num_ranks:
+            raise ConfigError(f"`sharding` {self.sharding!r} divides memory over ranks; say how many: num_ranks=8")
         if self.num_heads and self.num_kv_heads and self.num_kv_heads > self.num_heads:
             raise ConfigError(
                 f"`num_kv_heads` must be at most `num_heads` ({self.num_heads}), but is {self.num_kv_heads} instead"
@@ -173,23 +156,37 @@ class Workload:
         >>> workload.num_layers, workload.num_parameters, workload.dropout
         (12, 124439808, True)
         """
-        from dynagroup.memory.trace.describe import describe, traced
+        from dynagroup.memory.trace.describe import describe
 
+        known = {name: _dtype(v) if name in ("dtype", "autocast") else v for name, v in known.items()}
         names = [f.name for f in fields(cls) if f.name != "phases"]
         unknown = sorted(set(known) - set(names))
         if unknown:
             raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(names)}")
         workload = cls(**describe(model_or_config, mode, known))
-        return traced(model_or_config, workload, inputs) if trace else workload
+        return workload.traced(model_or_config, inputs) if trace else workload
 
-    @property
-    def known_share(self) -> float:
-        """Share of the fields that are known."""
-        values = [getattr(self, f.name) for f in fields(self) if f.name not in ("autocast", "phases")]
-        return sum(v is not None for v in values) / len(values)
+    def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
+        """This workload with the phases of its model; with a warning and without them where it cannot be traced."""
+        from dynagroup.memory.trace.phases import trace_phases
+
+        try:
+            if self.fixed_tokens and inputs is None and not self.encoder_decoder:
+                raise ConfigError("it reads images, of which text says nothing")
+            return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))
+        except Exception as error:  # whatever the model's own code raises
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            warnings.warn(
+                f"the memory of this model is estimated from its sizes, because it cannot be traced ({reason}). "
+                "`inputs=` helps where only the arguments are wrong, MemoryRegressor.fit(measure(...)) is exact, "
+                "and trace=False keeps this quiet",
+                stacklevel=3,
+            )
+            return self
 
     def replace(self, **changes: Any) -> Workload:
         """This workload with some fields changed. What was traced is forgotten where it no longer holds."""
+        changes = {k: _dtype(v) if k in ("dtype", "autocast") else v for k, v in changes.items()}
         same = all(getattr(self, name) == value for name, value in changes.items())
         return self if same else replace(self, **{"phases": None, **changes})
 
@@ -220,3 +217,9 @@ class Workload:
             if mine is not None and its is not None and mine != its:
                 return name
         return None
+
+
+def _dtype(value: Any) -> Any:
+    """torch.bfloat16, "bf16" and the like under the name that torch prints."""
+    name = value if isinstance(value, str) else str(value) if type(value).__module__ == "torch" else value
+    return _DTYPES.get(name.removeprefix("torch."), name.removeprefix("torch.")) if isinstance(name, str) else value

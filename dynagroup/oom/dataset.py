@@ -17,7 +17,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.memory import MemoryRegressor, Workload
-from dynagroup.memory.workload import Mode
+from dynagroup.memory.run import Mode
 from dynagroup.oom.generate import generate_with_oom_retry
 from dynagroup.oom.journal import Journal, read_results
 from dynagroup.oom.retry import run_with_oom_retry

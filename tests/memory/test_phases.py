@@ -14,7 +14,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
 from dynagroup.memory import ClosedForm, MemoryRegressor, Workload, simulate
 from dynagroup.memory.learned.plausible import Plausible, member
-from dynagroup.memory.workload import Phases
+from dynagroup.memory.run import Phases
 from dynagroup.shapes import BatchShape
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "vocab_size": 900}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.memory.closed_form import COMPONENTS, TARGET, ClosedForm
-from dynagroup.memory.workload import ELEMENT_BYTES, Workload
-from dynagroup.shapes import TOKENS, BatchShape
+from dynagroup.memory.closed_form import COMPONENTS, ClosedForm
+from dynagroup.memory.run import ELEMENT_BYTES
+from dynagroup.memory.workload import Workload
+from dynagroup.shapes import TOKENS, BatchShape, target_tokens
 
 __all__ = ["FEATURES", "MONOTONE", "Features", "features", "is_sharp"]
 
@@ -68,8 +69,7 @@ def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: 
 
 
 def _logs(shape: BatchShape) -> tuple[FloatArray, FloatArray, FloatArray]:
-    longest = shape.longest[TOKENS]
-    values = (shape.num_samples, longest, shape.longest.get(TARGET, longest))
+    values = (shape.num_samples, shape.longest[TOKENS], target_tokens(shape))
     n, length, target = (np.log(np.maximum(v, 1).astype(np.float64)) for v in values)
     return n, length, target
 

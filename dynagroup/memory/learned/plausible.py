@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.memory.closed_form import MONOMIALS, columns
+from dynagroup.memory.closed_form import columns
+from dynagroup.memory.run import MONOMIALS
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.closed_form import CONSTANTS, MONOMIALS, TARGET, ClosedForm
+from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
 from dynagroup.memory.learned.features import CANDIDATE, FEATURES, Features, features, is_sharp
 from dynagroup.memory.learned.fitting import MIN_ROWS, pairs_of, train_booster
 from dynagroup.memory.learned.plausible import Plausible
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
-from dynagroup.memory.workload import Phases, Workload
+from dynagroup.memory.run import MONOMIALS, Phases
+from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class MemoryRegressor:
         if self._traced:
             return self._form.relative(shape, baseline)
         if not self.sharp:
-            models = self._plausible(TARGET in shape.longest)
+            models = self._plausible(len(shape.longest) > 1)
             ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)
             return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
         found = features(shape, baseline, self.workload, self._form)

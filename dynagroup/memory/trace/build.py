@@ -13,9 +13,11 @@ from dynagroup.shapes import TOKENS
 if TYPE_CHECKING:
     import torch
 
-    from dynagroup.memory.workload import Workload
+    from dynagroup.memory.run import Attention, Run
 
-__all__ = ["as_config", "as_meta_model", "as_random_model", "is_encoder", "is_model", "make_inputs"]
+ALIKE_LAYERS = 3  # as many layers of one kind make a stack
+
+__all__ = ["ALIKE_LAYERS", "as_config", "as_meta_model", "as_random_model", "is_encoder", "is_model", "as_run_model", "make_inputs", "stacks"]
 
 
 def is_model(value: Any) -> bool:
@@ -43,13 +45,16 @@ def as_config(value: Any) -> Any:
     return value
 
 
-def as_meta_model(model_or_config: Any, workload: Workload | None = None) -> torch.nn.Module:
+def as_meta_model(
+    model_or_config: Any, run: Run | None = None, *, attention: Attention | None = None
+) -> torch.nn.Module:
     """A copy of the model on the meta device: no weights are allocated or read.
 
-    With a workload, its dtype and attention implementation are set.
+    With a run (a workload), its dtype and attention implementation are set; without one, ``attention``.
     """
-    dtype = workload.dtype if workload else None
-    attention = None if workload is None else "eager" if workload.attention == "eager" else "sdpa"
+    dtype = run.dtype if run else None
+    if run or attention:
+        attention = "eager" if (run.attention if run else attention) == "eager" else "sdpa"
     if is_model(model_or_config):
         model: Any = _without_data(model_or_config)
         if attention and hasattr(model, "set_attn_implementation"):
@@ -58,13 +63,49 @@ def as_meta_model(model_or_config: Any, workload: Workload | None = None) -> tor
     return _from_config(copy.deepcopy(as_config(model_or_config)), dtype, attention)
 
 
-def as_random_model(config: Any, workload: Workload, device: torch.device) -> torch.nn.Module:
+def as_run_model(model_or_config: Any, *, dtype: str | None, attention: Attention | None, lora: Any = None) -> Any:
+    """A copy on the meta device that is run in this dtype, with adapters where ``lora`` asks for them: True, their rank, or a
+    config of peft. Adapters are kept in float32, as peft does by itself."""
+    import torch
+
+    if is_model(model_or_config):
+        model: Any = as_meta_model(model_or_config, attention=attention)
+        own = next(model.parameters()).dtype
+        if dtype is not None and str(own) != f"torch.{dtype}":
+            model = model.to(getattr(torch, dtype))
+    else:
+        config = copy.deepcopy(as_config(model_or_config))
+        config.dtype = dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        model = _from_config(config, dtype, "eager" if attention == "eager" else "sdpa")
+    return model if lora is None or lora is False else _with_adapters(model, lora)
+
+
+def _with_adapters(model: Any, lora: Any) -> Any:
+    import torch
+
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("`lora` needs peft: pip install peft") from error
+    if not isinstance(lora, (int, peft.LoraConfig)):
+        raise ConfigError(f"`lora` must be True, a rank or a LoraConfig of peft, but is {lora!r}")
+    config = peft.LoraConfig(r=16 if lora is True else lora) if isinstance(lora, int) else lora
+    if config.target_modules is None:
+        config.target_modules = "all-linear"
+    adapted: Any = peft.inject_adapter_in_model(config, model)
+    for p in adapted.parameters():
+        if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
+            p.data = p.data.float()
+    return adapted.to("meta")
+
+
+def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Module:
     """A model of this config with random weights, made on the device: what is measured where no weights are at hand.
 
-    The workload says its dtype and whether its attention is eager.
+    The run (a workload) says its dtype and whether its attention is eager.
     """
-    attention = "eager" if workload.attention == "eager" else "sdpa"
-    return _from_config(copy.deepcopy(as_config(config)), workload.dtype, attention, device)
+    attention = "eager" if run.attention == "eager" else "sdpa"
+    return _from_config(copy.deepcopy(as_config(config)), run.dtype, attention, device)
 
 
 def _from_config(
@@ -118,6 +159,23 @@ def _without_data(model: torch.nn.Module) -> torch.nn.Module:
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
     return copy.deepcopy(model, memo).to("meta")
+
+
+def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """The lists of like layers that a model is made of, outermost ones only."""
+    import torch
+
+    found: list[torch.nn.ModuleList] = []
+    for module in model.modules():
+        nested = any(module is inner for outer in found for inner in outer.modules())
+        alike = (
+            isinstance(module, torch.nn.ModuleList)
+            and len(module) >= ALIKE_LAYERS
+            and len({type(m) for m in module}) == 1
+        )
+        if alike and not nested:
+            found.append(module)  # type: ignore[arg-type]
+    return found
 
 
 def make_inputs(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynagroup.errors import ConfigError
+from dynagroup.memory.run import ELEMENT_BYTES
 from dynagroup.memory.trace.build import as_config, as_meta_model, is_encoder, is_model
 
-if TYPE_CHECKING:
-    from dynagroup.memory.trace.program import MakeInputs
-    from dynagroup.memory.workload import Workload
-
-__all__ = ["describe", "traced"]
+__all__ = ["describe"]
 
 
 def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,25 +23,6 @@ def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[
         )
     found = {"mode": mode, **architecture(config), **run(model_or_config, config, mode, known)}
     return {**found, **known}
-
-
-def traced(model_or_config: Any, workload: Workload, inputs: MakeInputs | None = None) -> Workload:
-    """The workload with the phases of its model; with a warning and without them where the model cannot be traced."""
-    from dynagroup.memory.trace.phases import trace_phases
-
-    try:
-        if workload.fixed_tokens and inputs is None and not workload.encoder_decoder:
-            raise ConfigError("it reads images, of which text says nothing")
-        return workload.replace(phases=trace_phases(model_or_config, workload, inputs=inputs))
-    except Exception as error:  # whatever the model's own code raises
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        warnings.warn(
-            f"the memory of this model is estimated from its sizes, because it cannot be traced ({reason}). "
-            "`inputs=` helps where only the arguments are wrong, MemoryRegressor.fit(measure(...)) is exact, "
-            "and trace=False keeps this quiet",
-            stacklevel=3,
-        )
-        return workload
 
 
 def architecture(config: Any) -> dict[str, Any]:
@@ -85,11 +62,15 @@ def architecture(config: Any) -> dict[str, Any]:
 
 def run(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """What a model's parameters and settings say about how it is run."""
-    model = model_or_config if is_model(model_or_config) else as_meta_model(config, _asked(known))
+    model = model_or_config if is_model(model_or_config) else as_meta_model(config, attention=known.get("attention"))
     sizes = {id(p): (p.numel(), p.requires_grad) for p in model.parameters()}
     total = sum(n for n, _ in sizes.values())
     dtype = known.get("dtype") or _dtype_of(model_or_config, config)
-    state = 2.0 * (2 if dtype in ("bfloat16", "float16") else 4)
+    trained = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
+    count = max(sum(p.numel() for p in trained), 1)
+    state = 2.0 * sum(p.numel() * p.element_size() for p in trained) / count  # adapters may be wider than what they adapt
+    if not is_model(model_or_config):
+        state = 2.0 * ELEMENT_BYTES[dtype]
     stated = getattr(model.config, "_attn_implementation", None)  # what the model runs, not what was asked for
     attention = stated if stated in ("eager", "sdpa") else "flash" if stated and "flash" in stated else "sdpa"
     asked = known.get("attention")
@@ -108,12 +89,6 @@ def run(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) 
         "ddp": False,
         "max_new_tokens": _new_tokens(model) if mode == "generate" else 0,
     }
-
-
-def _asked(known: Mapping[str, Any]) -> Workload | None:
-    from dynagroup.memory.workload import Workload
-
-    return Workload(attention=known["attention"]) if "attention" in known else None
 
 
 def _checkpoints(model: Any) -> bool:

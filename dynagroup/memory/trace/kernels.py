@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from dynagroup.memory.closed_form import MASK_ALIGNMENT
+from dynagroup.memory.run import MASK_ALIGNMENT
 
 __all__ = ["CudaKernels"]
 

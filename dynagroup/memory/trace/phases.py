@@ -17,26 +17,28 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dynagroup.memory.closed_form import MONOMIALS, monomials
-from dynagroup.memory.trace.build import as_meta_model
+from dynagroup.memory.run import MONOMIALS, Phases, Run, monomials
+from dynagroup.memory.trace.build import ALIKE_LAYERS as TRACED_LAYERS
+from dynagroup.memory.trace.build import as_meta_model, stacks
 from dynagroup.memory.trace.program import MakeInputs, prepare, trace
 from dynagroup.memory.trace.tracer import BLOCK, LiveBytes
-from dynagroup.memory.workload import Phases, Workload
 
-__all__ = ["fit_phases", "peaks", "stacks", "trace_phases"]
+__all__ = ["fit_phases", "peaks", "trace_phases"]
 
 Probe: TypeAlias = "tuple[int, int, int]"
-TRACED_LAYERS = 3
 ALIKE = 5e-3  # how much the peak of a deepened trace may differ from that of the whole model
 _ONE_STREAM = 6
+_PACKED = [MONOMIALS.index(name) for name in ("1", "L", "L2")]  # one row, as long as all samples together
 PROBES = [(2, 64, 96), (3, 64, 32), (2, 256, 160), (5, 192, 96), (4, 320, 64), (3, 512, 256), (7, 96, 352), (2, 160, 512),
           (6, 64, 256), (3, 128, 320), (4, 384, 480), (5, 480, 128), (2, 32, 32), (8, 224, 288)]  # fmt: skip
+PACKED_PROBES: list[Probe] = [(1, 64, 0), (1, 512, 0), (1, 192, 0), (1, 320, 0)]
 PROBED = 512  # the longest of them
 FEWEST_POSITIONS = 64
+MOST_TOKENS = 131072  # of a sample, or of a packed batch: phases that count only beyond are left out
 
 
 def trace_phases(
-    model_or_config: Any, workload: Workload, *, inputs: MakeInputs | None = None, aligned: bool = True
+    model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None, aligned: bool = True
 ) -> Phases:
     """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
 
@@ -52,16 +54,18 @@ def trace_phases(
         ValueError: the program depends on more than the shape, or the model has too few positions to tell.
     """
     padded = _phases(model_or_config, workload, inputs, aligned=False)
-    if workload.attention != "sdpa" or not aligned:
+    if workload.attention != "sdpa" or workload.layout == "packed" or not aligned:
         return padded
     spared = _phases(model_or_config, workload, inputs, aligned=True)
     return padded if spared == padded else replace(padded, aligned=spared)
 
 
-def _phases(model_or_config: Any, workload: Workload, inputs: MakeInputs | None, aligned: bool) -> Phases:
+def _phases(model_or_config: Any, workload: Run, inputs: MakeInputs | None, aligned: bool) -> Phases:
     two_streams = bool(workload.encoder_decoder) and workload.mode != "generate"
     run = partial(_traced, model_or_config, workload, inputs=inputs, two_streams=two_streams, aligned=aligned)
     config = getattr(as_meta_model(model_or_config, workload), "config", None)
+    if workload.layout == "packed":
+        return Phases(_rows(run(PACKED_PROBES)))
     window = _sliding_window(config)
     if window is None:
         return Phases(_rows(run(_probes(config, two_streams))))
@@ -79,7 +83,7 @@ def _rows(phases: np.ndarray) -> tuple[tuple[float, ...], ...]:
 
 def _traced(
     model_or_config: Any,
-    workload: Workload,
+    workload: Run,
     probes: Sequence[Probe],
     inputs: MakeInputs | None,
     two_streams: bool,
@@ -94,11 +98,19 @@ def _traced(
         n, length, target = probes[-1]
         try:
             phases = fit_phases(
-                prepare(shallow, workload, False), workload, probes, two_streams, layers=depth, inputs=inputs
+                prepare(shallow, workload, aligned),
+                workload,
+                probes,
+                two_streams,
+                layers=depth,
+                inputs=inputs,
+                aligned=aligned,
             )
             stated = float(peaks(phases, *(np.array([v]) for v in (n, length, target * two_streams)))[0])
             if abs(stated / _run(whole, workload, probes[-1], inputs, two_streams, aligned).peak - 1) < ALIKE:
                 return phases
+        except DependsOnShape:
+            raise  # so does the whole model's
         except (ValueError, KeyError):
             pass  # the layers are not alike
     return fit_phases(whole, workload, probes, two_streams, inputs=inputs, aligned=aligned)
@@ -106,7 +118,7 @@ def _traced(
 
 def _run(
     model: torch.nn.Module,
-    workload: Workload,
+    workload: Run,
     probe: Probe,
     inputs: MakeInputs | None,
     two_streams: bool,
@@ -151,25 +163,14 @@ def peaks(phases: np.ndarray, n: np.ndarray, length: np.ndarray, target: np.ndar
     return (monomials(n, length, target) @ phases.T).max(axis=1)
 
 
-def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """The lists of like layers that a model is made of, outermost ones only."""
-    found: list[torch.nn.ModuleList] = []
-    for module in model.modules():
-        nested = any(module is inner for outer in found for inner in outer.modules())
-        alike = (
-            isinstance(module, torch.nn.ModuleList)
-            and len(module) >= TRACED_LAYERS
-            and len({type(m) for m in module}) == 1
-        )
-        if alike and not nested:
-            found.append(module)  # type: ignore[arg-type]
-    return found
+class DependsOnShape(ValueError):
+    """A model whose program differs from shape to shape: its memory is no polynomial."""
 
 
 class Deepen:
     """Watches the last of three layers in each stack, and raises the timeline as if there were ``layers`` of them."""
 
-    def __init__(self, model: torch.nn.Module, layers: Mapping[int, int], workload: Workload) -> None:
+    def __init__(self, model: torch.nn.Module, layers: Mapping[int, int], workload: Run) -> None:
         self._stacks = stacks(model)
         self._layers = layers
         # With checkpointing nothing but autocast's cache holds the cast weights, and that ends with the forward pass.
@@ -230,7 +231,7 @@ def _cast_bytes(layer: torch.nn.Module) -> int:
 
 def fit_phases(
     model: torch.nn.Module,
-    workload: Workload,
+    workload: Run,
     probes: Sequence[Probe],
     two_streams: bool,
     *,
@@ -247,31 +248,38 @@ def fit_phases(
     Raises:
         ValueError: the program differs between shapes, or a size is no polynomial in them.
     """
-    columns = len(MONOMIALS) if two_streams else _ONE_STREAM
-    lines = []
+    packed = workload.layout == "packed"
+    columns = _PACKED if packed else list(range(len(MONOMIALS) if two_streams else _ONE_STREAM))
+    lines: list[np.ndarray] = []
     for probe in probes:
         deepen = Deepen(model, layers, workload) if layers else None
         tracer = _run(model, workload, probe, inputs, two_streams, aligned, watch=deepen)
         lines.append(deepen.raised(tracer) if deepen else np.array(tracer.timeline, dtype=np.float64))
-    if len({len(line) for line in lines}) > 1:
-        raise ValueError(f"the program depends on the shape: {[len(line) for line in lines]} allocations")
-    known = monomials(*np.array(probes).T)[:, :columns]
+        if len(lines[0]) != len(lines[-1]):  # said at once: such a program may loop over the tokens, for minutes
+            raise DependsOnShape(
+                f"the program depends on the shape: {len(lines[0])} and {len(lines[-1])} allocations for {probes[0]} and {probe}"
+            )
+    known = monomials(*np.array(probes).T)[:, columns]
     observed = np.array(lines)
     coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
     error = np.abs(known @ coefficients - observed).max() / observed.max()
     if error > 1e-4:
         raise ValueError(f"sizes are no polynomial of the shape: relative error {error:.2e}")
     phases = np.zeros((coefficients.shape[1], len(MONOMIALS)))
-    phases[:, :columns] = np.maximum(coefficients, 0.0).T  # below zero is rounding: nothing alive has a negative size
-    return _binding(phases, two_streams)
+    phases[:, columns] = np.maximum(coefficients, 0.0).T  # below zero is rounding: nothing alive has a negative size
+    return _binding(phases, two_streams, packed)
 
 
-def _binding(phases: np.ndarray, two_streams: bool) -> np.ndarray:
+def _binding(phases: np.ndarray, two_streams: bool, packed: bool) -> np.ndarray:
     """The phases that are the largest for some shape."""
     rng = np.random.default_rng(0)
-    n = np.exp(rng.uniform(0, np.log(16384), 6000)).astype(int)
-    length = np.exp(rng.uniform(np.log(16), np.log(8192), 6000)).astype(int)
-    target = np.exp(rng.uniform(np.log(16), np.log(8192), 6000)).astype(int) if two_streams else np.zeros(6000, int)
+
+    def drawn(least: int, most: int) -> np.ndarray:
+        return np.exp(rng.uniform(np.log(least), np.log(most), 6000)).astype(int)
+
+    n = np.ones(6000, int) if packed else drawn(1, 16384)
+    length = drawn(16, MOST_TOKENS)
+    target = drawn(16, MOST_TOKENS) if two_streams else np.zeros(6000, int)
     # distinct rows only: most allocations repeat an earlier state
     phases = np.unique(phases.round(1), axis=0)
     winners: set[int] = set()

@@ -8,17 +8,18 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dynagroup.memory.trace.build import make_inputs
+from dynagroup.memory.run import ELEMENT_BYTES, Run
+from dynagroup.memory.trace.build import make_inputs, stacks
 from dynagroup.memory.trace.kernels import CudaKernels
 from dynagroup.memory.trace.tracer import BLOCK, LiveBytes
-from dynagroup.memory.workload import ELEMENT_BYTES, Workload
+from dynagroup.shapes import TARGET, TOKENS
 
 __all__ = ["MakeInputs", "prepare", "static_bytes", "trace"]
 
 MakeInputs: TypeAlias = Callable[[torch.nn.Module, int, Mapping[str, int]], dict[str, torch.Tensor]]
 
 
-def prepare(model: torch.nn.Module, workload: Workload, aligned: bool = True) -> torch.nn.Module:
+def prepare(model: torch.nn.Module, workload: Run, aligned: bool = True) -> torch.nn.Module:
     """The meta model in the state that the workload runs it in, gradients of earlier steps included.
 
     ``aligned``: as in :func:`trace`, for what checkpointing runs again.
@@ -46,29 +47,57 @@ def _checkpoint(model: Any, autocast: torch.dtype | None, aligned: bool) -> None
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def static_bytes(model: torch.nn.Module, workload: Workload) -> int:
-    """Bytes that stay whatever the batch: parameters, buffers, and in training gradients, optimizer state, DDP buckets."""
+def static_bytes(model: torch.nn.Module, workload: Run) -> int:
+    """Bytes that stay whatever the batch: parameters, buffers, and in training gradients, optimizer state, DDP buckets.
 
-    def block(size: float) -> int:
-        return -(-int(size) // BLOCK) * BLOCK
-
-    held = sum(
-        block(t.numel() * t.element_size())
-        for t in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
-    )
+    With sharding, this rank's part of them, and what a rank holds whole for a while: with "zero3" and "fsdp" the parameters
+    outside the layers, two layers (the one that runs and the next) and one layer's gradients, in the dtype that
+    runs; with "zero1" and "zero2" a bucket of ``REDUCE_BUCKET`` gradients, or all of them where there are fewer.
+    """
+    parameters = list({id(p): p for p in model.parameters()}.values())
+    buffers = sum(_block(b.numel() * b.element_size()) for b in {id(b): b for b in model.buffers()}.values())
+    held = sum(_block(p.numel() * p.element_size()) for p in parameters)
     if workload.mode != "train":
-        return held
-    trained = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
-    gradients = sum(block(p.numel() * p.element_size()) for p in trained)
+        return buffers + held
+    trained = [p for p in parameters if p.requires_grad]
+    gradients = sum(_block(p.numel() * p.element_size()) for p in trained)
     default = 2 * ELEMENT_BYTES[workload.dtype or "float32"]
     per_parameter = default if workload.optimizer_bytes is None else workload.optimizer_bytes
-    state = sum(block(p.numel() * per_parameter) for p in trained)
-    return held + gradients * (2 if workload.ddp else 1) + state
+    state = sum(_block(p.numel() * per_parameter) for p in trained)
+    stage = _STAGES[workload.sharding]
+    ranks = (workload.num_ranks or 1) if stage else 1
+    parts = [state, gradients, held]  # divided in this order
+    divided = sum(-(-size // ranks) if place < stage else size for place, size in enumerate(parts))
+    if workload.ddp or workload.sharding == "ddp":
+        return buffers + divided + gradients
+    if stage == 3:
+        return buffers + divided + (_gathered(model, workload) if ranks > 1 else 0)
+    bucket = min(gradients, REDUCE_BUCKET * max((p.element_size() for p in trained), default=0)) if stage else 0
+    return buffers + divided + bucket
+
+
+REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's `reduce_bucket_size`
+_STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+
+
+def _block(size: float) -> int:
+    return -(-int(size) // BLOCK) * BLOCK
+
+
+def _gathered(model: torch.nn.Module, workload: Run) -> int:
+    """Bytes of parameters and gradients that a rank holds whole while one layer runs."""
+    element = ELEMENT_BYTES[workload.autocast or workload.dtype or "float32"]
+    layers = [layer for stack in stacks(model) for layer in stack]
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    outside = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values() if id(p) not in inside)
+    largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
+    trained = max((sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers), default=0)
+    return element * (outside + 2 * largest + trained)
 
 
 def trace(
     model: torch.nn.Module,
-    workload: Workload,
+    workload: Run,
     num_samples: int,
     longest: Mapping[str, int],
     *,
@@ -90,7 +119,9 @@ def trace(
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
-            _train(model, batch, kernels, tracer)
+            # also under a caller's no_grad
+            with torch.inference_mode(False), torch.enable_grad():
+                _train(model, batch, kernels, tracer)
         elif workload.mode == "generate":
             _generate(model, batch, workload.max_new_tokens or 1, tracer)
         else:
@@ -99,16 +130,24 @@ def trace(
     return tracer
 
 
-def _batch(
-    model: torch.nn.Module, workload: Workload, num_samples: int, longest: Mapping[str, int]
-) -> dict[str, torch.Tensor]:
+def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]) -> dict[str, torch.Tensor]:
     if workload.mode == "generate" and workload.encoder_decoder:
-        longest = {**longest, "target": 1}
+        longest = {**longest, TARGET: 1}
+    if workload.layout == "packed":
+        return _packed(model, workload, num_samples * longest[TOKENS])
     batch = make_inputs(model, num_samples, longest, with_labels=workload.mode == "train")
-    if (
-        workload.attention == "flash"
-    ):  # FlashAttention reads sequences without their padding: no mask reaches the kernel
-        batch.pop("attention_mask", None)
+    if workload.attention == "flash":
+        batch.pop("attention_mask", None)  # FlashAttention reads sequences without their padding: no mask reaches the kernel
+    return batch
+
+
+def _packed(model: torch.nn.Module, workload: Run, total: int) -> dict[str, torch.Tensor]:
+    """One row of all tokens. Flash attention keeps samples apart by their ends, other kernels by a mask of total x total."""
+    batch = make_inputs(model, 1, {TOKENS: total}, with_labels=workload.mode == "train")
+    batch.pop("attention_mask", None)
+    if workload.attention != "flash":
+        dtype = torch.bool if workload.attention == "sdpa" else next(model.parameters()).dtype
+        batch["attention_mask"] = torch.ones(1, 1, total, total, dtype=dtype)
     return batch
 
 
