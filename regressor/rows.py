@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.memory.run import monomials
 from dynagroup.memory.measurements import Measurement, Measurements
+from dynagroup.memory.run import monomials
 from dynagroup.memory.trace.phases import peaks
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape

@@ -41,7 +41,6 @@ memory_budgets = st.builds(
     st.integers(1, 8),
     model=st.just(PaddedTokens()),
     headroom=st.sampled_from([0.5, 0.9, 1.0]),
-    max_growth=st.sampled_from([None, 1.0, 4.0]),
 )
 budgets: st.SearchStrategy[Budget] = st.one_of(token_budgets, memory_budgets)
 capped_budgets: st.SearchStrategy[Budget] = st.builds(

@@ -3,7 +3,7 @@
 from dynagroup.budget.base import AdditiveCap, AllOf, Budget, padded_tokens
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.budget.memory import MemoryBudget
-from dynagroup.budget.tokens import TokenBudget
+from dynagroup.budget.tokens import TokenBudget, as_budget
 
 __all__ = [
     "AdditiveCap",
@@ -13,5 +13,6 @@ __all__ = [
     "MemoryBudget",
     "OomReport",
     "TokenBudget",
+    "as_budget",
     "padded_tokens",
 ]

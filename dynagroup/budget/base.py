@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
+from dynagroup.memory.run import Layout
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
 
 __all__ = ["AdditiveCap", "AllOf", "BoolArray", "Budget", "Layout", "UNLIMITED", "padded_tokens", "positive"]
 
-Layout: TypeAlias = Literal["padded", "packed"]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 UNLIMITED = np.iinfo(np.int64).max // 4
@@ -37,6 +37,13 @@ class Budget(Protocol):
     >>> (AtMostFour() & TokenBudget(100)).fits(BatchShape.of([2, 4, 5], longest=30)).tolist()
     [True, False, False]
     """
+
+    counts_every_stream: ClassVar[bool] = False
+    """Whether ``fits`` takes every stream that it is shown for padded. One that an :class:`AdditiveCap` beside it names
+    is not, so it is not shown."""
+
+    knows_memory: ClassVar[bool] = False
+    """Whether it predicts memory: then it says what a combination of budgets costs."""
 
     @property
     def layout(self) -> Layout:
@@ -59,9 +66,15 @@ class Budget(Protocol):
     def largest(self, longest: IntArray, /) -> IntArray | None:
         """Most samples that fit a batch whose longest has so many tokens: int64 (K,), 0 where not even one fits.
 
-        Must agree with :meth:`fits`; None (the default) where more must be known than the longest sample's tokens.
+        Only asked where tokens are the only stream. Must agree with :meth:`fits`; None (the default) where more must be
+        known than the longest sample's tokens.
         """
         return None
+
+    def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
+        """What this budget limits, for each shape, apart from what every batch costs: float64 (K,). It never falls when a
+        sample is added or lengthened. Padded tokens, unless a budget knows better."""
+        return np.asarray(padded_tokens(shape, self), dtype=np.float64)
 
     @property
     def fingerprint(self) -> str:
@@ -90,8 +103,8 @@ def positive(name: str, value: float, kind: type = int) -> None:
 class AdditiveCap(Budget):
     """At most ``limit`` units of a stream in a batch, summed over its samples; the batch's padding does not matter.
 
-    For what is concatenated, not padded, such as vision patches. Combine it with a budget of tokens:
-    ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
+    For what is concatenated, not padded, such as vision patches. Combine it with a budget of tokens, which then leaves that
+    stream alone: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``. A stream that is padded needs no cap: budgets count it.
 
     >>> AdditiveCap("patches", 100).fits(BatchShape.of(2, {"tokens": 9, "patches": [50, 51]})).tolist()
     [True, False]
@@ -142,10 +155,24 @@ class AllOf(Budget):
         return " & ".join(p.fingerprint for p in self.parts)
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        return np.logical_and.reduce([p.fits(shape) for p in self.parts])
+        return np.logical_and.reduce([p.fits(self.seen_by(p, shape)) for p in self.parts])
+
+    def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
+        """The streams that a part is shown: those that are laid end to end are not for who takes all for padded."""
+        return shape.without(self._end_to_end) if part.counts_every_stream else shape
+
+    def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
+        """Of the part that predicts memory, or else of the first that is not a mere cap."""
+        parts = sorted((p for p in self.parts if not isinstance(p, AdditiveCap)), key=lambda p: not p.knows_memory)
+        return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
     def bind(self, lengths: Streams, /) -> AllOf:
-        return AllOf(tuple(p.bind(lengths) for p in self.parts))
+        padded = {name: values for name, values in lengths.items() if name not in self._end_to_end}
+        return AllOf(tuple(p.bind(padded if p.counts_every_stream else lengths) for p in self.parts))
+
+    @property
+    def _end_to_end(self) -> frozenset[str]:
+        return frozenset(p.stream for p in self.parts if isinstance(p, AdditiveCap))
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         answers = [p.largest(longest) for p in self.parts]

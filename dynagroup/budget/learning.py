@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from dynagroup.budget.base import AllOf, BoolArray, Budget, Layout, padded_tokens
-from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.base import UNLIMITED, AllOf, BoolArray, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError, StateError
+from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, Streams
 from dynagroup.world import World
 
@@ -21,6 +21,7 @@ __all__ = ["LearningBudget", "OomReport"]
 _VERSION = 1
 COST_UNIT = 2**20  # costs travel between ranks as integers
 NO_COST = 2**62
+_EVERYTHING = TokenBudget(UNLIMITED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,27 @@ class LearningBudget(Budget):
         self._backoff, self._growth, self._patience, self._full = backoff, growth, patience, full
         self._learned = _Learned()
 
+    counts_every_stream: ClassVar[bool] = True
+
+    @classmethod
+    def within(cls, budget: Budget) -> LearningBudget | None:
+        """The part of a budget that learns, if one does."""
+        parts = budget.parts if isinstance(budget, AllOf) else (budget,)
+        return next((part for part in parts if isinstance(part, cls)), None)
+
+    @classmethod
+    def saved(cls, budget: Budget) -> dict[str, Any] | None:
+        """What the part of a budget that learns keeps in a loader's checkpoint."""
+        part = cls.within(budget)
+        return None if part is None else part.state_dict()
+
+    @classmethod
+    def restore(cls, budget: Budget, state: Any) -> None:
+        """Take up what :meth:`saved` gave. Before a loader checks the rest, because what is learned changes fingerprints."""
+        part = cls.within(budget)
+        if part is not None and state is not None:
+            part.load_state_dict(state)
+
     @property
     def layout(self) -> Layout:
         return "padded" if self.budget is None else self.budget.layout
@@ -158,7 +180,7 @@ class LearningBudget(Budget):
 
     def cost(self, shape: BatchShape, /) -> np.ndarray:
         """What the budget predicts for each shape: float64 (K,), never falling when a sample is added or lengthened."""
-        return _cost(self.budget, shape)
+        return _EVERYTHING.cost(shape) if self.budget is None else self.budget.cost(shape)
 
     def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
         """A batch of this shape (one row) ran out of memory and was run again in so many parts."""
@@ -308,22 +330,6 @@ def _or_none(value: float) -> float | None:
 
 def _or_inf(value: float | None) -> float:
     return math.inf if value is None else float(value)
-
-
-def _cost(budget: Budget | None, shape: BatchShape) -> np.ndarray:
-    if isinstance(budget, AllOf):
-        heavy = [part for kind in (MemoryBudget, TokenBudget) for part in budget.parts if isinstance(part, kind)]
-        return _cost(heavy[0] if heavy else None, shape)
-    if isinstance(budget, LearningBudget):
-        return budget.cost(shape)
-    if isinstance(budget, MemoryBudget):
-        # what does not grow with the batch stays out: `backoff` of it would forbid every batch
-        static = 0.0 if budget.limit_bytes is None else getattr(budget.model, "static_bytes", 0) / budget.limit_bytes
-        return np.asarray(budget.predicted(shape), dtype=np.float64) - static
-    return np.asarray(padded_tokens(shape, budget or _ONE), dtype=np.float64)
-
-
-_ONE = TokenBudget(1)
 
 
 def _bisect(fits: Any, most: IntArray) -> IntArray:

@@ -1,39 +1,48 @@
-"""Budgets that predict memory."""
+"""Budgets that predict memory: relative to a first batch that is known to fit, or in the bytes that a device has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import BoolArray, Budget, positive
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.memory.run import TARGET
+from dynagroup.memory.fits import bytes_of, largest_within
 from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.model import BytesMemoryModel, MemoryModel
+from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.table import LargestTable
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
+from dynagroup.memory.traced import TracedMemory
+from dynagroup.shapes import BatchShape, IntArray, Streams, round_up
 
 __all__ = ["MemoryBudget"]
 
+FloatArray: TypeAlias = NDArray[np.float64]
 
-@dataclass(frozen=True)
+
 class MemoryBudget(Budget):
     """As many samples as fit in the memory of the hardest batch, as a memory model predicts it.
 
     The hardest batch is the ``batch_size`` longest samples: you know that it fits your device. Every later batch grows as
     far as its predicted memory stays within ``headroom`` of that one's. Shapes no larger than the hardest one always fit.
+    :meth:`from_model` and :meth:`from_bytes` hold batches against the bytes of a device instead: no batch needs to be known.
+
+    Streams beside ``tokens`` are taken for padded, as those of a decoder are, but those that an ``AdditiveCap`` names.
 
     Args:
         batch_size: samples of the hardest batch.
         longest: tokens (or stream -> units) of its longest sample; default: taken from the dataset's lengths.
         model: any :class:`~dynagroup.memory.MemoryModel`; default: the pretrained regressor.
-        headroom: share of the hardest batch's memory that a grown batch may be predicted to take, in (0, 1].
-        max_growth: a batch has at most ``batch_size * max_growth`` samples; None: no limit.
-        pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check.
+        headroom: share of the limit's memory that a batch may be predicted to take, in (0, 1].
+        pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream.
+
+    Raises:
+        ConfigError: an argument is wrong.
 
     >>> from dynagroup.memory.model import PaddedTokens
     >>> budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.9)
@@ -41,122 +50,301 @@ class MemoryBudget(Budget):
     [True, True, False]
     """
 
-    batch_size: int | None
-    longest: int | Mapping[str, int] | None = field(default=None, kw_only=True)
-    model: MemoryModel | None = field(default=None, kw_only=True)
-    headroom: float = field(default=0.9, kw_only=True)
-    max_growth: float | None = field(default=None, kw_only=True)
-    pad_to_multiple_of: int = field(default=1, kw_only=True)  # type: ignore[assignment]
-    limit_bytes: int | None = field(default=None, kw_only=True)
+    counts_every_stream: ClassVar[bool] = True
+    knows_memory: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.limit_bytes is None:
-            positive("batch_size", self.batch_size)  # type: ignore[arg-type]
-        positive("pad_to_multiple_of", self.pad_to_multiple_of)
-        positive("headroom", self.headroom, float)
-        if self.headroom > 1:
-            raise ConfigError(
-                f"`headroom` is the share of the limit that may be used, at most 1.0, but is {self.headroom!r}"
-            )
-        for name, value in self.longest.items() if isinstance(self.longest, Mapping) else [("longest", self.longest)]:
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        longest: int | Mapping[str, int] | None = None,
+        model: MemoryModel | None = None,
+        headroom: float = 0.9,
+        pad_to_multiple_of: int = 1,
+    ) -> None:
+        positive("batch_size", batch_size)
+        for name, value in longest.items() if isinstance(longest, Mapping) else [("longest", longest)]:
             if value is not None:
                 positive(name, value)
-        if self.model is not None and not hasattr(self.model, "relative"):
+        if model is not None and not hasattr(model, "relative"):
             raise ConfigError(
-                f"`model` must predict memory, but is {type(self.model).__name__}; for a model of transformers: "
-                "MemoryRegressor.pretrained(Workload.from_model(model))"
+                f"`model` must predict memory, but is {type(model).__name__}; for a model of transformers: "
+                "MemoryBudget.from_model(model), or MemoryRegressor.pretrained(Workload.from_model(model))"
             )
-        if self.max_growth is not None:
-            positive("max_growth", self.max_growth, float)
+        units = longest if longest is None or isinstance(longest, Mapping) else {"tokens": longest}
+        self._set(_FirstBatch(batch_size, units, model, pad_to_multiple_of), headroom, pad_to_multiple_of)
 
     @classmethod
     def from_bytes(
         cls, limit_bytes: int, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
     ) -> MemoryBudget:
-        """A budget held against the bytes that a device has, static memory included."""
+        """A budget held against the bytes that a device has, static memory included.
+
+        Raises:
+            ConfigError: an argument is wrong. BudgetError: static memory alone exceeds the limit.
+        """
         positive("limit_bytes", limit_bytes)
         if not isinstance(model, BytesMemoryModel):
             raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")
+        budget = cls.__new__(cls)
+        budget._set(_DeviceBytes(int(limit_bytes), model), headroom, pad_to_multiple_of)
         if model.static_bytes >= headroom * limit_bytes:
             raise BudgetError(
                 f"static memory ({model.static_bytes:,} bytes) alone exceeds {headroom:.0%} of limit_bytes={limit_bytes:,}; "
-                "use a smaller model, a leaner optimizer, sharding, or more memory"
+                "use a smaller model, a leaner optimizer, LoRA, sharding, or more memory"
             )
-        return cls(None, model=model, headroom=headroom, pad_to_multiple_of=pad_to_multiple_of, limit_bytes=limit_bytes)
+        return budget
+
+    @classmethod
+    def from_model(
+        cls,
+        model_or_config: Any,
+        memory: str | int | None = None,
+        *,
+        mode: Mode = "train",
+        headroom: float = 0.9,
+        pad_to_multiple_of: int = 1,
+        **how: Any,
+    ) -> MemoryBudget:
+        """What fits a device, from the model alone: it is traced for a few seconds on the CPU, no weights are read.
+
+        Args:
+            model_or_config: a torch model, a transformers config or its name.
+            memory: of the device: "24GB", bytes, or None: what this process can have of the device here.
+            mode: "train", "forward" or "generate".
+            headroom: share of ``memory`` that may be used; the rest is for the CUDA context and fragmentation.
+            pad_to_multiple_of: as above. With 16 (or 32, ...) masks need no padding for their kernel, and more fits.
+            how: how it is run: ``layout="packed"``, ``dtype``, ``autocast``, ``attention``, ``max_new_tokens``,
+                ``gradient_checkpointing``, ``lora`` (True, a rank, or a config of peft), ``optimizer``, ``sharding``
+                ("ddp", "zero1" to "zero3", "fsdp") with ``num_ranks``; see :meth:`~dynagroup.memory.TracedMemory.of`.
+
+        Raises:
+            ConfigError: an argument is wrong. BudgetError: parameters, gradients and optimizer state alone do not fit.
+
+        >>> from transformers import GPT2Config
+        >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
+        >>> budget = MemoryBudget.from_model(config, "2GB", mode="train", dtype="bf16")
+        >>> bool(budget.fits(BatchShape.of(8, 512))[0])
+        True
+        """
+        from dynagroup.device import free_bytes
+
+        traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
+        limit = free_bytes() if memory is None else bytes_of(memory)
+        return cls.from_bytes(limit, model=traced, headroom=headroom, pad_to_multiple_of=pad_to_multiple_of)
+
+    def _set(self, limit: _Limit, headroom: float, pad_to_multiple_of: int) -> None:
+        positive("pad_to_multiple_of", pad_to_multiple_of)
+        positive("headroom", headroom, float)
+        if headroom > 1:
+            raise ConfigError(
+                f"`headroom` is the share of the limit that may be used, at most 1.0, but is {headroom!r}"
+            )
+        self._limit, self.headroom, self._multiple = limit, headroom, pad_to_multiple_of
+
+    @property
+    def pad_to_multiple_of(self) -> int:
+        return self._multiple
+
+    @property
+    def layout(self) -> Layout:
+        return getattr(self.model, "layout", "padded")
+
+    @property
+    def model(self) -> MemoryModel:
+        """What predicts memory."""
+        return self._limit.predictor
+
+    @property
+    def limit(self) -> str:
+        """What batches are held against, in words."""
+        return str(self._limit)
 
     def bind(self, lengths: Streams, /) -> MemoryBudget:
-        if self.limit_bytes is not None or self.longest is not None:
+        bound = self._limit.bind(lengths)
+        if bound is self._limit:
             return self
-        return replace(self, longest={name: int(v.max(initial=1)) for name, v in lengths.items()})
+        budget = type(self).__new__(type(self))
+        budget._set(bound, self.headroom, self._multiple)
+        return budget
 
-    def predicted(self, shape: BatchShape, /) -> NDArray[np.float64]:
-        """Predicted memory as a share of the limit (``limit_bytes``, or what the hardest batch takes): float64 (K,)."""
-        padded = self._padded(shape)
-        if self.limit_bytes is not None:
-            return (self._bytes_model.static_bytes + self._bytes_model.batch_bytes(padded)) / self.limit_bytes
-        return self._model.relative(padded, self._baseline)
+    def predicted(self, shape: BatchShape, /) -> FloatArray:
+        """Predicted memory as a share of the limit (a device's bytes, or what the hardest batch takes): float64 (K,)."""
+        return self._limit.static_share + self._limit.grown_share(self._padded(shape))
+
+    def cost(self, shape: BatchShape, /) -> FloatArray:
+        """Predicted memory that grows with the batch, as a share of the limit: float64 (K,)."""
+        return self._limit.grown_share(self._padded(shape))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        padded = self._padded(shape)
-        if self.limit_bytes is not None:
-            model = self._bytes_model
-            return model.static_bytes + model.batch_bytes(padded) <= self.headroom * self.limit_bytes
-        baseline = self._baseline
-        known_safe = padded.num_samples <= baseline.num_samples
-        for name, longest in padded.longest.items():
-            known_safe = known_safe & (longest <= baseline.longest[name])
-        ok = known_safe | self._grown(padded)
-        return ok if self.max_growth is None else ok & (padded.num_samples <= int(self.batch_size * self.max_growth))  # type: ignore[operator]
+        return self._limit.fits(self._padded(shape), self.headroom)
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        if self.limit_bytes is None and len(self._baseline.longest) > 1:
+        if self.layout == "packed" or self._limit.knows_streams:
             return None
-        low, high = np.zeros(len(longest), np.int64), np.full(len(longest), 2**40)
-        while (high - low > 1).any():  # by bisection over `fits`, so that the two always agree
-            middle = (low + high) // 2
-            fits = self.fits(BatchShape.of(middle, longest))
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-        return low
+        return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), len(longest))
 
     @property
     def fingerprint(self) -> str:
-        return super().fingerprint if self.model is not None else replace(self, model=self._model).fingerprint
+        about = f"{self._limit.fingerprint}, headroom={self.headroom!r}, pad_to_multiple_of={self._multiple}"
+        return f"{type(self).__qualname__}({about})"
 
-    def _grown(self, padded: BatchShape) -> BoolArray:
-        """Shapes that are predicted to fit. A regressor is asked once, for a table; a formula is asked directly."""
-        table = self._table
-        if table is None:
-            return self._model.relative(padded, self._baseline) <= self.headroom
-        return padded.num_samples <= table.largest(padded.longest)
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._limit}, headroom={self.headroom!r})"
 
-    @cached_property
-    def _table(self) -> LargestTable | None:
-        model, baseline = self._model, self._baseline
-        if not isinstance(model, MemoryRegressor):
-            return None
-        known = {name: v for name, v in baseline.longest.items() if name in (TOKENS, TARGET)}
-        return LargestTable.of(model, BatchShape(baseline.num_samples, known, baseline.total), self.headroom)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemoryBudget) and self.fingerprint == other.fingerprint
 
-    @cached_property
-    def _model(self) -> MemoryModel:
-        return self.model or MemoryRegressor.pretrained()
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def _padded(self, shape: BatchShape) -> BatchShape:
+        if self._multiple == 1:
+            return shape
+        longest = {name: round_up(values, self._multiple) for name, values in shape.longest.items()}
+        return BatchShape(shape.num_samples, longest, shape.total)
+
+
+class _Limit(Protocol):
+    """What batches are held against. Shapes come with their padding."""
 
     @property
-    def _bytes_model(self) -> BytesMemoryModel:
-        assert isinstance(self.model, BytesMemoryModel)
+    def predictor(self) -> MemoryModel: ...
+
+    @property
+    def static_share(self) -> float:
+        """Of the limit: what every batch takes."""
+        return 0.0
+
+    @property
+    def knows_streams(self) -> bool:
+        """Whether streams beside tokens count."""
+        return False
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def bind(self, lengths: Streams) -> _Limit: ...
+
+    def grown_share(self, padded: BatchShape) -> FloatArray:
+        """Of the limit: what grows with the batch."""
+        ...
+
+    def fits(self, padded: BatchShape, headroom: float) -> BoolArray: ...
+
+
+@dataclass(frozen=True)
+class _DeviceBytes(_Limit):
+    """The bytes that a device has."""
+
+    limit_bytes: int
+    model: BytesMemoryModel
+
+    @property
+    def predictor(self) -> BytesMemoryModel:
         return self.model
 
     @property
+    def static_share(self) -> float:
+        return self.predictor.static_bytes / self.limit_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        return f"limit_bytes={self.limit_bytes}, model={_described(self.predictor)}"
+
+    def __str__(self) -> str:
+        return f"{self.limit_bytes:,} bytes"
+
+    def bind(self, lengths: Streams) -> _DeviceBytes:
+        return self
+
+    def grown_share(self, padded: BatchShape) -> FloatArray:
+        return self.predictor.batch_bytes(padded) / self.limit_bytes
+
+    def fits(self, padded: BatchShape, headroom: float) -> BoolArray:
+        return self.predictor.static_bytes + self.predictor.batch_bytes(padded) <= headroom * self.limit_bytes
+
+
+@dataclass(frozen=True)
+class _FirstBatch(_Limit):
+    """A batch that is known to fit."""
+
+    batch_size: int
+    longest: Mapping[str, int] | None
+    model: MemoryModel | None
+    pad_to_multiple_of: int
+
+    @property
+    def knows_streams(self) -> bool:
+        return len(self._baseline.longest) > 1
+
+    @property
+    def predictor(self) -> MemoryModel:
+        return _usual() if self.model is None else self.model
+
+    @property
+    def fingerprint(self) -> str:
+        longest = None if self.longest is None else dict(sorted(self.longest.items()))
+        return f"batch_size={self.batch_size}, longest={longest}, model={_described(self.predictor)}"
+
+    def __str__(self) -> str:
+        return "the hardest batch"
+
+    def bind(self, lengths: Streams) -> _FirstBatch:
+        known = self.longest or {}
+        if all(name in known for name in lengths):
+            return self
+        return replace(self, longest={**{name: max(int(v.max(initial=1)), 1) for name, v in lengths.items()}, **known})
+
+    def grown_share(self, padded: BatchShape) -> FloatArray:
+        return self.predictor.relative(padded, self._known(padded))
+
+    def fits(self, padded: BatchShape, headroom: float) -> BoolArray:
+        baseline = self._known(padded)
+        known_safe = padded.num_samples <= baseline.num_samples
+        for name, longest in padded.longest.items():
+            known_safe = known_safe & (longest <= baseline.longest[name])
+        return known_safe | self._grown(padded, headroom)
+
+    def _grown(self, padded: BatchShape, headroom: float) -> BoolArray:
+        """Shapes that are predicted to fit. A regressor is asked once, for a table; a formula is asked directly."""
+        if not isinstance(self.predictor, MemoryRegressor) or not self.predictor.tabulated or len(padded.longest) > 2:
+            return self.predictor.relative(padded, self._known(padded)) <= headroom
+        tables: dict[tuple[tuple[str, ...], float], LargestTable] = self.__dict__.setdefault("_tables", {})
+        key = (tuple(padded.longest), headroom)
+        if key not in tables:
+            tables[key] = LargestTable.of(self.predictor, self._known(padded), headroom)
+        return padded.num_samples <= tables[key].largest(padded.longest)
+
+    def _known(self, padded: BatchShape) -> BatchShape:
+        """The first batch, in the streams that a shape has."""
+        baseline = self._baseline
+        missing = sorted(set(padded.longest) - set(baseline.longest))
+        if missing:
+            raise ConfigError(
+                f"how long the first batch is in {missing[0]!r} is not known: give MemoryBudget(..., longest={{'tokens': ..., "
+                f"{missing[0]!r}: ...}}), hand the budget to a sampler that has the lengths, or, where that stream is not "
+                f"padded, combine it: & AdditiveCap({missing[0]!r}, limit)"
+            )
+        return baseline.without([name for name in baseline.longest if name not in padded.longest])
+
+    @cached_property
     def _baseline(self) -> BatchShape:
         if self.longest is None:
             raise ConfigError(
                 "`longest` is not known: give MemoryBudget(..., longest=tokens of your longest sample), "
                 "or hand the budget to a sampler that has the lengths"
             )
-        return self._padded(BatchShape.of(self.batch_size, self.longest))  # type: ignore[arg-type]
+        padded = {k: round_up(np.array([v]), self.pad_to_multiple_of) for k, v in self.longest.items()}
+        return BatchShape.of(self.batch_size, padded)
 
-    def _padded(self, shape: BatchShape) -> BatchShape:
-        if self.pad_to_multiple_of == 1:
-            return shape
-        longest = {**shape.longest, TOKENS: round_up(shape.longest[TOKENS], self.pad_to_multiple_of)}
-        return BatchShape(shape.num_samples, longest, shape.total)
+
+@lru_cache(maxsize=1)
+def _usual() -> MemoryRegressor:
+    return MemoryRegressor.pretrained()
+
+
+def _described(model: MemoryModel) -> str:
+    from dynagroup.fingerprint import described
+
+    return described(model)

@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, Layout, padded_tokens, positive
+from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, positive
 from dynagroup.errors import ConfigError
+from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, round_up
 
-__all__ = ["TokenBudget"]
+__all__ = ["TokenBudget", "as_budget"]
 
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
-    """At most ``max_tokens`` tokens a batch, padding counted.
+    """At most ``max_tokens`` tokens a batch, padding counted, all padded streams added.
+
+    A device multiplies the tokens of the encoder and those of the decoder, and keeps activations of both for the backward
+    pass: what it holds grows with their sum. (Under a limit for the larger of the two, a batch of long sources with
+    long targets would hold twice what one with short targets does.)
 
     Args:
-        max_tokens: tokens. Padded layout: ``num_samples * longest``; packed layout: the sum over the samples.
+        max_tokens: tokens. Padded layout: ``num_samples * longest`` of every stream; packed layout: the sum over the samples.
         max_samples: at most so many samples a batch.
-        pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check.
+        pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream.
         layout: "padded" or "packed".
+        streams: the streams that are counted; None: all, but those that an :class:`AdditiveCap` beside it names.
 
     A sample of length 0 counts as one token, so that a batch stays finite.
 
     >>> TokenBudget(1024).fits(BatchShape.of([4, 5], longest=256)).tolist()
     [True, False]
+    >>> TokenBudget(1024).fits(BatchShape.of([2, 3], {"tokens": 256, "labels": 200})).tolist()
+    [True, False]
     """
+
+    counts_every_stream: ClassVar[bool] = True
 
     max_tokens: int
     max_samples: int | None = field(default=None, kw_only=True)
     pad_to_multiple_of: int = field(default=1, kw_only=True)  # type: ignore[assignment]
     layout: Layout = field(default="padded", kw_only=True)  # type: ignore[assignment]
+    streams: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         positive("max_tokens", self.max_tokens)
@@ -41,6 +54,11 @@ class TokenBudget(Budget):
             positive("max_samples", self.max_samples)
         if self.layout not in ("padded", "packed"):
             raise ConfigError(f"`layout` must be 'padded' or 'packed', but is {self.layout!r}")
+        if self.streams is not None:
+            names = self.streams
+            if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
+                raise ConfigError(f"`streams` must list names of length streams, such as ('tokens',), but is {names!r}")
+            object.__setattr__(self, "streams", tuple(names))
 
     @classmethod
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> TokenBudget:
@@ -54,10 +72,42 @@ class TokenBudget(Budget):
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
-        return ok & (padded_tokens(shape, self) <= self.max_tokens)
+        return ok & (self._counted(shape) <= self.max_tokens)
+
+    def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
+        return self._counted(shape).astype(np.float64)
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         if self.layout == "packed":
             return None
         most = self.max_tokens // np.maximum(round_up(longest, self.pad_to_multiple_of), 1)
         return most if self.max_samples is None else np.minimum(most, self.max_samples)
+
+    def _counted(self, shape: BatchShape) -> IntArray:
+        names = self.streams or tuple(shape.longest)
+        missing = [name for name in names if name not in shape.longest]
+        if missing:
+            raise ConfigError(f"`streams` names {missing[0]!r}, but lengths have {sorted(shape.longest)}")
+        if self.layout == "packed":
+            return np.sum([shape.total[name] for name in names], axis=0)
+        longest = np.sum([round_up(shape.longest[name], self.pad_to_multiple_of) for name in names], axis=0)
+        return shape.num_samples * longest
+
+
+def as_budget(budget: Budget | int) -> Budget:
+    """A budget: itself, or a number of tokens.
+
+    Raises:
+        ConfigError: it is neither.
+
+    >>> as_budget(4096) == TokenBudget(4096)
+    True
+    """
+    if isinstance(budget, (int, np.integer)) and not isinstance(budget, bool):
+        return TokenBudget(int(budget))
+    if isinstance(budget, (type, bool)) or not (hasattr(budget, "fits") and hasattr(budget, "bind")):
+        raise ConfigError(
+            f"`budget` must be a budget such as TokenBudget(4096), or a number of tokens, but is {budget!r}; "
+            "a budget of your own subclasses dynagroup.Budget"
+        )
+    return budget

@@ -16,7 +16,6 @@ from typing import Any
 from transformers import Trainer
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learner import learner_of
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import StateError
 from dynagroup.integrations.books import Updates
@@ -64,7 +63,7 @@ class DynagroupTrainerMixin(Evaluating):
         super().__init__(*args, **kwargs)
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
         refuse_unsupported(self, config)
-        if config.out_of_memory is not None and learner_of(config.budget) is None:
+        if config.out_of_memory is not None and LearningBudget.within(config.budget) is None:
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval, self._planned_rows = config, dynagroup_eval, {}
         self.update_loader: Updates | None = None

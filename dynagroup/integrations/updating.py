@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from dynagroup.budget.learner import learner_of
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.batches import counted, flattened, is_update
@@ -132,7 +131,7 @@ class Updating(Books):
                 f"out_of_memory={config.out_of_memory!r} repeats batches on one rank alone, but the compute_loss of "
                 f"{type(self).__name__} may exchange data between ranks; leave it None"
             )
-        learned = learner_of(loader.budget)
+        learned = LearningBudget.within(loader.budget)
         weigh = (self._weigh if mean else "sum") if config.weigh == "auto" else config.weigh
         return OomSafeBackward(
             model, mode=config.out_of_memory, weigh=weigh, splitter=config.splitter, world=loader.world,

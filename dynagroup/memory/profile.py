@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynagroup.errors import ConfigError
+from dynagroup.memory.fits import bytes_of
 from dynagroup.memory.profiled import ProfiledMemory
 from dynagroup.memory.trace.simulate import Shape, simulate
 from dynagroup.memory.workload import Workload
@@ -19,22 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bytes_of", "draw_profile", "profile", "profile_lengths", "profile_shapes", "suggest"]
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-LONGEST_RUN = 1536  # beyond it a form with n, n*L and n*L^2 is followed, not run
-
-
-def bytes_of(text: str) -> int:
-    """Bytes from "80GB" or "24 GiB".
-
-    >>> bytes_of("80GB"), bytes_of("1.5 GiB")
-    (80000000000, 1610612736)
-    """
-    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKmMgGtT]?[iI]?[bB]?)\s*", text)
-    unit = found[2].upper() if found else ""
-    if found is None or unit not in UNITS or float(found[1]) == 0:
-        raise ConfigError(f"`gpu_memory` must be a size such as 80GB or 24GiB, but is {text!r}")
-    return int(float(found[1]) * UNITS[unit])
+LONGEST_RUN = 8192
 
 
 def profile_lengths(model_or_config: Any) -> list[int]:

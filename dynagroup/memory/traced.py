@@ -42,7 +42,7 @@ def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
     """
     if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
         return float(optimizer)
-    if optimizer not in OPTIMIZERS:
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise ConfigError(
             f"`optimizer` must be one of {', '.join(OPTIMIZERS)} or its bytes of state per parameter, but is {optimizer!r}"
         )
@@ -110,7 +110,7 @@ class TracedMemory:
 
     @property
     def layout(self) -> Layout:
-        """"padded" or "packed": which of a shape's numbers count."""
+        """ "padded" or "packed": which of a shape's numbers count."""
         return self.workload.layout or "padded"
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learner import learned_state, learner_of, restore_learned
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.online.align import Uneven
 from dynagroup.online.collate import LengthOf, Oversize, Refined, RefinementCollator
@@ -144,7 +144,7 @@ class OnlineDataLoader:
             self._generator = self._kwargs["generator"] = torch.Generator()
         self._smallest: Refined | None = None
         self._merge_due = False
-        learner = learner_of(budget)
+        learner = LearningBudget.within(budget)
         if learner is not None and self._kwargs.get("persistent_workers"):
             learner.share_memory()
 
@@ -264,7 +264,7 @@ class OnlineDataLoader:
         learned = None if self._learned is None else self._learned.state()
         merge_due = bool(running and progress is None) or (self._merge_due and not running)
         own = {"epoch": epoch, "progress": progress, "changes": changes, "lengths": learned}
-        return {**state, **own, "merge_due": merge_due, "learned": learned_state(self.budget)}
+        return {**state, **own, "merge_due": merge_due, "learned": LearningBudget.saved(self.budget)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where states were taken: exactly what remained of the epoch comes next.
@@ -279,7 +279,8 @@ class OnlineDataLoader:
         if not states:
             raise StateError("no state was given")
         rank, size = self._rank_and_size()
-        restore_learned(self.budget, states[rank] if len(states) == size else states[0])
+        known = states[rank] if len(states) == size else states[0]
+        LearningBudget.restore(self.budget, known.get("learned"))
         for state in states:
             check_state(state, self._identity(), KIND)
         if len(states) > 1:
@@ -305,7 +306,7 @@ class OnlineDataLoader:
             Exchange(world, self._epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
             self._learned.merge(world)
         self._merge_due = True
-        learner = learner_of(self.budget)
+        learner = LearningBudget.within(self.budget)
         if learner is not None and resume is None:
             Exchange(world, self._epoch).highest([])
             learner.apply(world)

@@ -87,7 +87,7 @@ def _most_by_start(ordered: Streams, budget: Budget, round_batch: RoundBatch | N
     """How many samples a batch that starts at a position of the sorted window may have; at least 1."""
     tokens = ordered[TOKENS]
     runs = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
-    table = budget.largest(tokens[runs].astype(np.int64))
+    table = budget.largest(tokens[runs].astype(np.int64)) if len(ordered) == 1 else None
     if table is None:
         return _prefix_search(ordered, budget, round_batch)
     if (np.diff(table) < 0).any():

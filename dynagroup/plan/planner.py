@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learner import learner_of
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan.batches import longest_first
 from dynagroup.plan.cut import cut
@@ -129,7 +129,7 @@ class Planner:
 
     def renewed(self, world: World | None = None) -> Planner:
         """Itself; or a planner that follows what its budget has learned, if that changes anything. Collective over ``world``."""
-        learner = learner_of(self.budget)
+        learner = LearningBudget.within(self.budget)
         if learner is None:
             return self
         learner.apply(world)
@@ -148,7 +148,7 @@ class Planner:
         sample = {k: v[:: max(1, self.num_samples // 4096)] for k, v in self.lengths.items()}
         count = len(sample[TOKENS])
         longest, where = np.unique(sample[TOKENS].astype(np.int64), return_inverse=True)
-        table = self.budget.largest(longest)
+        table = self.budget.largest(longest) if len(self.lengths) == 1 else None
         batches = (1.0 / np.maximum(table, 1))[where].sum() if table is not None else len(cut(sample, self.budget))
         return max(1.0, count / max(float(batches), 1.0))
 
@@ -337,7 +337,7 @@ def _oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
     tokens = lengths[TOKENS]
     if not len(tokens):
         return np.zeros(0, np.bool_)
-    if budget.largest(np.asarray([tokens.max()], np.int64)) is not None:
+    if len(lengths) == 1 and budget.largest(np.asarray([tokens.max()], np.int64)) is not None:
         low, high = -1, int(tokens.max())  # the largest length that fits alone, by bisection
         while low < high:
             middle = (low + high + 1) // 2

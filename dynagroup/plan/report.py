@@ -104,8 +104,7 @@ def _predicted(plan: BatchPlan) -> Iterator[tuple[str, float]]:
     """Predicted peak memory, as a share of the limit, where a budget predicts it."""
     for budget in _parts(plan.budget):
         if isinstance(budget, MemoryBudget) and len(plan.batches):
-            limit = "the hardest batch" if budget.limit_bytes is None else f"{budget.limit_bytes:,} bytes"
-            yield f"predicted peak memory, share of {limit}", float(budget.predicted(plan.shapes).max())
+            yield f"predicted peak memory, share of {budget.limit}", float(budget.predicted(plan.shapes).max())
 
 
 def _parts(budget: Budget) -> tuple[Budget, ...]:

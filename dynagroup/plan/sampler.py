@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learner import learned_state, restore_learned
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.planner import BatchPlan, Oversize, PlanConfig, PlannedWindow, Planner, Position, Uneven
@@ -256,7 +256,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             "window_size": position.window_size,
             "windows_done": position.windows_done,
             "segments": [list(segment) for segment in position.segments],
-            "learned": learned_state(self._planner.budget),
+            "learned": LearningBudget.saved(self._planner.budget),
             "order": None if self._order is None else self._order.checksum(self._epoch),
         }
 
@@ -274,7 +274,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
         if any({**other, "learned": None} != {**states[0], "learned": None} for other in states[1:]):
             raise StateError("the ranks' states differ: they were not taken after the same step")
-        restore_learned(self._planner.budget, states[0] if states else {})
+        LearningBudget.restore(self._planner.budget, states[0].get("learned") if states else None)
         self._planner = self._planner.rebuilt()
         state = _checked_state(states[0] if states else {}, self._planner)
         self._epoch, self._advance = state["epoch"], 0

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learner import learned_state, restore_learned
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.planner import PlanConfig, Planner, Position
@@ -262,7 +262,7 @@ class PlannedDataLoader(StepLoader[B]):
             "cursor": asdict(cursor),
             "changes": [list(change) for change in plan.sizes.changes] if preserved else [],
             "past": [] if isinstance(plan, PreservedUpdates) else [list(counts) for counts in plan.past],
-            "learned": learned_state(self.budget),
+            "learned": LearningBudget.saved(self.budget),
             "order": plan.order.checksum(cursor.epoch) if preserved and plan.order is not None else None,
         }
 
@@ -272,7 +272,7 @@ class PlannedDataLoader(StepLoader[B]):
             raise StateError("no state was given")
         state_dict = states[0]
         plan = self._plan
-        restore_learned(self.budget, state_dict)
+        LearningBudget.restore(self.budget, state_dict.get("learned"))
         plan.planner = plan.planner.rebuilt()
         cursor = _checked_state(state_dict, plan.planner)
         if isinstance(plan, FreeUpdates):

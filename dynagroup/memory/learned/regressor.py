@@ -21,7 +21,7 @@ from dynagroup.memory.learned.fitting import MIN_ROWS, pairs_of, train_booster
 from dynagroup.memory.learned.plausible import Plausible
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
-from dynagroup.memory.run import MONOMIALS, Phases
+from dynagroup.memory.run import MONOMIALS, Layout, Phases
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 
@@ -129,6 +129,16 @@ class MemoryRegressor:
     def sharp(self) -> bool:
         """Whether the workload is known well enough to be predicted rather than bounded."""
         return self._traced or "plausible" not in self.card or is_sharp(self.workload)
+
+    @property
+    def layout(self) -> Layout:
+        """Which of a shape's numbers count."""
+        return self.workload.layout or "padded"
+
+    @property
+    def tabulated(self) -> bool:
+        """Whether a table by length is made of its answers: asking trees is dear, and packed batches have no longest."""
+        return self.layout == "padded"
 
     @property
     def _traced(self) -> bool:

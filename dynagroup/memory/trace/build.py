@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 
 ALIKE_LAYERS = 3  # as many layers of one kind make a stack
 
-__all__ = ["ALIKE_LAYERS", "as_config", "as_meta_model", "as_random_model", "is_encoder", "is_model", "as_run_model", "make_inputs", "stacks"]
+__all__ = [
+    "ALIKE_LAYERS",
+    "as_config",
+    "as_meta_model",
+    "as_random_model",
+    "as_run_model",
+    "is_encoder",
+    "is_model",
+    "make_inputs",
+    "stacks",
+]
 
 
 def is_model(value: Any) -> bool:

@@ -68,7 +68,9 @@ def run(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) 
     dtype = known.get("dtype") or _dtype_of(model_or_config, config)
     trained = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
     count = max(sum(p.numel() for p in trained), 1)
-    state = 2.0 * sum(p.numel() * p.element_size() for p in trained) / count  # adapters may be wider than what they adapt
+    state = (
+        2.0 * sum(p.numel() * p.element_size() for p in trained) / count
+    )  # adapters may be wider than what they adapt
     if not is_model(model_or_config):
         state = 2.0 * ELEMENT_BYTES[dtype]
     stated = getattr(model.config, "_attn_implementation", None)  # what the model runs, not what was asked for

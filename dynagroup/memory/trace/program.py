@@ -130,14 +130,18 @@ def trace(
     return tracer
 
 
-def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def _batch(
+    model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, TARGET: 1}
     if workload.layout == "packed":
         return _packed(model, workload, num_samples * longest[TOKENS])
     batch = make_inputs(model, num_samples, longest, with_labels=workload.mode == "train")
     if workload.attention == "flash":
-        batch.pop("attention_mask", None)  # FlashAttention reads sequences without their padding: no mask reaches the kernel
+        batch.pop(
+            "attention_mask", None
+        )  # FlashAttention reads sequences without their padding: no mask reaches the kernel
     return batch
 
 

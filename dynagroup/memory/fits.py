@@ -1,0 +1,206 @@
+"""What fits a device: how many samples of each length, which token budget, and the line of code for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.errors import ConfigError
+from dynagroup.memory.model import BytesMemoryModel
+from dynagroup.memory.run import Layout, Mode
+from dynagroup.memory.traced import TracedMemory
+from dynagroup.shapes import BatchShape, IntArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Fits", "bytes_of", "largest_within", "token_budget", "what_fits"]
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+MOST_SAMPLES = 2**40
+
+
+def bytes_of(memory: str | int) -> int:
+    """Bytes from "80GB", "24 GiB" or a number.
+
+    >>> bytes_of("80GB"), bytes_of("1.5 GiB"), bytes_of(4096)
+    (80000000000, 1610612736, 4096)
+    """
+    if isinstance(memory, (int, np.integer)) and not isinstance(memory, bool) and memory > 0:
+        return int(memory)
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKmMgGtT]?[iI]?[bB]?)\s*", memory) if isinstance(memory, str) else None
+    unit = found[2].upper() if found else ""
+    if found is None or unit not in UNITS or float(found[1]) == 0:
+        raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
+    return int(float(found[1]) * UNITS[unit])
+
+
+def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int) -> IntArray:
+    """For each of ``size`` questions the largest number of samples that fits, 0 where not even one does: int64 (size,).
+
+    Bisection over a monotone ``fits``, which is asked about all questions at once; 41 times, whatever the answer.
+
+    >>> largest_within(lambda count: count * np.array([10, 50]) <= 100, 2).tolist()
+    [10, 2]
+    """
+    low, high = np.zeros(size, np.int64), np.full(size, MOST_SAMPLES)
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        ok = fits(middle)
+        low, high = np.where(ok, middle, low), np.where(ok, high, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Fits:
+    """How many samples of each length fit a device. ``print`` it, or take the numbers.
+
+    Made by :func:`what_fits`; ``MemoryBudget.from_model`` with the same arguments decides the same.
+    """
+
+    memory: BytesMemoryModel
+    limit_bytes: int
+    headroom: float
+    pad_to_multiple_of: int
+    lengths: tuple[int, ...]
+    """Tokens of the longest sample, ascending."""
+    samples: tuple[int, ...]
+    """Most samples of each of ``lengths``."""
+    max_tokens: int
+    """A token budget under which no batch of samples up to the longest of ``lengths`` exceeds the limit; 0: none."""
+    code: str
+    """The line of Python that makes the same decisions."""
+    title: str
+
+    @property
+    def room_bytes(self) -> int:
+        """What is left for batches."""
+        return max(0, int(self.headroom * self.limit_bytes) - self.memory.static_bytes)
+
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """(tokens of the longest sample, most samples, their padded tokens, their bytes, static ones included)"""
+        counts, lengths = np.array(self.samples), np.array(self.lengths)
+        taken = self.memory.static_bytes + self.memory.batch_bytes(BatchShape.of(np.maximum(counts, 1), lengths))
+        return [
+            (length, count, length * count, int(size) if count else 0)
+            for length, count, size in zip(self.lengths, self.samples, taken.tolist(), strict=True)
+        ]
+
+    def __str__(self) -> str:
+        gb = 1e9
+        head = [
+            f"{self.title}: device {self.limit_bytes / gb:.3g} GB, headroom {self.headroom:.0%}, "
+            f"static {self.memory.static_bytes / gb:.2f} GB",
+            f"{'longest':>8}  {'samples':>8}  {'tokens':>10}  {'GB at peak':>10}",
+        ]
+        table = [f"{ln:>8}  {n:>8}  {t:>10}  {size / gb:>10.2f}" for ln, n, t, size in self.rows()]
+        if not any(self.samples):
+            return "\n".join([*head, *table, "not even one sample fits; " + WAY_OUT])
+        longest = max(ln for ln, n in zip(self.lengths, self.samples, strict=True) if n)
+        budget = f"a token budget that is safe up to {longest} tokens a sample: {self.max_tokens}"
+        return "\n".join([*head, *table, budget, self.code])
+
+    def draw(self, axes: Axes) -> None:
+        """Most samples over length, on log scales, into matplotlib axes."""
+        fitting = [(length, count) for length, count in zip(self.lengths, self.samples, strict=True) if count]
+        axes.loglog(*zip(*fitting, strict=True), marker="o") if fitting else None
+        axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit", title=self.title)
+
+
+WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, or more memory"
+
+
+def what_fits(
+    model_or_config: Any,
+    memory: str | int | None = None,
+    *,
+    mode: Mode = "train",
+    headroom: float = 0.9,
+    pad_to_multiple_of: int = 1,
+    lengths: Sequence[int] | None = None,
+    **how: Any,
+) -> Fits:
+    """How many samples of each length fit a device, from the model alone: it is traced, no weights are read.
+
+    Args:
+        model_or_config, memory, mode, headroom, pad_to_multiple_of, how: as in ``MemoryBudget.from_model``, which decides the
+            same.
+        lengths: tokens of the longest sample; default: powers of two from 128 that the model has positions for.
+
+    Raises:
+        ConfigError: an argument is wrong.
+
+    >>> from transformers import GPT2Config
+    >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000, n_positions=512)
+    >>> found = what_fits(config, "2GB", dtype="bf16")
+    >>> found.lengths, found.code
+    ((128, 256, 512), "MemoryBudget.from_model(model, '2GB', dtype='bfloat16')")
+    """
+    from dynagroup.device import free_bytes
+
+    if not 0 < headroom <= 1:
+        raise ConfigError(f"`headroom` is the share of the device that may be used, at most 1.0, but is {headroom!r}")
+    limit = free_bytes() if memory is None else bytes_of(memory)
+    traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
+    wanted = sorted(int(length) for length in lengths) if lengths is not None else _lengths(model_or_config)
+    if not wanted or wanted[0] < 1:
+        raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
+    padded = -(-np.array(wanted) // pad_to_multiple_of) * pad_to_multiple_of
+    room = headroom * limit
+    samples = largest_within(
+        lambda count: traced.static_bytes + traced.batch_bytes(BatchShape.of(count, padded)) <= room, len(wanted)
+    )
+    possible = [length for length, count in zip(wanted, samples.tolist(), strict=True) if count]
+    tokens = token_budget(traced, room, possible[-1] if possible else 0)
+    named = model_or_config if isinstance(model_or_config, str) else None
+    return Fits(
+        traced, limit, headroom, pad_to_multiple_of, tuple(wanted), tuple(samples.tolist()), tokens,
+        _code(named, memory, mode, headroom, pad_to_multiple_of, how), f"{named or 'model'}, {mode}",
+    )  # fmt: skip
+
+
+def token_budget(memory: BytesMemoryModel, room: float, longest: int) -> int:
+    """The most padded tokens under which every batch of samples of up to ``longest`` tokens takes at most ``room`` bytes.
+
+    A token budget T allows T // L samples of L tokens. With M(L) the most that fit, T // L <= M(L) for all L is
+    T < (M(L) + 1) * L for all L; the smallest of these bounds, less one. Cost: one bisection over all lengths at once.
+    """
+    layout: Layout = getattr(memory, "layout", "padded")
+
+    def fits(shape: BatchShape) -> NDArray[np.bool_]:
+        return memory.static_bytes + memory.batch_bytes(shape) <= room
+
+    if longest < 1:
+        return 0
+    if layout == "packed":  # one number says all
+        return int(largest_within(lambda total: fits(BatchShape.of(1, total, total)), 1)[0])
+    lengths = np.arange(1, longest + 1)
+    most = largest_within(lambda count: fits(BatchShape.of(count, lengths)), longest)
+    return int(((most + 1) * lengths).min() - 1)
+
+
+def _lengths(model_or_config: Any) -> list[int]:
+    from dynagroup.memory.trace.build import as_config, is_model
+
+    config = model_or_config.config if is_model(model_or_config) else as_config(model_or_config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = min(int(getattr(text, "max_position_embeddings", None) or LENGTHS[-1]), LENGTHS[-1])
+    return [length for length in LENGTHS if length < most] + [most]
+
+
+def _code(
+    name: str | None, memory: str | int | None, mode: str, headroom: float, multiple: int, how: dict[str, Any]
+) -> str:
+    shown = [repr(name) if name is not None else "model", *([] if memory is None else [repr(memory)])]
+    said = {"mode": mode, "headroom": headroom, "pad_to_multiple_of": multiple}
+    usual = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1}
+    options = {k: v for k, v in said.items() if v != usual[k]} | {k: v for k, v in how.items() if v is not None}
+    options = {k: str(v).removeprefix("torch.") if type(v).__module__ == "torch" else v for k, v in options.items()}
+    shown += [f"{k}={v!r}" for k, v in options.items() if k != "inputs"]
+    return f"MemoryBudget.from_model({', '.join(shown)})"
