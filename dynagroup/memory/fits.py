@@ -140,7 +140,7 @@ def what_fits(
     >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000, n_positions=512)
     >>> found = what_fits(config, "2GB", dtype="bf16")
     >>> found.lengths, found.code
-    ((128, 256, 512), "MemoryBudget.from_model(model, '2GB', dtype='bfloat16')")
+    ((128, 256, 512), "MemoryBudget.from_model(model, '2GB', dtype='bf16')")
     """
     from dynagroup.device import free_bytes
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dynagroup.budget.base import AdditiveCap, Budget, padded_tokens
 from dynagroup.budget.memory import MemoryBudget
-from dynagroup.budget.tokens import TokenBudget
+from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory.model import PaddedTokens
 from dynagroup.shapes import BatchShape
@@ -59,10 +59,6 @@ def test_memory_budget_always_accepts_what_is_no_harder_than_its_first_batch() -
 def test_memory_budget_takes_its_limit_from_the_data() -> None:
     bound = MemoryBudget(2, model=PaddedTokens(), headroom=1.0).bind({"tokens": np.array([4, 10, 2], np.int32)})
     assert bound.fits(BatchShape.of([5, 5], longest=[4, 5])).tolist() == [True, False]
-    limited = MemoryBudget(2, model=PaddedTokens(), headroom=1.0, max_growth=2).bind(
-        {"tokens": np.array([10], np.int32)}
-    )
-    assert limited.fits(BatchShape.of([4, 5], longest=1)).tolist() == [True, False]
 
 
 def test_combined_budgets_need_every_part() -> None:
@@ -112,12 +108,23 @@ def test_a_law_breaking_budget_is_caught() -> None:
         (lambda: MemoryBudget(0), "`batch_size` must be greater than 0"),
         (lambda: MemoryBudget(4, headroom=1.2), "at most 1.0, but is 1.2"),
         (lambda: MemoryBudget(4, headroom=0.0), "`headroom` must be greater than 0"),
-        (lambda: MemoryBudget(4, max_growth=-1), "`max_growth`"),
         (lambda: MemoryBudget(4, longest=0), "`longest` must be greater than 0"),
         (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be greater than 0"),
         (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),
         (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
         (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),
+        (lambda: TokenBudget(8, streams="tokens"), "`streams` must list names of length streams"),  # type: ignore[arg-type]
+        (
+            lambda: TokenBudget(8, streams=("labels",)).fits(BatchShape.of(1, 1)),
+            "`streams` names 'labels', but lengths",
+        ),
+        (lambda: as_budget("4096"), "`budget` must be a budget such as TokenBudget(4096)"),  # type: ignore[arg-type]
+        (lambda: as_budget(True), "`budget` must be a budget such as TokenBudget(4096)"),
+        (lambda: as_budget(TokenBudget), "`budget` must be a budget such as TokenBudget(4096)"),  # type: ignore[arg-type]
+        (
+            lambda: MemoryBudget(2, longest=7, model=PaddedTokens()).fits(BatchShape.of(1, {"tokens": 1, "labels": 1})),
+            "how long the first batch is in 'labels' is not known",
+        ),
         (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but lengths have"),
     ],
 )
