@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams
 
-__all__ = ["as_streams", "measure_lengths"]
+__all__ = ["as_streams", "measure_lengths", "with_tokens"]
 
 LONGEST = int(np.iinfo(np.int32).max)
 TEXTS_PER_CALL = (
@@ -29,20 +29,19 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
 
     Args:
         lengths: one whole number a sample (array, list, tensor, column), or a mapping of stream names to such;
-            a bare array is the ``tokens`` stream, which a mapping must have.
+            a bare array is the ``tokens`` stream. Of a mapping without one the first stream is taken for it:
+            ``{"source": ..., "target": ...}`` has its source under ``tokens``.
 
     Raises:
         ConfigError: a length is negative, fractional, NaN, above 2**31 - 1 or not a number (names the sample and its
-            value), streams differ in their number of samples, or there is no ``tokens`` stream.
+            value), or streams differ in their number of samples.
 
     >>> as_streams([3, 0, 7])["tokens"].dtype
     dtype('int32')
     >>> sorted(as_streams({"tokens": [3, 4], "patches": [0, 9]}))
     ['patches', 'tokens']
     """
-    named = dict(lengths) if isinstance(lengths, Mapping) else {TOKENS: lengths}
-    if TOKENS not in named:
-        raise ConfigError(f"`lengths` must have the stream {TOKENS!r}, but has {sorted(map(str, named))}")
+    named = with_tokens(lengths) if isinstance(lengths, Mapping) else {TOKENS: lengths}
     streams = {name: _as_int32(_as_array(values, name), name) for name, values in named.items()}
     num_samples = len(streams[TOKENS])
     for name, values in streams.items():
@@ -52,6 +51,18 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
                 f"{min(len(values), num_samples)} is missing; every sample needs a length in every stream, or 0"
             )
     return streams
+
+
+def with_tokens(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The streams, the first of them under ``tokens`` where none has that name.
+
+    >>> with_tokens({"source": [3], "target": [2]})
+    {'tokens': [3], 'target': [2]}
+    """
+    if not named:
+        raise ConfigError("`lengths` has no stream; give one number a sample, or a mapping of stream names to such")
+    first = TOKENS if TOKENS in named else next(iter(named))
+    return {TOKENS if name == first else name: values for name, values in named.items()}
 
 
 def _as_array(values: ArrayLike, name: str) -> NDArray[np.generic]:
@@ -144,7 +155,7 @@ def measure_lengths(
         tokenizer: called as transformers tokenizers are, special tokens included.
         column: of a ``datasets.Dataset`` or of samples that are mappings: where the text or the ids are. Default:
             the only text column with a tokenizer, ``input_ids`` without.
-        max_length: longer samples are truncated to so many tokens, or counted as so many.
+        max_length: longer samples are truncated to so many tokens, or counted as so many; other streams than ``tokens`` are not.
         num_proc: processes to work with; default: this one.
         length_of: sample -> its length, or -> a mapping of stream names to lengths (``tokens`` among them): the result
             is then a dict of arrays.
@@ -175,8 +186,8 @@ def measure_lengths(
     else:
         found = _measure_ids(data, column or "input_ids", disable)
     streams = as_streams(found)
-    if max_length is not None:
-        streams = {name: np.minimum(values, np.int32(max_length)) for name, values in streams.items()}
+    if max_length is not None:  # a length of text; streams beside it count other things
+        streams = {**streams, TOKENS: np.minimum(streams[TOKENS], np.int32(max_length))}
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
 
 

@@ -26,7 +26,7 @@ OURS = ("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "sa
 def text_dataloader(
     texts: Sequence[str],
     tokenizer: Callable[..., Any],
-    budget: Budget,
+    budget: Budget | int,
     *,
     max_length: int | None = None,
     labels: bool = False,

@@ -233,7 +233,7 @@ def test_profile_says_what_simulate_says_of_given_shapes(model_folder, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu-memory", "lots"], "80GB or 24GiB, but is 'lots'"),
+        (["--gpu-memory", "lots"], "80GB or 24GiB, or a number of bytes, but is 'lots'"),
         (["--headroom", "1.5"], "at most 1.0, but is 1.5"),
         (["--dtype", "int3"], "`dtype` must be one of"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import as_streams
+from dynagroup.lengths import as_streams, measure_lengths
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.sampled_from([list, np.array, torch.tensor, tuple]))
@@ -66,9 +66,18 @@ def test_streams_of_unequal_length_name_the_first_missing_sample():
         as_streams({"tokens": [1, 2, 3], "patches": [1, 2]})
 
 
-def test_a_tokens_stream_is_required():
-    with pytest.raises(ConfigError, match=r"must have the stream 'tokens', but has \['patches'\]"):
-        as_streams({"patches": [1]})
+def test_the_first_of_streams_with_other_names_is_what_is_called_tokens():
+    streams = as_streams({"source": [3, 4], "target": [1, 2]})
+    assert {name: values.tolist() for name, values in streams.items()} == {"tokens": [3, 4], "target": [1, 2]}
+    with pytest.raises(ConfigError, match="`lengths` has no stream"):
+        as_streams({})
+
+
+def test_max_length_is_a_length_of_text_alone():
+    measured = measure_lengths(
+        [{"t": 300, "p": 5000}], length_of=lambda s: {"tokens": s["t"], "patches": s["p"]}, max_length=128
+    )
+    assert {name: values.tolist() for name, values in measured.items()} == {"tokens": [128], "patches": [5000]}
 
 
 @pytest.mark.parametrize("values", [[[1, 2], [3]], [[1, 2], [3, 4]], 5])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.lengths import with_tokens
 from dynagroup.online.transfer import pack_tensors, unpack_tensors
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import cut
@@ -228,11 +229,9 @@ class RefinementCollator:
         measured = [length_of(sample) for sample in samples]
         if isinstance(measured[0], Mapping):
             names = list(measured[0])
-            if TOKENS not in names:
-                raise ConfigError(f"`length_of` must give the stream {TOKENS!r}, but gives {names}")
-            columns: dict[str, Any] = {name: [m[name] for m in measured] for name in names}  # type: ignore[index]
+            columns = with_tokens({name: [m[name] for m in measured] for name in names})  # type: ignore[index]
         else:
-            columns = {TOKENS: measured}
+            columns: dict[str, Any] = {TOKENS: measured}
         return {name: _as_lengths(values, indices) for name, values in columns.items()}
 
     def collate(self, samples: list[Any], indices: list[int], offsets: list[int], lengths: Streams) -> Refined:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
+from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.online.align import Uneven
 from dynagroup.online.collate import LengthOf, Oversize, Refined, RefinementCollator
@@ -49,7 +50,7 @@ class OnlineDataLoader:
 
     Args:
         dataset: map-style (``__getitems__`` is used where there is one), or iterable, sharded over ranks by itself.
-        budget: what fits, e.g. ``TokenBudget(16384)``. A MemoryBudget needs its ``longest``.
+        budget: what fits, e.g. ``TokenBudget(16384)``; a number means so many tokens. A MemoryBudget needs its ``longest``.
         collate_fn: processed samples -> batch; default: torch's ``default_collate``.
         length_of: processed sample -> tokens, or -> {stream: units}; default: length of its ``input_ids``.
         batch_sampler: this rank's batches of indices; each is refined instead of windows that the loader forms.
@@ -82,7 +83,7 @@ class OnlineDataLoader:
     def __init__(
         self,
         dataset: Any,
-        budget: Budget,
+        budget: Budget | int,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         length_of: LengthOf | None = None,
@@ -111,7 +112,7 @@ class OnlineDataLoader:
             weigh=weigh,
             uneven=uneven,
         )
-        self.dataset, self.budget = dataset, budget
+        self.dataset, self.budget = dataset, (budget := as_budget(budget))
         self.batch_sampler, self.sampler = batch_sampler, sampler
         self.stats = LoaderStats()
         self._collator = RefinementCollator(collate_fn, budget, length_of, weigh=weigh, oversize=oversize)
@@ -149,7 +150,7 @@ class OnlineDataLoader:
             learner.share_memory()
 
     @classmethod
-    def from_dataloader(cls, loader: DataLoader[Any], budget: Budget, **options: Any) -> OnlineDataLoader:
+    def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> OnlineDataLoader:
         """Take over an existing loader's dataset, order, workers and collate function; it is not changed.
 
         A ``RandomSampler`` without replacement becomes ``shuffle=True`` with a seed of its own, so that all ranks agree

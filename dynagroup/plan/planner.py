@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
+from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan.batches import longest_first
 from dynagroup.plan.cut import cut
@@ -111,9 +112,9 @@ class Planner:
         BudgetError: a sample does not fit even alone and ``oversize="error"``.
     """
 
-    def __init__(self, lengths: Streams, budget: Budget, config: PlanConfig) -> None:
+    def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig) -> None:
         self.lengths = lengths
-        self.budget = budget.bind(lengths)
+        self.budget = as_budget(budget).bind(lengths)
         self.config = config
         self.num_samples = len(lengths[TOKENS])
         self._oversize = _oversize_mask(lengths, self.budget)

@@ -81,7 +81,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: tokens of each sample, integers (N,), or a dict of named streams with ``tokens`` among them.
-        budget: what fits, e.g. ``TokenBudget(16384)``.
+        budget: what fits, e.g. ``TokenBudget(16384)``; a number means so many tokens.
         shuffle: other batches every epoch. False sorts everything once, longest first: for inference and evaluation.
         window: samples sorted together. None: all of them, or with ``shuffle`` a hundred batches or so.
         seed: of the shuffle; the same on every rank.
@@ -110,7 +110,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     def __init__(
         self,
         lengths: Sequence[int] | np.ndarray | Mapping[str, Any],
-        budget: Budget,
+        budget: Budget | int,
         *,
         shuffle: bool = False,
         window: int | None = None,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches, shapes_of
@@ -17,7 +18,11 @@ __all__ = ["shard_micro_batches"]
 
 
 def shard_micro_batches(
-    lengths: Sequence[int] | np.ndarray | Mapping[str, Any], num_ranks: int, budget: Budget, *, multiple_of: int = 1
+    lengths: Sequence[int] | np.ndarray | Mapping[str, Any],
+    num_ranks: int,
+    budget: Budget | int,
+    *,
+    multiple_of: int = 1,
 ) -> list[list[list[int]]]:
     """Divide samples over ranks: equally many micro-batches on every rank, each within the budget, of equal cost.
 
@@ -26,7 +31,7 @@ def shard_micro_batches(
     Args:
         lengths: tokens of each sample over all ranks, or a dict of named streams.
         num_ranks: data-parallel ranks.
-        budget: what a micro-batch may be.
+        budget: what a micro-batch may be; a number means so many tokens.
         multiple_of: the number of micro-batches on a rank is a multiple of this (pipeline stages, say).
 
     Returns:
@@ -46,7 +51,7 @@ def shard_micro_batches(
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
     streams = as_streams(lengths)
-    budget = budget.bind(streams)
+    budget = as_budget(budget).bind(streams)
     every = num_ranks * multiple_of
     batches = even_out(cut_evenly(streams, budget, every), every)
     if not len(batches.order):

@@ -90,7 +90,7 @@ class PlannedDataLoader(StepLoader[B]):
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
         lengths: tokens of each sample, or a dict of named streams.
-        budget: what a batch may be.
+        budget: what a batch may be; a number means so many tokens.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``.
             None: free-running, every ``accumulation`` rows of batches as large as fit are an update.
         accumulation: rows an update, only without ``samples_per_update``.
@@ -119,7 +119,7 @@ class PlannedDataLoader(StepLoader[B]):
         self,
         dataset: Any,
         lengths: Any,
-        budget: Budget,
+        budget: Budget | int,
         *,
         samples_per_update: int | BatchSizeSchedule | None = None,
         accumulation: int = 1,
@@ -320,7 +320,7 @@ PLAN_SETTINGS = ("window", "oversize", "round_batch", "hardest_first")
 
 def _update_plan(
     lengths: Any,
-    budget: Budget,
+    budget: Budget | int,
     samples_per_update: int | BatchSizeSchedule | None,
     accumulation: int,
     order: Iterable[int] | None,

@@ -12,9 +12,13 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.memory.model import PaddedTokens
+from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.plan.cut import cut
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.shard import shard_micro_batches
 from dynagroup.shapes import BatchShape, target_tokens
 from dynagroup.testing import assert_budget_law
+from dynagroup.update.planned import PlannedDataLoader
 
 
 class _Seq2Seq(PaddedTokens):
@@ -122,3 +126,13 @@ def test_the_largest_batch_is_asked_only_where_tokens_are_the_only_stream(budget
     with pytest.raises(AssertionError):
         cut({"tokens": lengths}, Watched(64))
     assert budget.largest(np.array([8])) is not None
+
+
+def test_a_number_is_a_budget_of_tokens_wherever_budgets_are_taken() -> None:
+    lengths = [3, 9, 4, 7]
+    options = {"rank": 0, "world_size": 1}
+    assert list(LengthAwareBatchSampler(lengths, 18, **options)) == list(
+        LengthAwareBatchSampler(lengths, TokenBudget(18), **options)
+    )
+    assert shard_micro_batches(lengths, 2, 18) == shard_micro_batches(lengths, 2, TokenBudget(18))
+    assert OnlineDataLoader([[1]], 18).budget == PlannedDataLoader([[1]], [1], 18).budget == TokenBudget(18)
