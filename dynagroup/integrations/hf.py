@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.errors import StateError
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.books import Updates
 from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback
 from dynagroup.integrations.config import DynagroupConfig
@@ -31,6 +31,7 @@ from dynagroup.integrations.host import (
     read_states,
     refuse_unsupported,
     unsharded,
+    warn_of_layout,
 )
 from dynagroup.integrations.online import OnlineUpdates, PlannedUpdates
 from dynagroup.integrations.reading import sample_lengths
@@ -63,6 +64,7 @@ class DynagroupTrainerMixin(Evaluating):
         super().__init__(*args, **kwargs)
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
         refuse_unsupported(self, config)
+        warn_of_layout(self.data_collator, config.budget)
         if config.out_of_memory is not None and LearningBudget.within(config.budget) is None:
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval, self._planned_rows = config, dynagroup_eval, {}
@@ -97,6 +99,11 @@ class DynagroupTrainerMixin(Evaluating):
     def _offline_updates(self, host: Any) -> PlannedUpdates:
         config = self.dynagroup
         free = config.updates == "free"
+        if is_stream(host.dataset):
+            raise ConfigError(
+                "the lengths of a stream are not known beforehand: pass DynagroupConfig(mode='online', updates='free', "
+                "accumulation=...), and max_steps in the arguments"
+            )
         loader: PlannedDataLoader[Any] = PlannedDataLoader(
             host.dataset,
             sample_lengths(self, self.train_dataset, name="train_dataset")
@@ -104,7 +111,7 @@ class DynagroupTrainerMixin(Evaluating):
             else config.lengths,
             config.budget,
             samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
-            accumulation=self.accumulation if free else 1,
+            accumulation=config.accumulation or self.accumulation if free else 1,
             sampler=None if free else host_order(host),
             seed=self._data_seed,
             weigh=self._weigh,
@@ -120,6 +127,11 @@ class DynagroupTrainerMixin(Evaluating):
         free = config.updates == "free"
         world = data_parallel_world(self, config.world)
         dataset = unsharded(host.dataset)
+        if is_stream(dataset) and not free:
+            raise ConfigError(
+                "the updates of a stream cannot be preserved, because nobody knows its order beforehand: pass "
+                "DynagroupConfig(mode='online', updates='free', accumulation=...), and max_steps in the arguments"
+            )
         loader = OnlineDataLoader(
             dataset,
             config.budget,
@@ -128,7 +140,7 @@ class DynagroupTrainerMixin(Evaluating):
             length_hint=config.lengths,
             samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
             drop_last=self.args.dataloader_drop_last and not free,
-            accumulation=self.accumulation if free else 1,
+            accumulation=config.accumulation or self.accumulation if free else 1,
             seed=self._data_seed,
             weigh=self._weigh,
             world=world,

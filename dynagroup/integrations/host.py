@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.update.weigh import mean_items, predicts_next_token
@@ -23,6 +25,7 @@ __all__ = [
     "refuse_coupled",
     "refuse_unsupported",
     "unsharded",
+    "warn_of_layout",
     "write_state",
 ]
 
@@ -111,6 +114,28 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     for is_set, what, instead in wrong:
         if is_set:
             raise ConfigError(f"{what} does not go with dynagroup: {instead}")
+
+
+PADDING = ("DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification")
+
+
+def warn_of_layout(collator: Any, budget: Budget) -> None:
+    """Where the collator lays samples end to end and the budget counts padding, or the other way round."""
+    kinds = {c.__name__ for c in type(collator).__mro__}
+    flat = "DataCollatorWithFlattening" in kinds or bool(getattr(collator, "padding_free", False))
+    if flat and budget.layout == "padded":
+        warnings.warn(
+            f"{type(collator).__name__} lays samples end to end, but the budget counts padding that is not there, so batches "
+            "stay smaller than they could be: give it layout='packed', e.g. TokenBudget(max_tokens, layout='packed')",
+            stacklevel=3,
+        )
+    padded = bool(kinds & set(PADDING)) or getattr(collator, "padding_free", None) is False
+    if padded and budget.layout == "packed":
+        warnings.warn(
+            f"{type(collator).__name__} pads samples to their longest, but the budget has layout='packed' and counts no padding: "
+            "batches may be larger than it allows; use the padded layout, or a collator such as DataCollatorWithFlattening",
+            stacklevel=3,
+        )
 
 
 def host_order(loader: Any) -> Iterable[int]:

@@ -14,6 +14,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, Trainer
 from dynagroup import ConfigError, StateError, TokenBudget  # noqa: E402
 from dynagroup.integrations.config import DynagroupConfig  # noqa: E402
 from dynagroup.integrations.hf import DynagroupTrainer, MemoryCleanupCallback, dynagroup_trainer  # noqa: E402
+from dynagroup.integrations.reading import sample_lengths  # noqa: E402
 from dynagroup.update.schedule import adabatch, doubling  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import arguments, parameters, trainer  # noqa: E402
@@ -376,3 +377,71 @@ def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path):
     samplers = [host_order(Trainer.get_train_dataloader(runs[0])), host_order(runs[1]._host_dataloader())]
     assert [sampler.batch_size for sampler in samplers] == [8, 8]
     assert runs[1].args.gradient_accumulation_steps == 1
+
+
+def test_help_explains_every_setting():
+    from dataclasses import fields
+
+    for setting in fields(DynagroupConfig):
+        assert f"        {setting.name}: " in (DynagroupConfig.__doc__ or ""), setting.name
+
+
+def test_free_updates_take_as_many_steps_as_asked(tmp_path):
+    run = trainer("causal", tmp_path, fits=True, max_steps=2, config={"updates": "free", "accumulation": 3})
+    run.train()
+    assert run.update_loader.stats.batches == 6
+    with pytest.raises(ConfigError, match="`accumulation` .3. needs updates='free'"):
+        DynagroupConfig(budget=TokenBudget(100), accumulation=3)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from toys.samples("causal", 40)
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_stream_is_told_the_way_that_exists(tmp_path, mode):
+    run = trainer("causal", tmp_path, fits=True, max_steps=2, config={"mode": mode, "lengths": None})
+    run.train_dataset = Stream()
+    with pytest.raises(
+        ConfigError, match=r"DynagroupConfig\(mode='online', updates='free', accumulation=...\), and max_steps"
+    ):
+        run.train()
+    config = {"mode": "online", "updates": "free", "accumulation": 2, "lengths": None}
+    run = trainer("causal", tmp_path, fits=True, max_steps=2, config=config)
+    run.train_dataset = Stream()
+    run.train()
+    assert run.update_loader.stats.samples > 0
+
+
+def test_the_budget_is_told_apart_from_the_collators_layout(tmp_path):
+    from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
+
+    from dynagroup.integrations.host import warn_of_layout
+
+    padded, packed = TokenBudget(100), TokenBudget(100, layout="packed")
+    with pytest.warns(UserWarning, match="DataCollatorWithFlattening lays samples end to end.*layout='packed'"):
+        warn_of_layout(DataCollatorWithFlattening(), padded)
+    with pytest.warns(UserWarning, match="DataCollatorWithPadding pads samples.*use the padded layout"):
+        warn_of_layout(DataCollatorWithPadding(None), packed)
+    warn_of_layout(DataCollatorWithFlattening(), packed)
+    warn_of_layout(DataCollatorWithPadding(None), padded)
+    warn_of_layout(toys.collate, packed)
+
+
+def test_an_encoder_decoders_labels_are_measured(tmp_path):
+    rows = toys.samples("seq2seq", 16)
+    for data in (
+        rows,
+        datasets.Dataset.from_list(rows),
+        datasets.Dataset.from_list([{**r, "length": 5} for r in rows]),
+    ):
+        run = DynagroupTrainer(
+            toys.seq2seq(), arguments(tmp_path, max_steps=1), dynagroup=TokenBudget(512), train_dataset=data,
+            data_collator=toys.collate_seq2seq,
+        )  # fmt: skip
+        found = sample_lengths(run, data, name="train_dataset")
+        assert found["target"].tolist() == [len(row["labels"]) for row in rows]
+        assert found["tokens"].tolist() == ([5] * 16 if "length" in data[0] else toys.lengths(rows))
+    with pytest.raises(ConfigError, match="train_dataset are not known: it has no column 'length' and no 'input_ids'"):
+        sample_lengths(run, [{"text": "a"}], name="train_dataset")
