@@ -2,7 +2,15 @@
 
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory
-from dynagroup.oom.dataset import classify_dataset, embed_dataset, generate_dataset
+from dynagroup.oom.dataset import (
+    classify_dataset,
+    embed_dataset,
+    generate_dataset,
+    iter_classify,
+    iter_embed,
+    iter_generate,
+)
+from dynagroup.oom.encode import encode
 from dynagroup.oom.generate import Generated, generate_with_oom_retry
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter
@@ -20,8 +28,12 @@ __all__ = [
     "VisionTokens",
     "classify_dataset",
     "embed_dataset",
+    "encode",
     "generate_dataset",
     "generate_with_oom_retry",
     "is_out_of_memory",
+    "iter_classify",
+    "iter_embed",
+    "iter_generate",
     "run_with_oom_retry",
 ]

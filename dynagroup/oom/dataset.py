@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
-import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, BoolArray, Budget
+from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
+from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import measure_lengths
+from dynagroup.fingerprint import hashed
 from dynagroup.memory import MemoryRegressor, Workload
+from dynagroup.memory.model import PaddedTokens
 from dynagroup.memory.run import Mode
-from dynagroup.oom.generate import generate_with_oom_retry
-from dynagroup.oom.journal import Journal, read_results
+from dynagroup.oom.generate import check_options, generate_with_oom_retry, generation_option
+from dynagroup.oom.identity import identity_of
+from dynagroup.oom.inference import Pass, Process
+from dynagroup.oom.output import Output
+from dynagroup.oom.positions import longest_input
+from dynagroup.oom.results import TEXTS, VECTORS, Kind
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
-from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import TOKENS, BatchShape, IntArray
 from dynagroup.world import World, current_world
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["classify_dataset", "embed_dataset", "generate_dataset"]
+__all__ = [
+    "Pooling",
+    "classify_dataset",
+    "embed_dataset",
+    "generate_dataset",
+    "iter_classify",
+    "iter_embed",
+    "iter_generate",
+]
 
-Pooling = Literal["mean", "first", "last"]
-Process = Callable[[dict[str, Any]], list[Any]]
+Pooling: TypeAlias = Literal["mean", "first", "last"]
+
+_memory_by_model: WeakKeyDictionary[Any, dict[tuple[str, int], MemoryRegressor]] = WeakKeyDictionary()
+_NEW_TOKENS = 128
+_PATIENCE_S = 30 * 24 * 3600.0
+"""Ranks wait so long for each other's batches. One that has died is noticed at once: its connections close."""
 
 
 def generate_dataset(
@@ -44,7 +60,7 @@ def generate_dataset(
     budget: Budget | None = None,
     output: str | Path | None = None,
     max_length: int | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     progress: bool = True,
     world: World | None = None,
     learned: LearningBudget | None = None,
@@ -59,38 +75,53 @@ def generate_dataset(
         batch_size: samples of the longest kind that fit the device; other batches hold more (:class:`~dynagroup.MemoryBudget`).
         budget: what fits, instead of ``batch_size``.
         output: a ``.jsonl`` or ``.parquet`` file, one row a text in input order. Finished samples are kept beside it as
-            they come, so that the same call after a crash does only the rest. Needed on several ranks.
+            they come, so that the same call after a crash does only the rest, and once all is done gives it back. Needed on
+            several ranks.
         max_length: longer texts are truncated to so many tokens.
-        max_new_tokens: tokens generated for a text, at most.
+        max_new_tokens: tokens generated for a text, at most; default: the generation config's, else 128.
         progress: show samples and tokens a second, and the time left.
+        world: ranks that share the work; default: all of ``torch.distributed``, which then wait for each other however
+            long it takes.
         learned: what to learn into; its report says what running out of memory has cost.
         generate_kwargs: further arguments of ``generate``.
 
     Returns:
         The generated texts without their prompts, in input order; lists of them with ``num_return_sequences`` above 1.
+
+    Raises:
+        ConfigError: arguments that do not go together; a text that the model has no positions for.
+        StateError: ``output``, or what was kept beside it, is of another job or damaged: says what differs, or which file.
+        BudgetError: a text does not fit even alone; names it.
     """
-    learned = learned if learned is not None else LearningBudget()
-    causal = not model.config.is_encoder_decoder
-    copies = max(generate_kwargs.get("num_beams") or 1, generate_kwargs.get("num_return_sequences") or 1)
-    each = generate_kwargs.get("num_return_sequences") or 1
+    job = _generation(
+        model, tokenizer, texts, _Common(batch_size, budget, max_length, progress), max_new_tokens, learned, generate_kwargs
+    )  # fmt: skip
+    return _whole(job, output, world)
 
-    def process(batch: dict[str, Any]) -> list[Any]:
-        done = generate_with_oom_retry(model, batch, learned=learned, max_new_tokens=max_new_tokens, **generate_kwargs)
-        new = done.sequences[:, batch["input_ids"].shape[1] :] if causal else done.sequences
-        decoded = tokenizer.batch_decode(new, skip_special_tokens=True)
-        return decoded if each == 1 else [decoded[i : i + each] for i in range(0, len(decoded), each)]
 
-    run = _Run(
-        model,
-        tokenizer,
-        texts,
-        _budget(batch_size, budget, model, "generate", max_new_tokens=max_new_tokens),
-        max_length,
-        learned,
-    )
-    run.grows = (copies, max_new_tokens)
-    run.padding_side = "left" if causal else "right"
-    return run(process, output, f"generate {max_new_tokens} {sorted(generate_kwargs.items())!r}", progress, world)
+def iter_generate(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int | None = 16,
+    budget: Budget | None = None,
+    max_length: int | None = None,
+    max_new_tokens: int | None = None,
+    progress: bool = True,
+    skip: Collection[int] = (),
+    learned: LearningBudget | None = None,
+    **generate_kwargs: Any,
+) -> Iterator[tuple[int, Any]]:
+    """(index, result) as they come, longest texts first; nothing is kept. Arguments as for :func:`generate_dataset`.
+
+    Args:
+        skip: indices of texts that are done already.
+    """
+    job = _generation(
+        model, tokenizer, texts, _Common(batch_size, budget, max_length, progress), max_new_tokens, learned, generate_kwargs
+    )  # fmt: skip
+    return _as_they_come(job, skip)
 
 
 def embed_dataset(
@@ -109,20 +140,38 @@ def embed_dataset(
 ) -> np.ndarray:
     """One vector a text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
 
-    Arguments as for :func:`generate_dataset`; ``normalize`` scales vectors to length 1.
+    Arguments as for :func:`generate_dataset`; ``output`` may also be a ``.npy`` file.
+
+    Args:
+        pooling: "mean" over the text's tokens, or the "first" or "last" of them.
+        normalize: scale vectors to length 1.
+        max_length: longer texts are truncated to so many tokens; default: to what model and tokenizer are made for (how many
+            texts that shortens is logged).
     """
-    if pooling not in ("mean", "first", "last"):
-        raise ConfigError(f"`pooling` must be 'mean', 'first' or 'last', but is {pooling!r}")
+    common = _Common(batch_size, budget, max_length, progress)
+    return _whole(_embedding(model, tokenizer, texts, common, pooling, normalize), output, world)
 
-    def vectors(batch: dict[str, Any]) -> torch.Tensor:
-        import torch
 
-        pooled = _pool(model(**batch).last_hidden_state, batch["attention_mask"], pooling).float()
-        return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled
+def iter_embed(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    pooling: Pooling = "mean",
+    normalize: bool = False,
+    batch_size: int | None = 16,
+    budget: Budget | None = None,
+    max_length: int | None = None,
+    progress: bool = True,
+    skip: Collection[int] = (),
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(index, float32 vector) as they come, longest texts first; nothing is kept. Arguments as for :func:`embed_dataset`.
 
-    run = _Run(model, tokenizer, texts, _budget(batch_size, budget, model, "forward"), max_length, LearningBudget())
-    rows = run(run.forward(vectors), output, f"embed {pooling} {normalize}", progress, world)
-    return np.asarray(rows, dtype=np.float32)
+    Args:
+        skip: indices of texts that are done already.
+    """
+    common = _Common(batch_size, budget, max_length, progress)
+    return _as_they_come(_embedding(model, tokenizer, texts, common, pooling, normalize), skip)
 
 
 def classify_dataset(
@@ -137,189 +186,220 @@ def classify_dataset(
     progress: bool = True,
     world: World | None = None,
 ) -> np.ndarray:
-    """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`generate_dataset`."""
-    run = _Run(model, tokenizer, texts, _budget(batch_size, budget, model, "forward"), max_length, LearningBudget())
-    rows = run(run.forward(lambda batch: model(**batch).logits.float()), output, "classify", progress, world)
-    return np.asarray(rows, dtype=np.float32)
+    """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`embed_dataset`."""
+    return _whole(
+        _classification(model, tokenizer, texts, _Common(batch_size, budget, max_length, progress)), output, world
+    )
 
 
-class _Run:
-    """One pass over a dataset."""
-
-    grows: tuple[int, int] = (1, 0)
-    padding_side: str | None = None
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        texts: Sequence[str],
-        budget: Budget,
-        max_length: int | None,
-        learned: LearningBudget,
-    ) -> None:
-        if getattr(tokenizer, "pad_token_id", None) is None:
-            raise ConfigError(
-                "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
-            )
-        self._model, self._tokenizer, self._texts = model, tokenizer, texts
-        self._max_length, self._learned = max_length, learned
-        self._lengths = np.asarray(measure_lengths(texts, tokenizer, max_length=max_length), dtype=np.int32)
-        self._budget = budget.bind({TOKENS: self._lengths})
-
-    def __call__(
-        self, process: Process, output: str | Path | None, job: str, progress: bool, world: World | None
-    ) -> list[Any]:
-        world = world if world is not None else current_world()
-        if output is None and world.size > 1:
-            raise ConfigError("on several ranks `output` must name a file that all of them can reach")
-        results: dict[int, Any] = {}
-        journal = None if output is None else Journal(Path(output), self._name(job), len(self._texts))
-        finished = set() if journal is None else journal.finished()
-        world.all_max([0])  # every rank has read what was finished before any adds to it
-        if journal is not None:
-            journal.open(world.rank)
-        shares = list(self._batches([i for i in range(len(self._texts)) if i not in finished]))[
-            world.rank :: world.size
-        ]
-        with closing(journal) if journal is not None else nullcontext():
-            kept = results if journal is None else journal
-            self._work(process, shares, kept, len(finished), progress and world.rank == 0)
-        if journal is None:
-            return [results[i] for i in range(len(self._texts))]
-        world.all_max([0])  # all have finished
-        if world.rank == 0:
-            journal.publish()
-        world.all_max([0])  # the output is there
-        return read_results(Path(output or ""))
-
-    def _work(
-        self, process: Process, shares: list[list[int]], kept: Journal | dict[int, Any], num_finished: int, shown: bool
-    ) -> None:
-        with _Bar(self._lengths, num_finished, [i for batch in shares for i in batch], shown) as bar:
-            for indices, values in self._process(process, shares):
-                if isinstance(kept, Journal):
-                    kept.append(indices, values)
-                else:
-                    kept.update(zip(indices, values, strict=True))
-                bar.add(indices)
-
-    def forward(self, outputs: Callable[[dict[str, Any]], torch.Tensor]) -> Process:
-        """Run a forward pass without gradients; one row of its output a sample."""
-
-        def process(batch: dict[str, Any]) -> list[Any]:
-            import torch
-
-            with torch.inference_mode():
-                rows = run_with_oom_retry(
-                    lambda part: outputs(part).cpu(), batch, split=BatchSplitter(trim="right"), learned=self._learned
-                )
-            return torch.cat(rows).tolist()
-
-        self.padding_side = "right"
-        return process
-
-    def _process(self, process: Process, shares: list[list[int]]) -> Iterator[tuple[list[int], list[Any]]]:
-        """Run this rank's batches; once something has been learned, plan what is left of them again."""
-        while shares:
-            limit = self._learned.state_dict()["allowed"]
-            for at, indices in enumerate(shares):
-                yield indices, process(self._encode(indices))
-                if self._learned.state_dict()["allowed"] != limit:
-                    shares = list(self._batches([i for batch in shares[at + 1 :] for i in batch]))
-                    break
-            else:
-                return
-
-    def _batches(self, samples: list[int]) -> Iterator[list[int]]:
-        if samples:
-            known = self._budget & _Grown(self._learned, *self.grows) if self._learned.has_learned else self._budget
-            sampler = LengthAwareBatchSampler(self._lengths[samples], known, rank=0, world_size=1)
-            yield from ([samples[i] for i in batch] for batch in sampler)
-
-    def _encode(self, indices: list[int]) -> dict[str, Any]:
-        short = {} if self._max_length is None else {"truncation": True, "max_length": self._max_length}
-        encoded = self._tokenizer([self._texts[i] for i in indices], **short)
-        multiple = self._budget.pad_to_multiple_of
-        # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
-        width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
-        padded = self._tokenizer.pad(
-            encoded,
-            **width,
-            padding_side=self.padding_side,
-            pad_to_multiple_of=multiple if multiple > 1 else None,
-            return_tensors="pt",
-        )
-        return {name: padded[name].to(self._model.device) for name in ("input_ids", "attention_mask")}
-
-    def _name(self, job: str) -> str:
-        crc = 0
-        for text in self._texts:
-            crc = zlib.crc32(text.encode(), crc)
-        name = getattr(self._model.config, "name_or_path", "") or type(self._model).__name__
-        return f"{job} {name} {len(self._texts)} texts {crc:08x} max_length={self._max_length}"
+def iter_classify(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int | None = 16,
+    budget: Budget | None = None,
+    max_length: int | None = None,
+    progress: bool = True,
+    skip: Collection[int] = (),
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(index, float32 logits) as they come, longest texts first; nothing is kept. Arguments as for :func:`iter_embed`."""
+    return _as_they_come(
+        _classification(model, tokenizer, texts, _Common(batch_size, budget, max_length, progress)), skip
+    )
 
 
-class _Grown(Budget):
-    """What has been learned about whole generations, asked about prompts: every copy grows by the new tokens."""
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What all jobs are given alike."""
 
-    def __init__(self, learned: LearningBudget, copies: int, new_tokens: int) -> None:
-        self._learned, self._copies, self._new_tokens = learned, copies, new_tokens
+    batch_size: int | None
+    budget: Budget | None
+    max_length: int | None
+    progress: bool
 
-    def fits(self, shape: BatchShape, /) -> BoolArray:
-        grown = BatchShape.of(shape.num_samples * self._copies, shape.longest[TOKENS] + self._new_tokens)
-        return self._learned.allows(grown)
+    def __post_init__(self) -> None:
+        if self.budget is None:
+            check_int("batch_size", self.batch_size)
+        if self.max_length is not None:
+            check_int("max_length", self.max_length)
 
-    def largest(self, longest: IntArray, /) -> IntArray | None:
-        limit, wall = (UNLIMITED if x is None else x for x in self._learned.state_dict()["allowed"])
-        each = self._copies * np.maximum(longest + self._new_tokens, 1)
-        return np.minimum(np.floor(limit / each), np.ceil(wall / each) - 1).astype(np.int64)
-
-
-class _Bar:
-    """Progress in tokens, which time follows, with samples beside them."""
-
-    def __init__(self, lengths: np.ndarray, num_finished: int, samples: list[int], shown: bool) -> None:
-        from tqdm.auto import tqdm
-
-        self._lengths, self._num_samples, self._num_done = lengths, len(samples), 0
-        total = int(lengths[samples].sum()) if samples else 0
-        self._bar = tqdm(
-            total=total, unit="tok", unit_scale=True, disable=not shown, desc=f"{num_finished} done before"
-        )
-        self._started = time.perf_counter()
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def add(self, indices: Sequence[int]) -> None:
-        self._num_done += len(indices)
-        rate = self._num_done / max(time.perf_counter() - self._started, 1e-9)
-        self._bar.set_postfix_str(f"{self._num_done}/{self._num_samples} samples, {rate:.1f} samples/s", refresh=False)
-        self._bar.update(int(self._lengths[list(indices)].sum()))
+    def budget_of(self, model: Any, num_texts: int, mode: Mode, max_new_tokens: int = 0) -> Budget:
+        """The user's, or one that knows the model."""
+        if self.budget is not None:
+            return self.budget
+        if num_texts <= (self.batch_size or 0):  # one batch, known to fit: no reason to look at the model
+            return MemoryBudget(self.batch_size, model=PaddedTokens())
+        return MemoryBudget(self.batch_size, model=_memory_of(model, mode, max_new_tokens))
 
 
-def _budget(
-    batch_size: int | None, budget: Budget | None, model: Any, mode: Mode, max_new_tokens: int | None = None
-) -> Budget:
-    """The user's, or one that knows the model."""
-    if budget is not None:
-        return budget
-    try:
-        workload = Workload.from_model(model, mode, max_new_tokens=max_new_tokens or 0)
-    except ConfigError:  # not a model of transformers
-        workload = Workload(mode=mode, max_new_tokens=max_new_tokens)
-    return MemoryBudget(batch_size, model=MemoryRegressor.pretrained(workload))
+def _memory_of(model: Any, mode: Mode, max_new_tokens: int) -> MemoryRegressor:
+    """What is known of a model's memory. Looking takes seconds, so it is done once a model."""
+    known = _memory_by_model.setdefault(model, {})
+    key = mode, max_new_tokens
+    if key not in known:
+        try:
+            workload = Workload.from_model(model, mode, max_new_tokens=max_new_tokens)
+        except ConfigError:  # not a model of transformers
+            workload = Workload(mode=mode, max_new_tokens=max_new_tokens or None)
+        known[key] = MemoryRegressor.pretrained(workload)
+    return known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A pass, what its results are, and what they depend on beside model, tokenizer and texts."""
+
+    run: Pass
+    kind: Kind
+    settings: Mapping[str, Any]
+    progress: bool
+
+
+def _generation(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    common: _Common,
+    max_new_tokens: int | None,
+    learned: LearningBudget | None,
+    kwargs: dict[str, Any],
+) -> _Job:
+    check_options(model, kwargs)
+    known = learned if learned is not None else LearningBudget()
+    new = max_new_tokens if max_new_tokens is not None else generation_option("max_new_tokens", model, kwargs)
+    new = check_int("max_new_tokens", _NEW_TOKENS if new is None else new)
+    each = generation_option("num_return_sequences", model, kwargs) or 1
+    copies = max(generation_option("num_beams", model, kwargs) or 1, each)
+    causal = not model.config.is_encoder_decoder
+
+    def process(batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
+        done = generate_with_oom_retry(model, batch, learned=known, indices=indices, max_new_tokens=new, **kwargs)
+        tokens = done.sequences[:, batch["input_ids"].shape[1] :] if causal else done.sequences
+        decoded = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return decoded if each == 1 else [decoded[i : i + each] for i in range(0, len(decoded), each)]
+
+    run = Pass(
+        model, tokenizer, texts, process, common.budget_of(model, len(texts), "generate", new), max_length=common.max_length,
+        learned=known, padding_side="left" if causal else "right", grows=(copies, new), progress=common.progress,
+    )  # fmt: skip
+    settings = {"task": "generate", "max_length": common.max_length, "max_new_tokens": new, "arguments": kwargs}
+    return _Job(run, TEXTS, settings, common.progress)
+
+
+def _embedding(
+    model: Any, tokenizer: Any, texts: Sequence[str], common: _Common, pooling: Pooling, normalize: bool
+) -> _Job:
+    check_choice("pooling", pooling, ("mean", "first", "last"))
+
+    def vectors(batch: dict[str, Any]) -> torch.Tensor:
+        import torch
+
+        pooled = _pool(model(**batch).last_hidden_state, batch["attention_mask"], pooling)
+        return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled
+
+    return _forward(model, tokenizer, texts, common, vectors, {"task": f"embed {pooling}", "normalize": int(normalize)})
+
+
+def _classification(model: Any, tokenizer: Any, texts: Sequence[str], common: _Common) -> _Job:
+    return _forward(model, tokenizer, texts, common, lambda batch: model(**batch).logits.float(), {"task": "classify"})
+
+
+def _forward(
+    model: Any, tokenizer: Any, texts: Sequence[str], common: _Common, outputs: Any, settings: dict[str, Any]
+) -> _Job:
+    """A forward pass without gradients; one row of its output a text."""
+    learned = LearningBudget()
+    max_length = common.max_length or longest_input(model, tokenizer)
+    run = Pass(
+        model, tokenizer, texts, _rows_of(outputs, learned), common.budget_of(model, len(texts), "forward"),
+        max_length=max_length, learned=learned, padding_side="right", says_max_length=common.max_length is None, progress=common.progress,
+    )  # fmt: skip
+    return _Job(run, VECTORS, {**settings, "max_length": max_length}, common.progress)
+
+
+def _rows_of(outputs: Any, learned: LearningBudget) -> Process:
+    def process(batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:
+        import torch
+
+        with torch.inference_mode():
+            rows = run_with_oom_retry(
+                lambda part: outputs(part).cpu(), batch, split=BatchSplitter(trim="right"), learned=learned,
+                indices=indices,
+            )  # fmt: skip
+        return torch.cat(rows).numpy()
+
+    return process
 
 
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
     import torch
 
-    if pooling == "mean":
-        weights = mask.unsqueeze(-1).to(states.dtype)
-        return (states * weights).sum(1) / weights.sum(1).clamp(min=1)
-    position = torch.zeros_like(mask[:, 0]) if pooling == "first" else (mask.sum(1) - 1).clamp(min=0)
-    return states[torch.arange(len(states), device=states.device), position]
+    num_tokens = mask.sum(1)
+    if pooling == "mean":  # summed in float32: bfloat16 cannot count beyond 256
+        total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=torch.float32)
+        return total / num_tokens.clamp(min=1).unsqueeze(-1)
+    position = torch.zeros_like(num_tokens) if pooling == "first" else (num_tokens - 1).clamp(min=0)
+    return states[torch.arange(len(states), device=states.device), position].float()
+
+
+def _as_they_come(job: _Job, skip: Collection[int]) -> Iterator[tuple[int, Any]]:
+    job.run.prepare()
+    done = set(skip)
+    samples = [i for i in range(len(job.run.texts)) if i not in done]
+    for indices, results in job.run.results(samples, shown=job.progress):
+        yield from zip(indices, results, strict=True)
+
+
+def _whole(job: _Job, output: str | Path | None, world: World | None) -> Any:
+    world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
+    num_texts, shown = len(job.run.texts), job.progress and world.rank == 0
+    if output is None:
+        if world.size > 1:
+            raise ConfigError("on several ranks `output` must name a file that all of them can reach")
+        job.run.prepare()
+        return job.kind.gather(num_texts, job.run.results(range(num_texts), shown=shown))
+    identity = identity_of(job.run.model, job.run.tokenizer, job.run.texts, job.settings)
+    out = Output(Path(output), identity, num_texts, job.kind)
+    _same_job_everywhere(identity, world)
+    if not world.all_max([int(_on_all(world, out.is_finished))])[0]:
+        _finish(job, out, world, shown)
+    return out.read()
+
+
+# Ranks that share a job meet three times: when each knows what was finished before (then any may add to it), when all have
+# finished (then one writes the output), when the output is there. An error before any of them is raised on every rank. Each
+# sample is in one rank's share, so in one journal; which rank that was does not matter to the next run.
+def _finish(job: _Job, out: Output, world: World, shown: bool) -> None:
+    finished = _on_all(world, out.journal.finished)
+    job.run.prepare()
+    _on_all(world, lambda: out.journal.open(world.rank))
+    samples = [i for i in range(len(job.run.texts)) if i not in finished]
+    with closing(out.journal):
+        for indices, results in job.run.results(samples, world.rank, world.size, shown):
+            out.journal.append(indices, results)
+    world.all_max([0])
+    _on_all(world, out.publish if world.rank == 0 else lambda: None)
+
+
+def _on_all(world: World, act: Any) -> Any:
+    """What ``act`` gives on this rank; an error on one rank ends it on every rank. A barrier."""
+    error, value = None, None
+    try:
+        value = act()
+    except Exception as caught:  # noqa: BLE001 - raised again, when all ranks know
+        error = caught
+    failed = world.all_max([world.rank if error is not None else -1])[0]
+    if error is not None:
+        raise error
+    if failed >= 0:
+        raise ConfigError(f"rank {failed} of {world.size} could not go on with the job; see its error")
+    return value
+
+
+def _same_job_everywhere(identity: Mapping[str, Any], world: World) -> None:
+    numbers = [int(hashed(repr(value), 12), 16) for value in identity.values()]
+    highest, lowest = world.all_max(numbers), [-n for n in world.all_max([-n for n in numbers])]
+    differing = [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != b]
+    if differing:
+        raise ConfigError(f"ranks were given different jobs: {', '.join(differing)} differ; give all ranks the same")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from dynagroup.shapes import BatchShape
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Generated", "generate_with_oom_retry"]
+__all__ = ["Generated", "check_options", "generate_with_oom_retry", "generation_option"]
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ def generate_with_oom_retry(
     min_samples: int = 1,
     pad_token_id: int | None = None,
     learned: LearningBudget | None = None,
+    indices: Sequence[int] = (),
     **generate_kwargs: Any,
 ) -> Generated:
     """``model.generate(**batch, **generate_kwargs)``, in parts where the whole does not fit.
@@ -83,6 +84,7 @@ def generate_with_oom_retry(
         min_samples: a part of fewer than twice as many samples is not cut any more.
         pad_token_id: fills finished samples; default: the model's, else its first end-of-sequence token.
         learned: what to learn into; default: one for each model, kept as long as the model.
+        indices: dataset indices of the samples, to name them in messages.
 
     Raises:
         BudgetError: a part that cannot be cut further does not fit; names the samples and their shapes.
@@ -117,7 +119,7 @@ def generate_with_oom_retry(
 
     parts = run_ranges(
         run, waiting, min_samples=min_samples, failed=failed,
-        hopeless=lambda start, stop, message: give_up(job.batch, job.splitter, start, stop, message),
+        hopeless=lambda start, stop, message: give_up(job.batch, job.splitter, start, stop, message, indices),
     )  # fmt: skip
     if len(parts) == 1:
         return Generated(parts[0][2], 0)
@@ -128,11 +130,7 @@ class _Job:
     """One batch to generate for: how it splits, what each part is given, and how the parts' outputs fit together."""
 
     def __init__(self, model: Any, batch: Any, pad_token_id: int | None, kwargs: dict[str, Any]) -> None:
-        for name, why in _REFUSED.items():
-            if kwargs.get(name):
-                raise ConfigError(
-                    f"`{name}` cannot be used with out-of-memory retry: {why}; call model.generate for it"
-                )
+        check_options(model, kwargs)
         self.model = model
         self.batch: dict[str, Any] = {**batch} if isinstance(batch, Mapping) else {"input_ids": batch}
         self.batch |= {name: value for name, value in kwargs.items() if _is_data(value)}
@@ -192,11 +190,7 @@ class _Job:
         return "right"
 
     def _option(self, name: str) -> Any:
-        for source in (self.kwargs, self.kwargs.get("generation_config"), self.model.generation_config):
-            value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-            if value is not None:
-                return value
-        return None
+        return generation_option(name, self.model, self.kwargs)
 
     def _max_new_tokens(self) -> int:
         new, total = self._option("max_new_tokens"), self._option("max_length")
@@ -212,6 +206,22 @@ class _Job:
                 first_eos  # transformers' beam search takes a padding token 0 for none: `pad_token_id or eos_token_id`
             )
         return None if pad is None else int(pad)
+
+
+def check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what cannot be honoured in parts, also where the model's own generation config asks for it."""
+    for name, why in _REFUSED.items():
+        if generation_option(name, model, kwargs):
+            raise ConfigError(f"`{name}` cannot be used with out-of-memory retry: {why}; call model.generate for it")
+
+
+def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What ``generate`` takes an option to be: its argument, its ``generation_config``, the model's; None if unsaid."""
+    for source in (kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)):
+        value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+        if value is not None:
+            return value
+    return None
 
 
 def _is_data(value: Any) -> bool:

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -94,6 +94,7 @@ def run_with_oom_retry(
     min_samples: int = 1,
     retry_on: Callable[[BaseException], bool] = is_out_of_memory,
     learned: LearningBudget | None = None,
+    indices: Sequence[int] = (),
 ) -> list[T]:
     """``fn(batch)``, in parts where the whole does not fit; the parts' results in input order.
 
@@ -107,6 +108,7 @@ def run_with_oom_retry(
         min_samples: a part of fewer than twice as many samples is not cut any more.
         retry_on: which errors count as out of memory.
         learned: a budget to teach; what it has learned not to fit is cut before it fails.
+        indices: dataset indices of the samples, to name them in messages.
 
     Raises:
         BudgetError: a part that cannot be cut further failed; names the samples and their shapes.
@@ -147,7 +149,7 @@ def run_with_oom_retry(
     if failure is not None:
         failed(0, num_samples, failure, seconds)
         if num_samples < 2 * min_samples:
-            give_up(batch, splitter, 0, num_samples, failure)
+            give_up(batch, splitter, 0, num_samples, failure, indices)
     allowed = (lambda a, b: True) if learned is None else (lambda a, b: bool(learned.allows(shape(a, b))[0]))
     waiting = [(0, num_samples)] if failure is None else halves(0, num_samples)
     parts = run_ranges(
@@ -156,7 +158,7 @@ def run_with_oom_retry(
         min_samples=min_samples,
         retry_on=retry_on,
         failed=failed,
-        hopeless=lambda start, stop, message: give_up(batch, splitter, start, stop, message),
+        hopeless=lambda start, stop, message: give_up(batch, splitter, start, stop, message, indices),
     )
     return [value for _, _, value in parts]
 
@@ -195,18 +197,25 @@ def run_ranges(
     return done
 
 
-def give_up(batch: Any, splitter: Splitter[Any], start: int, stop: int, message: str) -> NoReturn:
+def give_up(
+    batch: Any, splitter: Splitter[Any], start: int, stop: int, message: str, indices: Sequence[int] = ()
+) -> NoReturn:
     """Raise what is left to say when a part that cannot be cut did not fit."""
-    raise BudgetError(too_large(batch, splitter, start, stop, message))
-
-
-def too_large(batch: Any, splitter: Splitter[Any], start: int, stop: int, message: str) -> str:
-    who = f"sample {start} of the batch does" if stop - start == 1 else f"samples {start} to {stop - 1} of the batch do"
-    alone = "even alone" if stop - start == 1 else "together, and `min_samples` forbids cutting further"
-    return (
+    whose = " of the batch" if not len(indices) else ""
+    names = [int(i) for i in indices[start:stop]] or list(range(start, stop))
+    one = stop - start == 1
+    who = f"sample {names[0]}{whose} does" if one else f"samples {_listed(names)}{whose} do"
+    alone = "even alone" if one else "together, and `min_samples` forbids cutting further"
+    raise BudgetError(
         f"{who} not fit {alone} ({describe(splitter.take(batch, start, stop))}); truncate or filter out such samples, "
         f"or free memory on the device. The allocator said: {message}"
     )
+
+
+def _listed(names: Sequence[int]) -> str:
+    if list(names) == list(range(names[0], names[0] + len(names))):
+        return f"{names[0]} to {names[-1]}"
+    return ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
 
 
 def check_min_samples(min_samples: int) -> None:

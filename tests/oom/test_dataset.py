@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -15,9 +16,21 @@ import torch
 import transformers  # noqa: F401
 
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.errors import ConfigError, StateError
-from dynagroup.oom import LearningBudget, classify_dataset, embed_dataset, generate_dataset
+from dynagroup.errors import BudgetError, ConfigError, StateError
+from dynagroup.oom import (
+    LearningBudget,
+    classify_dataset,
+    dataset,
+    embed_dataset,
+    generate_dataset,
+    iter_classify,
+    iter_embed,
+    iter_generate,
+)
+from dynagroup.oom.inference import Pass
 from dynagroup.oom.journal import Journal
+from dynagroup.testing import run_ranks
+from dynagroup.world import SingleProcess
 from tests.allocator import Allocator
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
 from tests.oom.texts import TEXTS, small_llama, small_tokenizer
@@ -91,12 +104,35 @@ def test_the_output_file_holds_one_row_a_text(
 ) -> None:
     path = tmp_path / f"out{suffix}"
     assert generate_dataset(model, tokenizer, TEXTS, output=path, max_new_tokens=4, **SMALL) == expected
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # the journal is gone
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]  # the journal is gone
     if suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert rows == [{"index": i, "result": r} for i, r in enumerate(expected)]
-    with pytest.raises(ConfigError, match="exists: a run has finished there"):
-        generate_dataset(model, tokenizer, TEXTS, output=path, max_new_tokens=4, **SMALL)
+
+
+def test_a_finished_job_called_again_gives_its_results_back(
+    model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = tmp_path / "out.jsonl"
+    call = lambda texts=TEXTS, **more: generate_dataset(  # noqa: E731
+        model, tokenizer, texts, output=path, max_new_tokens=4, **SMALL, **more
+    )
+    assert call() == expected
+    monkeypatch.setattr(Pass, "results", None)  # nothing is run again
+    assert call() == expected
+    with pytest.raises(StateError, match=r"results of another job; texts: '40 texts #\w+' then, '39 .*remove it and"):
+        call(TEXTS[1:])
+    with pytest.raises(StateError, match="arguments: '{}' then, \"{'num_beams': 2}\" now"):
+        call(num_beams=2)
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(StateError, match="out.jsonl has changed since its job was finished"):
+        call()
+    (tmp_path / "out.jsonl.job").write_text("{}")
+    with pytest.raises(StateError, match="out.jsonl.job is damaged, which says what job out.jsonl is from"):
+        call()
+    (tmp_path / "out.jsonl.job").unlink()
+    with pytest.raises(ConfigError, match="out.jsonl exists, and no 'out.jsonl.job' beside it says which job"):
+        call()
 
 
 def run_alone(output: Path, die_after: int) -> subprocess.CompletedProcess[str]:
@@ -113,14 +149,12 @@ def test_a_killed_run_goes_on_where_it_was(expected: list[str], tmp_path: Path) 
     killed = run_alone(path, die_after=6)
     assert killed.returncode == -signal.SIGKILL
     assert not path.exists()
-    journal = (tmp_path / "out.jsonl.journal" / "rank-0.jsonl").read_text().splitlines()
-    finished = {json.loads(line)["index"] for line in journal[1:-1]}
-    assert 5 <= len(finished) < len(TEXTS)
     again = run_alone(path, die_after=0)
     assert again.returncode == 0, again.stderr[-3000:]
     report = json.loads(again.stdout.split("REPORT ")[1])
     assert report["results"] == expected
     assert report["batches"] < 20  # the first five were not repeated
+    assert not (tmp_path / "out.jsonl.journal").exists()
 
 
 def test_nothing_finished_is_done_again(
@@ -144,24 +178,130 @@ def test_nothing_finished_is_done_again(
     assert sorted(done) == list(range(len(TEXTS)))
 
 
-def test_another_jobs_journal_is_refused(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_run_killed_between_output_and_receipt_publishes_again(
+    model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
     path = tmp_path / "out.jsonl"
-    journal = Journal(path, "something else", 3)
-    journal.open(0)
-    journal.append([0], ["x"])
-    journal.close()
-    with pytest.raises(StateError, match="belongs to another job .*'something else'.*remove it to start over"):
-        generate_dataset(model, tokenizer, TEXTS, output=path, max_new_tokens=4, **SMALL)
+    call = lambda: generate_dataset(model, tokenizer, TEXTS, output=path, max_new_tokens=4, **SMALL)  # noqa: E731
+    replace = os.replace
+
+    def dying(source: Path, target: Path) -> None:
+        if target.suffix == ".job":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", dying)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert path.exists()
+    monkeypatch.setattr(os, "replace", replace)
+    assert call() == expected
+    assert not (tmp_path / "out.jsonl.journal").exists()
 
 
-def test_a_journal_with_holes_is_not_published(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "out.jsonl", "job", 3)
-    journal.open(0)
-    journal.append([0, 2], ["x", "z"])
-    journal.close()
-    assert journal.finished() == {0, 2}
-    with pytest.raises(StateError, match="1 of 3 samples are in no journal"):
-        journal.publish()
+def test_a_file_that_is_not_ours_is_neither_removed_nor_in_the_way(
+    model: Any, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stray = tmp_path / "out.jsonl.journal" / "notes.txt"
+    stray.parent.mkdir()
+    stray.write_text("mine")
+    (stray.parent / "rank-7.journal").mkdir()
+    path = tmp_path / "out.jsonl"
+    first, again = (
+        generate_dataset(model, tokenizer, TEXTS[:4], output=path, max_new_tokens=2, **SMALL) for _ in range(2)
+    )
+    assert first == again
+    assert stray.read_text() == "mine"
+    assert "out.jsonl.journal is left behind" in caplog.text
+
+
+def test_a_sample_that_does_not_fit_is_named_as_the_dataset_has_it(model: Any, tokenizer: Any) -> None:
+    allocator = Allocator(12)
+    remove = allocator.in_forward(model.model.layers[0])
+    longest = [i for i, text in enumerate(TEXTS) if len(text.split()) == 13]
+    with pytest.raises(BudgetError, match=f"sample {longest[0]} does not fit even alone .*13"):
+        generate_dataset(model, tokenizer, TEXTS, max_new_tokens=4, **SMALL)
+    remove()
+
+
+def test_a_generation_config_counts_like_arguments(model: Any, tokenizer: Any) -> None:
+    """Several sequences a text, beams and new tokens may be asked for there."""
+    config = transformers.GenerationConfig(
+        num_beams=2, num_return_sequences=2, max_new_tokens=3, pad_token_id=0, eos_token_id=2
+    )
+    want = generate_dataset(model, tokenizer, TEXTS[:6], num_beams=2, num_return_sequences=2, max_new_tokens=3, **SMALL)
+    assert generate_dataset(model, tokenizer, TEXTS[:6], generation_config=config, **SMALL) == want
+    before, model.generation_config = model.generation_config, config
+    try:
+        assert generate_dataset(model, tokenizer, TEXTS[:6], **SMALL) == want
+    finally:
+        model.generation_config = before
+    assert [len(texts) for texts in want] == [2] * 6
+
+
+def test_results_with_every_kind_of_line_break_come_back(tokenizer: Any, model: Any, tmp_path: Path) -> None:
+    breaks = ["a\u2028b", "\u0085", "c\x0b\x0c\x1cd", "e\r\nf", "\u2029", "\ud800", ""]
+
+    class Odd(type(tokenizer)):
+        def batch_decode(self, sequences: Any, **_: Any) -> list[str]:
+            return [breaks[int(s[0]) % len(breaks)] for s in sequences]
+
+    odd = copy.copy(tokenizer)
+    odd.__class__ = Odd
+    path = tmp_path / "out.jsonl"
+    got = generate_dataset(model, odd, TEXTS, output=path, max_new_tokens=2, **SMALL)
+    assert len(set(got)) > 4
+    assert generate_dataset(model, odd, TEXTS, output=path, max_new_tokens=2, **SMALL) == got
+    rows = [json.loads(line)["result"] for line in path.read_text().splitlines()]  # whatever a reader splits at
+    assert rows == got
+
+
+def test_iterating_gives_the_same_as_they_come(model: Any, tokenizer: Any, expected: list[str]) -> None:
+    pairs = list(iter_generate(model, tokenizer, TEXTS, max_new_tokens=4, **SMALL))
+    assert dict(pairs) == dict(enumerate(expected))
+    first = next(iter_generate(model, tokenizer, TEXTS, max_new_tokens=4, **SMALL))[0]
+    assert len(TEXTS[first].split()) == 13  # longest first
+    rest = iter_generate(model, tokenizer, TEXTS, max_new_tokens=4, skip=range(39), **SMALL)
+    assert list(rest) == [(39, expected[39])]
+
+
+def test_a_model_in_training_mode_runs_without_dropout_and_is_left_as_it_was(tokenizer: Any) -> None:
+    model = bert("BertModel")
+    want = embed_dataset(model, tokenizer, TEXTS, **SMALL)
+    model.train()
+    model.encoder.layer[1].eval()
+    np.testing.assert_array_equal(embed_dataset(model, tokenizer, TEXTS, **SMALL), want)
+    assert model.training
+    assert [layer.training for layer in model.encoder.layer] == [True, False, True]
+
+
+def test_ranks_wait_for_each_other_however_long_it_takes(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
+    asked: list[float] = []
+
+    def world(*, timeout_s: float) -> SingleProcess:
+        asked.append(timeout_s)
+        return SingleProcess()
+
+    monkeypatch.setattr(dataset, "current_world", world)
+    generate_dataset(model, tokenizer, TEXTS[:1], max_new_tokens=1, **SMALL)
+    assert asked[0] > 7 * 24 * 3600
+
+
+def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "there.jsonl").write_text("")
+
+    def rank(world: Any, other_texts: bool) -> str:
+        texts = TEXTS[: 40 - world.rank] if other_texts else TEXTS
+        path = tmp_path / ("out.jsonl" if other_texts or world.rank == 0 else "there.jsonl")
+        with pytest.raises(ConfigError) as caught:
+            generate_dataset(model, tokenizer, texts, output=path, max_new_tokens=4, world=world, **SMALL)
+        return str(caught.value)
+
+    both = run_ranks(2, lambda world: rank(world, True))
+    assert both == ["ranks were given different jobs: texts differ; give all ranks the same"] * 2
+    first, second = run_ranks(2, lambda world: rank(world, False))
+    assert first == "rank 1 of 2 could not go on with the job; see its error"
+    assert "exists, and no 'there.jsonl.job'" in second
 
 
 @pytest.mark.slow
@@ -192,11 +332,10 @@ def test_wrong_output(name: str, message: str, model: Any, tokenizer: Any, tmp_p
         generate_dataset(model, tokenizer, TEXTS, output=tmp_path / name, **SMALL)
 
 
-def bert(head: str) -> Any:
-
+def bert(head: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=16, vocab_size=30
+        hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=16, vocab_size=30, **options
     )
     return getattr(transformers, head)(config).eval()
 
@@ -224,8 +363,57 @@ def test_classification_and_normalised_embeddings(tokenizer: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     vectors = embed_dataset(bert("BertModel"), tokenizer, TEXTS, normalize=True, **SMALL)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
-    with pytest.raises(ConfigError, match="`pooling` must be 'mean', 'first' or 'last', but is 'max'"):
+    with pytest.raises(ConfigError, match="`pooling` must be one of 'mean', 'first', 'last', but is 'max'"):
         embed_dataset(bert("BertModel"), tokenizer, TEXTS, pooling="max", **SMALL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".parquet", ".jsonl"])
+def test_vectors_are_kept_as_float32(suffix: str, tokenizer: Any, tmp_path: Path) -> None:
+    model, path = bert("BertModel"), tmp_path / f"vectors{suffix}"
+    want = embed_dataset(model, tokenizer, TEXTS, **SMALL)
+    for _ in range(2):  # the second time it is read
+        got = embed_dataset(model, tokenizer, TEXTS, output=path, **SMALL)
+        assert (got.dtype, got.shape) == (np.float32, (40, 16))
+        np.testing.assert_array_equal(got, want)
+    nothing = embed_dataset(model, tokenizer, [], output=tmp_path / f"none{suffix}", **SMALL)
+    assert (nothing.dtype, nothing.shape) == (np.float32, (0, 0))
+    for index, vector in iter_embed(model, tokenizer, TEXTS, skip=range(30), **SMALL):
+        np.testing.assert_allclose(vector, want[index], rtol=1e-5, atol=1e-6)
+    heads = dict(iter_classify(bert("BertForSequenceClassification"), tokenizer, TEXTS, **SMALL))
+    assert (len(heads), heads[0].shape) == (40, (2,))
+
+
+def test_a_parquet_file_is_written_in_row_groups(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(Journal.results, "__defaults__", (16,))
+    embed_dataset(bert("BertModel"), tokenizer, TEXTS, output=tmp_path / "v.parquet", **SMALL)
+    with pq.ParquetFile(tmp_path / "v.parquet") as file:
+        assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [16, 16, 8]
+
+
+def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, texts = bert("BertModel", max_position_embeddings=8), [" ".join(["w1"] * 20), "w2 w3"]
+    got = embed_dataset(model, tokenizer, texts, **SMALL)
+    assert "1 of 2 texts have the 8 tokens that the model takes, or more" in caplog.text
+    np.testing.assert_array_equal(got, embed_dataset(model, tokenizer, texts, max_length=8, **SMALL))
+    with pytest.raises(ConfigError, match="1 texts are too long .* 8 positions: text 0 has 9 tokens; .*max_length=8"):
+        embed_dataset(model, tokenizer, texts, max_length=9, **SMALL)
+
+
+def test_a_prompt_that_leaves_no_position_for_new_tokens_is_refused(tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=30, n_positions=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with pytest.raises(
+        ConfigError, match="which has 16 positions: text .* has 13 tokens and 4 new ones; .*max_length=12"
+    ):
+        generate_dataset(model, tokenizer, TEXTS, max_new_tokens=4, **SMALL)
+    assert len(generate_dataset(model, tokenizer, TEXTS[:8], max_new_tokens=4, max_length=12, **SMALL)) == 8
 
 
 def test_progress_is_shown_in_tokens_and_samples(

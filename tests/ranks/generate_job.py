@@ -27,7 +27,7 @@ def main(output: str, die_after: int) -> None:
         nonlocal count
         count += 1
         if count == die_after and rank == 0:
-            self._file.write('{"index":0,"resu')  # killed in the middle of a write
+            self._file.write(b"\x07\x00\x00\x00\x01\x02")  # killed in the middle of a write
             self._file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         append(self, indices, results)

@@ -1,0 +1,192 @@
+"""Whatever happens to a journal: its whole records count, the rest is done again, or an error names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynagroup.errors import ConfigError, StateError
+from dynagroup.oom.journal import Journal
+from dynagroup.oom.results import TEXTS, VECTORS
+
+JOB = {"task": "test", "texts": 4}
+RESULTS = ["zero", "eins\u2028", "deux", "\u4e09"]
+
+
+def journal(folder: Path, job: Any = JOB, num_samples: int = 4) -> Journal:
+    return Journal(folder / "out.jsonl", job, num_samples, TEXTS)
+
+
+def written(folder: Path, indices: list[int], rank: int = 0) -> Path:
+    new = journal(folder)
+    new.open(rank)
+    for index in indices:
+        new.append([index], [RESULTS[index]])
+    new.close()
+    return folder / "out.jsonl.journal" / f"rank-{rank}.journal"
+
+
+def test_what_was_written_comes_back_in_input_order(tmp_path: Path) -> None:
+    written(tmp_path, [3, 1])
+    written(tmp_path, [0, 2], rank=5)
+    assert set(journal(tmp_path).finished()) == {0, 1, 2, 3}
+    assert list(journal(tmp_path).results(at_once=3)) == [RESULTS[:3], RESULTS[3:]]
+
+
+def test_results_with_holes_are_not_published(tmp_path: Path) -> None:
+    written(tmp_path, [0, 2, 3])
+    with pytest.raises(StateError, match="1 of 4 samples are in no file of 'out.jsonl.journal'; run again"):
+        list(journal(tmp_path).results())
+
+
+def test_another_jobs_journal_is_refused_with_what_differs(tmp_path: Path) -> None:
+    path = written(tmp_path, [1])
+    with pytest.raises(StateError, match=r"rank-0.journal belongs to another job; texts: 4 then, 5 now. .*remove"):
+        journal(tmp_path, {**JOB, "texts": 5}).finished()
+    path.write_bytes(path.read_bytes().replace(b'"version": 2', b'"version": 1'))
+    with pytest.raises(StateError, match="version: 1 then, 2 now"):
+        journal(tmp_path).finished()
+
+
+def test_a_run_that_was_killed_before_its_first_result_leaves_nothing_behind(tmp_path: Path) -> None:
+    written(tmp_path, [])
+    assert journal(tmp_path, {"task": "another"}).finished() == {}
+
+
+@pytest.mark.parametrize("keep", [0, 1, 20])
+def test_a_torn_first_line_is_begun_again(keep: int, tmp_path: Path) -> None:
+    path = written(tmp_path, [1])
+    os.truncate(path, keep)
+    assert journal(tmp_path).finished() == {}
+    written(tmp_path, [0, 1, 2, 3])
+    assert list(journal(tmp_path).results()) == [RESULTS]
+
+
+def zeros(data: bytes, at: int) -> bytes:
+    return data[:at] + b"\0" * (len(data) - at)
+
+
+DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {
+    "cut": lambda data, at: data[:at],
+    "zeros to the end": zeros,
+    "a flipped bit": lambda data, at: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :],
+    "a byte more": lambda data, at: data[:at] + b"x" + data[at:],
+    "a byte less": lambda data, at: data[:at] + data[at + 1 :],
+    "other lines": lambda data, at: data[:at] + b'{"index": 0, "result": "wrong"}\n' * 3,
+    "twice": lambda data, at: data + data[at:],
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(DAMAGE)), st.floats(0, 1, exclude_max=True))
+def test_no_damage_gives_a_wrong_result(tmp_path_factory: Any, kind: str, place: float) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+    path = written(folder, [2, 0, 3, 1])
+    data = path.read_bytes()
+    path.write_bytes(DAMAGE[kind](data, int(place * len(data))))
+    again = journal(folder)
+    try:
+        finished = set(again.finished())
+    except StateError as error:
+        assert str(path) in str(error)  # noqa: PT017
+        assert "remove" in str(error)  # noqa: PT017
+        path.unlink()
+        finished = set()
+    again.open(0)
+    missing = [i for i in range(4) if i not in finished]
+    again.append(missing, [RESULTS[i] for i in missing])
+    again.close()
+    assert list(journal(folder).results()) == [RESULTS]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"garbage\n",
+        b"\xff\xfe\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"version": 2}\n',
+        b'{"version": 2, "job": 3}\n',
+        b"null\n",
+        b"\0" * 99,
+    ],
+)
+def test_a_damaged_first_line_is_an_error_that_names_file_and_way_out(first: bytes, tmp_path: Path) -> None:
+    path = written(tmp_path, [2])
+    path.write_bytes(first + path.read_bytes().partition(b"\n")[2])
+    with pytest.raises(
+        StateError, match=r"the first line of .*rank-0.journal is damaged, .*remove that file to do its"
+    ):
+        journal(tmp_path).finished()
+
+
+def test_damage_after_reading_is_found_too(tmp_path: Path) -> None:
+    long = ["x" * 10**5] * 4
+    kept = journal(tmp_path)
+    kept.open(0)
+    kept.append(range(4), long)
+    kept.close()
+    path = tmp_path / "out.jsonl.journal" / "rank-0.journal"
+    results = kept.results(at_once=1)
+    assert next(results) == long[:1]
+    data = path.read_bytes()
+    path.write_bytes(zeros(data, len(data) - 3))
+    assert [next(results), next(results)] == [long[:1]] * 2
+    with pytest.raises(StateError, match="the result of sample 3 in .*rank-0.journal is damaged"):
+        next(results)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, [0])
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(StateError, match=r"rank-0.journal cannot be read \(no\); remove"):
+        journal(tmp_path).finished()
+
+
+def test_two_runs_of_one_job_are_told_apart(tmp_path: Path) -> None:
+    first, second = journal(tmp_path), journal(tmp_path)
+    first.open(0)
+    first.append([0], ["zero"])
+    with pytest.raises(ConfigError, match="another process is writing .*rank-0.journal: this job is running already"):
+        second.open(0)
+    first.append([1], [RESULTS[1]])
+    first.close()
+    second.open(0)
+    second.close()
+    assert set(journal(tmp_path).finished()) == {0, 1}
+
+
+def test_vectors_are_kept_in_four_bytes_a_number(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((3, 1000), dtype=np.float32)
+    kept = Journal(tmp_path / "v.npy", JOB, 3, VECTORS)
+    kept.open(0)
+    kept.append([2, 0, 1], rows[[2, 0, 1]])
+    kept.close()
+    assert sum(p.stat().st_size for p in (tmp_path / "v.npy.journal").iterdir()) < rows.nbytes + 200
+    np.testing.assert_array_equal(np.concatenate(list(kept.results())), rows)
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl.journal").write_text("")
+    with pytest.raises(ConfigError, match="'out.jsonl.journal' is not a folder"):
+        journal(tmp_path).open(0)
+
+
+def test_the_first_line_says_what_the_job_is(tmp_path: Path) -> None:
+    path = written(tmp_path, [0])
+    assert json.loads(path.read_bytes().partition(b"\n")[0]) == {"version": 2, "job": JOB}
