@@ -313,7 +313,8 @@ def _forward(
     max_length = common.max_length or longest_input(model, tokenizer)
     run = Pass(
         model, tokenizer, texts, _rows_of(outputs, learned), common.budget_of(model, len(texts), "forward"),
-        max_length=max_length, learned=learned, padding_side="right", says_max_length=common.max_length is None, progress=common.progress,
+        max_length=max_length, learned=learned, padding_side="right",
+        says_max_length=common.max_length is None, progress=common.progress,
     )  # fmt: skip
     return _Job(run, VECTORS, {**settings, "max_length": max_length}, common.progress)
 

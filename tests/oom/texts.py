@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,4 +36,23 @@ def small_llama() -> Any:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(8)
+    return model
+
+
+def save_encoder(folder: Path, *, max_seq_length: int = 256, pooling: str = "pooling_mode_mean_tokens") -> Any:
+    """A small BERT in a folder as sentence-transformers lays it out; returns the model."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, intermediate_size=16, vocab_size=30)
+    model = BertModel(config).eval()
+    model.save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_seq_length}))
+    (folder / "1_Pooling").mkdir()
+    said = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False, pooling: True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
     return model
