@@ -56,7 +56,7 @@ def generate_dataset(
     tokenizer: Any,
     texts: Sequence[str],
     *,
-    batch_size: int | None = 16,
+    batch_size: int = 16,
     budget: Budget | None = None,
     output: str | Path | None = None,
     max_length: int | None = None,
@@ -104,7 +104,7 @@ def iter_generate(
     tokenizer: Any,
     texts: Sequence[str],
     *,
-    batch_size: int | None = 16,
+    batch_size: int = 16,
     budget: Budget | None = None,
     max_length: int | None = None,
     max_new_tokens: int | None = None,
@@ -131,7 +131,7 @@ def embed_dataset(
     *,
     pooling: Pooling = "mean",
     normalize: bool = False,
-    batch_size: int | None = 16,
+    batch_size: int = 16,
     budget: Budget | None = None,
     output: str | Path | None = None,
     max_length: int | None = None,
@@ -159,7 +159,7 @@ def iter_embed(
     *,
     pooling: Pooling = "mean",
     normalize: bool = False,
-    batch_size: int | None = 16,
+    batch_size: int = 16,
     budget: Budget | None = None,
     max_length: int | None = None,
     progress: bool = True,
@@ -179,7 +179,7 @@ def classify_dataset(
     tokenizer: Any,
     texts: Sequence[str],
     *,
-    batch_size: int | None = 16,
+    batch_size: int = 16,
     budget: Budget | None = None,
     output: str | Path | None = None,
     max_length: int | None = None,
@@ -197,7 +197,7 @@ def iter_classify(
     tokenizer: Any,
     texts: Sequence[str],
     *,
-    batch_size: int | None = 16,
+    batch_size: int = 16,
     budget: Budget | None = None,
     max_length: int | None = None,
     progress: bool = True,
@@ -213,7 +213,7 @@ def iter_classify(
 class _Common:
     """What all jobs are given alike."""
 
-    batch_size: int | None
+    batch_size: int
     budget: Budget | None
     max_length: int | None
     progress: bool
@@ -228,7 +228,7 @@ class _Common:
         """The user's, or one that knows the model."""
         if self.budget is not None:
             return self.budget
-        if num_texts <= (self.batch_size or 0):  # one batch, known to fit: no reason to look at the model
+        if num_texts <= self.batch_size:  # one batch, known to fit: no reason to look at the model
             return MemoryBudget(self.batch_size, model=PaddedTokens())
         return MemoryBudget(self.batch_size, model=_memory_of(model, mode, max_new_tokens))
 
