@@ -6,7 +6,7 @@ No collectives happen here. What comes back is typed: nothing is added to the us
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -16,127 +16,17 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
-from dynagroup.online.transfer import pack_tensors, unpack_tensors
+from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import cut
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
-from dynagroup.update.step import pin
 from dynagroup.update.weigh import Weigh, weigher
 
-__all__ = ["Refined", "RefinedWindow", "RefinementCollator", "WindowRequest", "WindowSamples", "measure_sample"]
+__all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]
 
 LONGEST = np.iinfo(np.int32).max
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
 Oversize: TypeAlias = Literal["alone", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class WindowRequest:
-    """What the main process asks a worker for.
-
-    Args:
-        number: which of this rank's windows; answers carry it.
-        indices: dataset indices.
-        groups: sizes of batches already planned, in the order of ``indices``; None: one window to be cut.
-        keep: so many of the largest batches come back with their processed samples, so that they can be split later.
-        epoch: handed to the dataset's ``set_epoch`` in the worker, where it has one.
-        costs: padded tokens planned for each of ``groups``; neighbours that both came out smaller are joined where they fit.
-    """
-
-    number: int
-    indices: Sequence[int]
-    groups: tuple[int, ...] | None = None
-    keep: int = 0
-    epoch: int = 0
-    costs: tuple[int, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-
-@dataclass(frozen=True, slots=True)
-class WindowSamples:
-    """A request with its processed samples.
-
-    Args:
-        resume: a stream's own state before the first of them.
-        worker: which worker made them.
-        spare: they were used before the epoch was resumed; they only serve to idle on.
-    """
-
-    request: WindowRequest
-    samples: list[Any]
-    resume: Any = None
-    worker: int = 0
-    spare: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Refined:
-    """One collated batch with what the main process needs to know about it.
-
-    Args:
-        batch: what the user's ``collate_fn`` returned.
-        indices: dataset indices (arrival numbers for iterable datasets, places in the window where nothing is known).
-        offsets: the samples' places in their window.
-        lengths: stream -> int32, true lengths after processing.
-        weight: loss weight, see ``weigh``.
-        padded: padded tokens.
-        real: tokens that are no padding.
-        group: which planned batch it came from; the window's only group without planned batches.
-        oversize: a single sample that does not fit even alone.
-        samples: the processed samples, where they were asked for.
-        joined: planned batches that were joined to the first of them.
-    """
-
-    batch: Any
-    indices: list[int]
-    offsets: list[int]
-    lengths: Streams
-    weight: float
-    padded: int
-    real: int
-    group: int = 0
-    oversize: bool = False
-    samples: list[Any] | None = None
-    joined: int = 0
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-
-@dataclass(frozen=True, slots=True)
-class RefinedWindow:
-    """The batches made of one request, longest first within each group."""
-
-    number: int
-    batches: list[Refined]
-    resume: Any = None
-    worker: int = 0
-    spare: bool = False
-
-    def __iter__(self) -> Iterator[Refined]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes all tensors travel in one block; what cannot be pickled so goes the usual way."""
-        fields = (self.number, self.batches, self.resume, self.worker, self.spare)
-        try:
-            packed = pack_tensors(fields)
-        except Exception:  # noqa: BLE001 - torch's own pickler knows more types
-            return RefinedWindow, fields
-        return _unpacked, packed
-
-    def pin_memory(self) -> RefinedWindow:
-        """The same window with its batches' tensors in pinned memory; DataLoader calls it."""
-        return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
-
-
-def _unpacked(*packed: Any) -> RefinedWindow:
-    return RefinedWindow(*unpack_tensors(*packed))
 
 
 def measure_sample(sample: Any) -> int:
@@ -242,8 +132,10 @@ class RefinementCollator:
 
     def split(self, refined: Refined, parts: int) -> list[Refined]:
         """The batch in so many parts; its samples must have been kept. Parts of a batch that fits also fit."""
-        assert refined.samples is not None
-        assert 1 <= parts <= len(refined)
+        if refined.samples is None or not 1 <= parts <= len(refined):
+            raise ConfigError(
+                f"a batch of {len(refined)} samples, kept: {refined.samples is not None}, has no {parts} parts"
+            )
         bounds = np.linspace(0, len(refined), parts + 1).astype(int).tolist()
         made = []
         for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
@@ -360,16 +252,6 @@ class RefinementCollator:
         if not self._warned_wide:
             self._warned_wide = True
             warnings.warn(f"{said}; correct `length_of`, or give the budget `pad_to_multiple_of`", stacklevel=2)
-
-
-def shorten(indices: Sequence[int], most: int = 16) -> str:
-    """Indices for a message.
-
-    >>> shorten(range(20), most=3)
-    '[0, 1, 2, ... 20 in all]'
-    """
-    shown = ", ".join(str(i) for i in list(indices)[:most])
-    return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
 
 
 def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:

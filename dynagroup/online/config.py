@@ -1,4 +1,4 @@
-"""What an online loader is told: its knobs, checked once, and the facts of an epoch."""
+"""What an online loader is told, checked once."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from dynagroup.budget.base import Budget
 from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
-from dynagroup.online.collate import RefinementCollator
-from dynagroup.online.requests import Rank
-from dynagroup.plan.order import EpochOrder
-from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.shapes import TOKENS
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.update.stats import LoaderStats
 from dynagroup.update.weigh import Weigh
-from dynagroup.world import World
 
-__all__ = ["Facts", "OnlineConfig", "as_hint", "check_budget", "check_sources", "checked_kwargs"]
+__all__ = ["OnlineConfig", "as_hint", "check_budget", "check_sources", "checked_kwargs"]
 
+WINDOW_BYTES = 1 << 28
 OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "dataset")
 
 
@@ -43,6 +39,8 @@ class OnlineConfig:
     weigh: Weigh = "tokens"
     uneven: Uneven = "idle"
     """When a rank runs out: the others go on while it idles, or "stop" ends the epoch for all and counts what was left."""
+    window_bytes: int | None = WINDOW_BYTES
+    """A worker hands over about so many bytes of processed samples at a time; None: whole windows."""
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("accumulation", 1), ("seed", 0)):
@@ -50,6 +48,8 @@ class OnlineConfig:
         check_choice("uneven", self.uneven, ("idle", "stop"))
         for name in ("shuffle", "drop_last"):
             check_choice(name, getattr(self, name), (False, True))
+        if self.window_bytes is not None:
+            object.__setattr__(self, "window_bytes", check_int("window_bytes", self.window_bytes))
         if self.samples_per_update is not None:
             if self.accumulation != 1:
                 raise ConfigError(
@@ -62,32 +62,7 @@ class OnlineConfig:
             raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """What an epoch of a loader works with."""
-
-    world: World
-    epoch: int
-    indices: IntArray | EpochOrder | None
-    budget: Budget
-    config: Any
-    collator: RefinementCollator
-    stats: LoaderStats
-    identity: Mapping[str, Any]
-    num_workers: int
-    prefetch_factor: int
-
-    @property
-    def rank(self) -> Rank:
-        return Rank(self.world.rank, self.world.size, self.config.seed, self.epoch)
-
-    @property
-    def depth(self) -> int:
-        """Windows that workers fetch ahead."""
-        return self.num_workers * self.prefetch_factor
-
-
-def checked_kwargs(kwargs: Mapping[str, Any], streams: bool) -> dict[str, Any]:
+def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for name in OURS:
         if name in kwargs:
             raise ConfigError(f"`{name}` is not an argument of OnlineDataLoader: the budget decides what a batch is")

@@ -1,124 +1,51 @@
 """The alignment engine: one rank's refined windows become steps that all ranks take together.
 
-It knows no DataLoader: a :class:`Feed` brings windows, a ``World`` carries a few integers. So the same code serves the
-loader and a simulation of a thousand ranks.
+It knows no DataLoader: a :class:`~dynagroup.online.feeds.Feed` brings windows, a ``World`` carries a few numbers.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from dynagroup.online.align import Agreement, Grant, Offer, Uneven, agree, even_parts, hand_out, quantile
-from dynagroup.online.collate import Refined, RefinedWindow
+from dynagroup.checks import Check, a_flag, a_list, a_number, an_int
+from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, quantile
 from dynagroup.online.exchange import Exchange
+from dynagroup.online.feeds import Feed
+from dynagroup.online.records import Queued, Take
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Share
 
-__all__ = ["Feed", "FreeRunner", "HandOut", "Knobs", "Queued", "Take", "UpdateRunner"]
-
-
-class Feed(Protocol):
-    """Where a rank's windows come from, in the order in which it opened them."""
-
-    @property
-    def receiving(self) -> bool:
-        """Something was handed out and not taken yet, or more may be handed out."""
-        ...
-
-    @property
-    def pending_samples(self) -> int:
-        """Samples handed out and not taken yet; 0 where it is not known."""
-        ...
-
-    @property
-    def can_take(self) -> bool:
-        """:meth:`take` would return a window, or find the end of a stream."""
-        ...
-
-    def take(self) -> Sequence[Queued] | None:
-        """The next window's batches; None at the end of a stream. Raises what a worker raised."""
-        ...
-
-    def grant(self, ranges: Sequence[tuple[int, int]], *, closed: bool) -> None:
-        """More positions of the epoch's order, a window each; with ``closed`` they are the last ones."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """A batch in the queue.
-
-    Args:
-        positions: its samples' places in the epoch's order.
-        late: it waits behind all that was planned.
-        kept: its processed samples were kept, so that it can be split.
-    """
-
-    refined: Refined
-    positions: tuple[int, ...]
-    late: bool = False
-    kept: bool = False
-
-    @property
-    def rank_key(self) -> tuple[int, tuple[int, ...]]:
-        return -self.refined.padded, self.positions
+__all__ = ["FreeRunner", "Knobs", "Runner", "UpdateRunner"]
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
     """How ranks are aligned. The same on all of them."""
 
-    window: int = 1024
     accumulation: int = 1
     seed: int = 0
     uneven: Uneven = "idle"
-    depth: int = 0
-    """Windows that a rank's workers fetch ahead."""
     low_water: int = 32
     """Batches that a rank wants queued before an exchange: so many steps follow one exchange."""
-    ordered: bool = False
-    """Batches keep the order in which they come (they were planned in rows), instead of being shuffled."""
-    streams: bool = False
-    """What a rank still receives is not known beforehand."""
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """One step on this rank: a batch, or None to idle, and what it weighs."""
-
-    queued: Queued | None
-    samples: Share
-    weight: Share
-    ends_update: bool
-
-
-@dataclass(slots=True)
-class HandOut:
-    """Positions of the epoch's order that no rank was given yet."""
-
-    start: int
-    stop: int
-
-    @property
-    def closed(self) -> bool:
-        return self.start >= self.stop
 
 
 @dataclass
-class _Runner:
-    """What both modes share: updates whose totals are known, and splitting."""
+class Runner(ABC):
+    """What both ways of running share: updates whose totals are known, splitting, counting, and the saved place."""
 
     exchange: Exchange
     feed: Feed
     knobs: Knobs
     stats: LoaderStats
-    split: Callable[[Queued, int], list[Queued]] | None = None
+    split: Callable[[Queued, int], list[Queued]]
     due: deque[Take] = field(default_factory=deque)
+    """Steps whose update's totals are known."""
     partial: tuple[float, int] = (0.0, 0)
     """Weight and samples that this rank emitted of the update that is under way."""
     offset: int = 0
@@ -127,9 +54,49 @@ class _Runner:
     """Steps emitted in this epoch."""
     last_cost: int = 0
 
+    place: ClassVar[Mapping[str, Check]] = {
+        "steps": an_int(),
+        "offset": an_int(),
+        "partial": a_list(a_number(0), length=2),
+        "last_cost": an_int(),
+    }
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Take]:
+        """The steps that remain of the epoch."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """No step of the epoch is left, on any rank."""
+
+    def start(self) -> None:
+        """Begin an epoch; every rank knows all ranks' loads, which are zero."""
+        if self.feed.shares:
+            self.feed.share([0] * self.exchange.world.size, 0)
+
+    def resume(self, place: Mapping[str, Any]) -> None:
+        """Go on from a saved place, with what the feed loads again. Collective."""
+        self.steps, self.offset, self.last_cost = place["steps"], place["offset"], place["last_cost"]
+        self.partial = (float(place["partial"][0]), int(place["partial"][1]))
+
+    def state(self) -> dict[str, Any]:
+        """Its saved place: JSON-able."""
+        return {"steps": self.steps, "offset": self.offset, "partial": list(self.partial), "last_cost": self.last_cost}
+
+    @property
+    def front(self) -> list[Queued | None]:
+        """Agreed steps that were not emitted."""
+        return [take.queued for take in self.due]
+
+    @property
+    def pool(self) -> list[Queued]:
+        """Batches that wait for an agreement."""
+        return []
+
     def _even_out(self, batches: Sequence[Queued], steps: int) -> list[Queued]:
         """Split batches whose samples were kept, until there are ``steps`` or none can be split."""
-        if len(batches) >= steps or self.split is None:
+        if len(batches) >= steps:
             return list(batches)
         sizes = [len(q.refined) if q.kept and q.refined.samples is not None else 1 for q in batches]
         evened = []
@@ -155,7 +122,7 @@ class _Runner:
 
     def _total(self, items: list[list[Queued | None]], extra: Sequence[int] = ()) -> tuple[list[Take], list[int]]:
         """Totals over ranks of these updates, then ``extra`` summed too."""
-        weights = [sum(q.refined.weight for q in update if q) for update in items]
+        weights = [float(sum(q.refined.weight for q in update if q)) for update in items]
         samples = [sum(len(q.refined) for q in update if q) for update in items]
         if items:
             weights[0] += self.partial[0]
@@ -165,12 +132,12 @@ class _Runner:
         self.stats.exchange_s += time.perf_counter() - began
         takes = []
         for number, update in enumerate(items):
-            total, count = found[number], int(found[len(items) + number])
+            total, count = found[number], round(found[len(items) + number])
             for place, queued in enumerate(update):
                 local = (queued.refined.weight, len(queued.refined)) if queued else (0, 0)
                 shares = Share(local[1], count), Share(local[0], total)
                 takes.append(Take(queued, *shares, ends_update=place == len(update) - 1))
-        return takes, [int(value) for value in found[2 * len(items) :]]
+        return takes, [round(value) for value in found[2 * len(items) :]]
 
     def _note_row(self, highest: int, total: int) -> None:
         self.stats.row_highest += highest
@@ -184,10 +151,14 @@ class _Runner:
         weight, samples = self.partial
         self.partial = (0.0, 0) if take.ends_update else (weight + take.weight.local, samples + int(take.samples.local))
         self.stats.steps += 1
+        if take.ends_update:
+            self.stats.updates += 1
+            self.stats.update_samples += round(take.samples.total)
         if refined is None:
             self.stats.idle_steps += 1
             return take
         self.stats.samples += len(refined)
+        self.stats.batch_sizes[len(refined)] += 1
         self.stats.real_tokens += refined.real
         self.stats.padded_tokens += refined.padded
         if refined.oversize and not self.stats.oversize:
@@ -201,24 +172,64 @@ class _Runner:
 
 
 @dataclass
-class FreeRunner(_Runner):
-    """Steps without update boundaries: as many as the rank with most batches needs."""
+class FreeRunner(Runner):
+    """Steps without update boundaries: as many as the rank with most batches needs.
 
-    handout: HandOut | None = None
-    pool: list[Queued] = field(default_factory=list)
+    Between exchanges a rank loads windows until it has ``low_water`` batches. At an exchange all ranks agree on a number of
+    steps (see :func:`~dynagroup.online.align.agree`) and take so many batches from their queues. An update's steps are
+    emitted once all of them are agreed, because its totals are sums over ranks. Cost: one MAX and one SUM for about
+    ``low_water`` steps.
+    """
+
+    queue: list[Queued] = field(default_factory=list)
     agreed: list[Queued | None] = field(default_factory=list)
     picked: int = 0
     """Steps agreed in this epoch."""
     load_all: bool = False
     ended: bool = False
+    """The steps that are agreed are the epoch's last."""
     delivered: tuple[int, int] = (0, 0)
     """Batches and samples that workers delivered here."""
     samples_per_batch: float = 0.0
 
-    def start(self) -> None:
-        """Open the first windows; every rank knows all ranks' loads, which are zero."""
-        if self.handout is not None:
-            self._hand_out([0] * self.exchange.world.size)
+    place = {
+        **Runner.place,
+        "picked": an_int(),
+        "load_all": a_flag(),
+        "ended": a_flag(),
+        "delivered": a_list(an_int(), length=2),
+        "samples_per_batch": a_number(0),
+    }
+
+    @property
+    def over(self) -> bool:
+        return self.ended and not self.due and not self.agreed
+
+    @property
+    def front(self) -> list[Queued | None]:
+        return [*super().front, *self.agreed]
+
+    @property
+    def pool(self) -> list[Queued]:
+        return self.queue
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {
+            "picked": self.picked,
+            "load_all": self.load_all,
+            "ended": self.ended,
+            "delivered": list(self.delivered),
+            "samples_per_batch": self.samples_per_batch,
+        }
+
+    def resume(self, place: Mapping[str, Any]) -> None:
+        super().resume(place)
+        self.picked, self.load_all = place["picked"], place["load_all"]
+        self.delivered = (place["delivered"][0], place["delivered"][1])
+        self.samples_per_batch = place["samples_per_batch"]
+        self.agreed, self.queue = self.feed.reload()
+        # What was the end is none if some batch had to be split and waits again, or if a stream is read again.
+        self.ended = place["ended"] and not any(self.exchange.highest([len(self.queue), int(self.feed.receiving)]))
 
     def __iter__(self) -> Iterator[Take]:
         if self.agreed:
@@ -236,48 +247,46 @@ class FreeRunner(_Runner):
             self._load()
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
-        offer = Offer(len(self.pool), self.feed.receiving, bounded=not self.knobs.streams)
+        offer = Offer(len(self.queue), self.feed.receiving, bounded=self.feed.bounded)
         agreement, highest = self._agree(offer, failure)
-        assert agreement.steps or agreement.last or agreement.load_all, (
-            "an exchange must bring the epoch nearer its end"
-        )
         self.load_all, self.ended = agreement.load_all, agreement.last
         picks = self._pick(agreement)
         self.agreed += picks
-        loads = self._loads() if self.handout is not None and not self.handout.closed else []
+        loads = self._loads() if self.feed.shares else []
         rest = self._complete([*loads, *self.delivered])
         self._note_row(highest[-1], rest[0])
         self.last_cost = picks[0].refined.padded if picks and picks[0] else 0
         batches, samples = rest[-2:]
         self.samples_per_batch = samples / max(batches, 1)
         if loads:
-            self._hand_out(rest[1:-2])
+            self.feed.share(rest[1:-2], round(self.knobs.low_water * self.samples_per_batch))
 
     def _load(self) -> None:
         wanted = max(self.knobs.low_water, 1)
-        while self.feed.can_take and (self.load_all or len(self.pool) < wanted):
+        while self.feed.can_take and (self.load_all or len(self.queue) < wanted):
             window = self._loaded()
             if window is None:
                 break
-            self.pool += window
+            self.queue += window
             batches, samples = self.delivered
             self.delivered = batches + len(window), samples + sum(len(q.refined) for q in window)
-        if self.knobs.ordered:
-            self.pool.sort(key=lambda q: q.late)
+        if self.feed.ordered:
+            self.queue.sort(key=lambda q: q.late)
         else:
-            self.pool.sort(key=lambda q: q.rank_key)
+            self.queue.sort(key=lambda q: q.rank_key)
 
     def _pick(self, agreement: Agreement) -> list[Queued | None]:
+        """So many batches of the queue: in order, or at places spread evenly over it, the same ones on all ranks."""
         steps = agreement.steps
         short = agreement.last or not self.feed.receiving
         if short and self.knobs.uneven == "idle":
-            self.pool = self._even_out(self.pool, steps)
+            self.queue = self._even_out(self.queue, steps)
         picks: list[Queued | None] = []
-        for number in range(min(steps, len(self.pool))):
+        for number in range(min(steps, len(self.queue))):
             place = 0
-            if not self.knobs.ordered:
-                place = int(quantile(self.knobs.seed, self.exchange.epoch, self.picked + number) * len(self.pool))
-            picks.append(self.pool.pop(place))
+            if not self.feed.ordered:
+                place = int(quantile(self.knobs.seed, self.exchange.epoch, self.picked + number) * len(self.queue))
+            picks.append(self.queue.pop(place))
         picks += [None] * (steps - len(picks))
         self.picked += steps
         return picks
@@ -300,57 +309,52 @@ class FreeRunner(_Runner):
     def _loads(self) -> list[int]:
         batches, samples = self.delivered
         per_batch = self.samples_per_batch or samples / max(batches, 1)
-        return self.exchange.one_each(round(len(self.pool) * per_batch) + self.feed.pending_samples)
-
-    def _hand_out(self, loads: Sequence[int]) -> None:
-        handout, knobs = self.handout, self.knobs
-        assert handout is not None
-        ahead = round(knobs.low_water * self.samples_per_batch)
-        target = (knobs.depth + 1) * knobs.window + ahead
-        grants, handout.start = hand_out(loads, handout.start, handout.stop, window=knobs.window, target=target)
-        grant: Grant = grants[self.exchange.world.rank]
-        self.feed.grant(grant.ranges, closed=handout.closed)
+        return self.exchange.one_each(round(len(self.queue) * per_batch) + self.feed.pending_samples)
 
 
 @dataclass
-class UpdateRunner(_Runner):
-    """Updates of a set number of samples: a window is one rank's share of one update."""
+class UpdateRunner(Runner):
+    """Updates of a set number of samples: a window is one rank's share of one update.
 
-    resumed: list[Queued | None] | None = None
+    Every rank takes its share's batches; with fewer batches than another rank it splits them, then idles. Cost: one MAX and one
+    SUM an update.
+    """
+
+    resumed: list[Queued | None] = field(default_factory=list)
     """Steps that a resumed update still has."""
 
+    @property
+    def over(self) -> bool:
+        return not self.due and not self.resumed and not self.feed.receiving
+
+    def resume(self, place: Mapping[str, Any]) -> None:
+        super().resume(place)
+        front, split_off = self.feed.reload()
+        self.resumed = [*front, *split_off]
+
     def __iter__(self) -> Iterator[Take]:
-        while self.due or self.resumed or self.feed.receiving:
+        while not self.over:
             if not self.due:
                 self._next_update()
             while self.due:
                 yield self._emit(self.due.popleft())
 
     def _next_update(self) -> None:
-        failure, batches = None, []
+        failure, batches = None, self.resumed
         try:
-            batches, self.resumed = (self.resumed, None) if self.resumed else (list(self._loaded() or ()), None)
+            if not batches:
+                batches = list(self._loaded() or ())
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
+        self.resumed = []
         _, highest = self._agree(Offer(len(batches), receiving=False), failure)
         steps = max(highest[0], 1)
         whole = [q for q in batches if q is not None]
-        if self.knobs.ordered or self.offset:
-            evened = self._even_out(whole, steps)
-        else:
-            evened = sorted(self._even_out(whole, steps), key=lambda q: q.rank_key)
+        evened = self._even_out(whole, steps)
+        if not self.offset:
+            evened.sort(key=lambda q: q.rank_key)
         row: list[Queued | None] = [*evened, *[None] * (steps - len(evened))]
         takes, rest = self._total([row])
         self._note_row(highest[-1], rest[0])
         self.last_cost = row[0].refined.padded if row[0] else 0
         self.due.extend(takes)
-
-
-def late(window: RefinedWindow, queued: Sequence[Queued]) -> list[Queued]:
-    """Mark what splitting planned batches brought on top: it waits behind the rows that were planned."""
-    seen: set[int] = set()
-    marked = []
-    for q in queued:
-        marked.append(replace(q, late=q.refined.group in seen))
-        seen.add(q.refined.group)
-    return marked

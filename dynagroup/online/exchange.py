@@ -1,4 +1,4 @@
-"""One exchange of the alignment protocol: a MAX, then a SUM, of a few integers; errors reach every rank."""
+"""One exchange of the alignment protocol: a MAX of a few integers, then a SUM of a few floats; errors reach every rank."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ __all__ = ["Exchange", "fingerprint"]
 TEXT_WORDS = 64
 WIDTH = 48
 """Integers of a MAX; always the same number, so that ranks at different places still understand each other."""
+
+COMPARED = (WIDTH - 3) // 2
+"""Values that one MAX compares."""
 
 
 def fingerprint(value: Any) -> int:
@@ -57,7 +60,6 @@ class Exchange:
                 raise failure
             return list(values)
         vector = [place, -place, failed_rank, *values]
-        assert len(vector) <= WIDTH, "a MAX has a fixed width"
         found = self._max(vector + [0] * (WIDTH - len(vector)))
         if found[2]:
             self._spread(failure, found[2] - 1)
@@ -70,7 +72,7 @@ class Exchange:
         return found[3 : len(vector)]
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over ranks, in float64; may follow a MAX only."""
+        """Element-wise sum over ranks, in float64: exact for integers up to 2**53. May follow a MAX only."""
         if self.world.size == 1:
             return [float(value) for value in values]
         self.num_bytes += 8 * len(values)
@@ -88,10 +90,12 @@ class Exchange:
         Raises:
             AlignmentError: names what differs, and this rank's value.
         """
-        prints = [fingerprint(value) for value in identity.values()]
-        found = self.highest([*prints, *(-p for p in prints)], failure)
-        half = len(prints)
-        names = [name for i, name in enumerate(identity) if found[i] != -found[half + i]]
+        names: list[str] = []
+        for start in range(0, len(identity), COMPARED):
+            part = list(identity)[start : start + COMPARED]
+            prints = [fingerprint(identity[name]) for name in part]
+            found = self.highest([*prints, *(-p for p in prints)], failure)
+            names += [name for i, name in enumerate(part) if found[i] != -found[len(part) + i]]
         if names:
             shown = "; ".join(f"{name} (rank {self.world.rank} has {identity[name]!r})" for name in names)
             raise AlignmentError(f"ranks differ in {shown}; give every rank the same data, seed and settings")

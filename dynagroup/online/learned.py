@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.errors import StateError
 from dynagroup.online.state import pack, unpack
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.world import World
@@ -69,12 +70,26 @@ class LearnedLengths:
         }
         return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
 
-    def load(self, state: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Take a state over; ``others`` are further ranks' states, whose observations are added."""
-        self.seen = {name: unpack(text).astype(np.int32) for name, text in state["seen"].items()}
-        self.steady = state["steady"]
-        self._fresh = {}
+    def restored(self, state: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> LearnedLengths:
+        """What a state knows; ``others`` are further ranks' states, whose observations are added.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        other = LearnedLengths(self.num_samples)
+        other.steady = state["steady"]
+        other.seen = {name: self._checked(name, unpack(text)) for name, text in state["seen"].items()}
         for one in (state, *others):
             for name, text in one["fresh"].items():
-                values = (unpack(text) + self.seen.get(name, UNKNOWN)).astype(np.int32)
-                self._fresh[name] = np.maximum(self._fresh.get(name, values), values)
+                before, change = other.seen.get(name, UNKNOWN), unpack(text)
+                values = self._checked(name, change + before if len(change) == self.num_samples else change)
+                other._fresh[name] = np.maximum(other._fresh.get(name, values), values)
+        return other
+
+    def _checked(self, name: str, values: NDArray[np.int64]) -> NDArray[np.int32]:
+        if len(values) != self.num_samples or ((values < UNKNOWN) | (values > np.iinfo(np.int32).max)).any():
+            raise StateError(
+                f"the state is damaged: it holds {len(values)} lengths of {name!r}, or impossible ones; there are "
+                f"{self.num_samples} samples"
+            )
+        return values.astype(np.int32)

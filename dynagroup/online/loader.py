@@ -4,49 +4,84 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError, StateError
+from dynagroup.fingerprint import described
 from dynagroup.online.align import Uneven
-from dynagroup.online.collate import LengthOf, Oversize, Refined, RefinementCollator
-from dynagroup.online.config import Facts, OnlineConfig, as_hint, check_budget, check_sources, checked_kwargs
-from dynagroup.online.engine import Queued, Take
-from dynagroup.online.epoch import EpochRun
-from dynagroup.online.exchange import Exchange, fingerprint
+from dynagroup.online.collate import LengthOf, Oversize, RefinementCollator
+from dynagroup.online.config import WINDOW_BYTES, OnlineConfig, as_hint, check_budget, check_sources, checked_kwargs
+from dynagroup.online.datasets import is_stream
+from dynagroup.online.epoch import EpochRun, Known
+from dynagroup.online.exchange import Exchange
+from dynagroup.online.feeds import Source
 from dynagroup.online.learned import LearnedLengths
-from dynagroup.online.requests import UpdateMark
-from dynagroup.online.state import STATE_VERSION, check_state, checked_set
-from dynagroup.online.windows import IndexedDataset, RequestQueue, StreamDataset
-from dynagroup.plan.order import EpochOrder
-from dynagroup.plan.sampler import OrderSource
-from dynagroup.update.schedule import BatchSizeSchedule, described
-from dynagroup.update.sizes import Cursor, UpdateSizes
+from dynagroup.online.records import Refined, Take
+from dynagroup.online.requests import EpochOrders, UpdateMark
+from dynagroup.online.saved import checked_states, sealed
+from dynagroup.online.takeover import taken_over
+from dynagroup.online.windows import Workers
+from dynagroup.update.loader import StepLoader
+from dynagroup.update.schedule import BatchSizeSchedule
+from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step, loss_scale
 from dynagroup.update.weigh import Weigh
-from dynagroup.world import World, current_world, rank_and_size
+from dynagroup.world import World, rank_and_size
 
 __all__ = ["OnlineDataLoader"]
 
-KIND = "OnlineDataLoader"
+
+class _AnyRanks:
+    """Updates of an online loader: any number of ranks may share one, because a rank without samples idles."""
+
+    def __init__(self, sizes: UpdateSizes) -> None:
+        self._sizes = sizes
+
+    def start(self, epoch: int, world_size: int) -> Cursor:
+        return self._sizes.start(epoch)
+
+    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
+        return self._sizes.cursors(cursor)
+
+    def num_updates(self, epoch: int, world_size: int) -> int:
+        return self._sizes.num_updates(epoch)
 
 
-class OnlineDataLoader:
+class _Spare:
+    """What a rank without samples runs: a copy of the smallest batch that it had, or one sample of the dataset."""
+
+    def __init__(self) -> None:
+        self._smallest: Refined | None = None
+
+    def note(self, refined: Refined) -> None:
+        smallest = self._smallest
+        if smallest is None or (refined.weight > 0, -refined.padded) > (smallest.weight > 0, -smallest.padded):
+            try:
+                self._smallest = replace(refined, batch=copy.deepcopy(refined.batch), samples=None)
+            except Exception:  # noqa: BLE001 - a batch that cannot be copied is shared
+                self._smallest = replace(refined, samples=None)
+
+    def batch(self, otherwise: Callable[[], Refined]) -> tuple[Any, list[int]]:
+        if self._smallest is None:
+            self._smallest = otherwise()
+        return copy.deepcopy(self._smallest.batch), list(self._smallest.indices)
+
+
+class OnlineDataLoader(StepLoader[Any]):
     """A loader that cuts batches where true lengths are known, after processing, and keeps ranks in step.
 
     Workers process a window of samples, measure it, and cut it into batches that fit; ranks agree on the number of steps
     with one small all-reduce pair for several steps. Every sample is emitted exactly once an epoch over all ranks.
 
-    Without ``samples_per_update`` the number of steps is not known beforehand and there is no ``len()``. With it every
-    update has exactly that many samples, and ``len()`` is the number of updates; an update takes one step or more.
+    How many steps an epoch takes is not known beforehand, so there is no ``len()``. With ``samples_per_update`` every update has
+    exactly that many samples, and ``num_updates`` is exact; an update takes one step or more.
 
     Args:
         dataset: map-style (``__getitems__`` is used where there is one), or iterable, sharded over ranks by itself.
@@ -66,6 +101,9 @@ class OnlineDataLoader:
         seed: of the order.
         weigh: loss weight of a batch: "tokens" (labels predicted by a causal model), "samples", or batch -> number.
         uneven: "idle" or "stop".
+        window_bytes: a worker hands over about so many bytes of processed samples at a time, and asks for the rest of its
+            window after that: what waits in shared memory is bounded, also for images. None: whole windows. The share of
+            an update (``samples_per_update``) always comes whole, because ranks agree on all its steps at once.
         world: the ranks; default: all of ``torch.distributed``, once it is initialised.
         **dataloader_kwargs: to torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows) ...
 
@@ -92,6 +130,7 @@ class OnlineDataLoader:
         shuffle: bool = False,
         length_hint: Any = None,
         window: int = 1024,
+        window_bytes: int | None = WINDOW_BYTES,
         samples_per_update: int | BatchSizeSchedule | None = None,
         drop_last: bool = False,
         accumulation: int = 1,
@@ -102,8 +141,10 @@ class OnlineDataLoader:
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        self.config = OnlineConfig(
+        super().__init__(dataset, world=world)
+        config = self.config = OnlineConfig(
             window=window,
+            window_bytes=window_bytes,
             samples_per_update=samples_per_update,
             drop_last=drop_last,
             accumulation=accumulation,
@@ -112,41 +153,36 @@ class OnlineDataLoader:
             weigh=weigh,
             uneven=uneven,
         )
-        self.dataset, self.budget = dataset, (budget := as_budget(budget))
-        self.batch_sampler, self.sampler = batch_sampler, sampler
-        self.stats = LoaderStats()
-        self._collator = RefinementCollator(collate_fn, budget, length_of, weigh=weigh, oversize=oversize)
-        self._world = world
-        self._streams = is_stream(dataset)
-        self._kwargs = checked_kwargs(dataloader_kwargs, self._streams)
+        self._stream = stream = is_stream(dataset)
+        kwargs = checked_kwargs(dataloader_kwargs)
         check_sources(
-            streams=self._streams,
+            streams=stream,
             per_update=samples_per_update is not None,
             shuffle=shuffle,
             sampler=sampler,
             batch_sampler=batch_sampler,
         )
+        self._budget = budget = as_budget(budget)
         check_budget(budget)
+        self.stats = LoaderStats()
+        self._collator = RefinementCollator(collate_fn, budget, length_of, weigh=weigh, oversize=oversize)
+        self._orders = EpochOrders(dataset, config, stream=stream, sampler=sampler, batch_sampler=batch_sampler)
+        self._workers = Workers(dataset, self._collator, kwargs, window=config.window, max_bytes=config.window_bytes)
         self.sizes: UpdateSizes | None = None
         """How many samples each update holds; None without ``samples_per_update``."""
         if samples_per_update is not None:
-            self.sizes = UpdateSizes(samples_per_update, self._num_ordered, drop_last=drop_last)
-        self._hint = None if length_hint is None else as_hint(length_hint, len(dataset))
-        self._learned = None if self._streams or batch_sampler is not None else LearnedLengths(len(dataset))
-        self._order_source = None if sampler is None else OrderSource(sampler, len(dataset))
-        self._epoch, self._advance = 0, 0
-        self._run: EpochRun | None = None
+            self.sizes = UpdateSizes(config.samples_per_update or 1, self._orders.num_ordered, drop_last=drop_last)
+        hint = None if length_hint is None else as_hint(length_hint, len(dataset))
+        self._known = Known(None if stream or batch_sampler is not None else LearnedLengths(len(dataset)), hint)
+        self._settings = _settings(self, hint)
+        self._course: EpochRun | None = None
+        """The epoch that was begun last, until another one is chosen."""
         self._resume: list[Mapping[str, Any]] | None = None
-        self._queue = RequestQueue()
-        self._loader: DataLoader[Any] | None = None
-        # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
-        self._generator = None
-        if self._kwargs.get("generator") is None:
-            self._generator = self._kwargs["generator"] = torch.Generator()
-        self._smallest: Refined | None = None
+        self._done, self._within_update = Cursor(), False
         self._merge_due = False
+        self._spare = _Spare()
         learner = LearningBudget.within(budget)
-        if learner is not None and self._kwargs.get("persistent_workers"):
+        if learner is not None and self._workers.persistent:
             learner.share_memory()
 
     @classmethod
@@ -160,49 +196,37 @@ class OnlineDataLoader:
             loader: a plain DataLoader.
             options: any argument of OnlineDataLoader; it goes before the loader's.
         """
-        from dynagroup.online.takeover import taken_over
-
         return cls(**{**taken_over(loader), **options, "budget": budget})
 
-    @property
-    def num_updates(self) -> int:
-        """Updates of the epoch that is running or was last: exact, unless ``set_samples_per_update`` is called before it ends.
-
-        Raises:
-            ConfigError: without ``samples_per_update`` it is not known beforehand.
-        """
-        if self.sizes is None:
-            raise ConfigError("the number of updates is known beforehand only with `samples_per_update`")
-        return self.sizes.num_updates(self._epoch)
-
     def __len__(self) -> int:
-        if self.sizes is None:
-            raise TypeError(f"this {KIND} has no len(): the number of steps is known only with `samples_per_update`")
-        return self.num_updates
+        raise TypeError(
+            "an OnlineDataLoader has no len(): how many steps an epoch takes is known at its end; with `samples_per_update`, "
+            "`num_updates` is exact"
+        )
 
     @property
-    def epoch(self) -> int:
-        """The epoch that is running, or comes next."""
-        return self._epoch + self._advance
+    def budget(self) -> Budget:
+        """What a batch may be."""
+        return self._budget
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; the same number again changes nothing, a resumed place included."""
-        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)) or epoch < 0:
-            raise ConfigError(f"`epoch` must be an int of at least 0, but is {epoch!r}")
-        if epoch != self._epoch:
-            self._resume = None
-        self._epoch, self._advance = int(epoch), 0
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that an epoch draws over all ranks; None for a stream, and where each rank brings its own batches."""
+        return self._orders.num_samples
+
+    @property
+    def num_changes(self) -> int:
+        """How often the size of updates was changed at run time."""
+        return 0 if self.sizes is None else len(self.sizes.changes)
 
     @property
     def cursor(self) -> Cursor:
-        """Where the updates that were handed out end, the one under way included. Needs ``samples_per_update``."""
+        """Where the updates that were handed out end, the one under way included."""
         if self.sizes is None:
-            raise ConfigError("updates are counted only with `samples_per_update`")
+            return self._done
         if self._resume is not None:
-            return UpdateMark(*self._resume[0]["progress"]["next"]).passed.cursor(self.sizes)
-        if self._run is not None and self._advance:
-            return self._run.cursor
-        return self.sizes.start(self.epoch)
+            return UpdateMark(*self._resume[0]["progress"]["feed"]["next"]).passed.cursor(self.sizes)
+        return self.sizes.start(self.epoch) if self._course is None or self._begun_anew else self._course.cursor
 
     def set_samples_per_update(self, samples: int) -> int:
         """Change the size of updates from now on; call it on every rank after the same step. It is part of the state.
@@ -220,30 +244,22 @@ class OnlineDataLoader:
         """
         if self.sizes is None:
             raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
-        if self._kwargs.get("in_order") is False and self._rank_and_size()[1] > 1:
+        if not self._workers.in_order and self._rank_and_size()[1] > 1:
             raise ConfigError("set_samples_per_update needs in_order=True: ranks would differ in what they prefetched")
-        if self._run is not None and self._advance and self._resume is None:
-            return self._run.set_samples_per_update(samples)
+        if self._course is not None and not self._begun_anew and self._resume is None:
+            return self._course.set_samples_per_update(samples)
         return self.sizes.change(self.cursor, samples)
 
-    def __iter__(self) -> Iterator[Step[Any]]:
-        self._epoch, self._advance = self._epoch + self._advance, 1
-        run = self._run = self._start()
-        try:
-            for take in run:
-                yield self._step(take)
-            run.finish()
-        finally:
-            run.close()
+    def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
+        """Refuses: only its own state says which samples an online loader has used.
 
-    def updates(self) -> Iterator[list[Step[Any]]]:
-        """The same steps, an update at a time."""
-        steps: list[Step[Any]] = []
-        for step in self:
-            steps.append(step)
-            if step.ends_update:
-                yield steps
-                steps = []
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "an OnlineDataLoader cannot skip to a place that another loader has saved: load a state of its own, begin the "
+            "epoch anew (restart_epoch), or go on with known lengths (PlannedDataLoader)"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands: JSON-able, a few KB, besides lengths seen (a few bytes a sample).
@@ -251,21 +267,30 @@ class OnlineDataLoader:
         Steps count as used once the loop has received them. Save every rank's state: they differ.
         """
         rank, size = self._rank_and_size()
-        state = {"version": STATE_VERSION, "kind": KIND, "identity": self._identity(), "world_size": size, "rank": rank}
         if self._resume is not None:
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
                 raise StateError(
                     "the state was just loaded on another number of ranks: take a step before saving it again"
                 )
             return dict(self._resume[0])
-        running = self._run is not None and self._advance
-        progress = self._run.state() if self._run is not None and running else None
-        epoch = self._epoch + (1 if running and progress is None else 0)
-        changes = [] if self.sizes is None else [list(change) for change in self.sizes.changes]
-        learned = None if self._learned is None else self._learned.state()
-        merge_due = bool(running and progress is None) or (self._merge_due and not running)
-        own = {"epoch": epoch, "progress": progress, "changes": changes, "lengths": learned}
-        return {**state, **own, "merge_due": merge_due, "learned": LearningBudget.saved(self.budget)}
+        begun = None if self._begun_anew else self._course
+        progress = None if begun is None else begun.state()
+        if progress is not None:
+            progress = {**progress, "order": self._orders.fingerprint(self._epoch)}
+        ended = begun is not None and progress is None
+        cursor = asdict(self._done)
+        return sealed(
+            self._identity(),
+            world_size=size,
+            rank=rank,
+            epoch=self.epoch if begun is None else self._epoch + ended,
+            progress=progress,
+            changes=[] if self.sizes is None else [list(change) for change in self.sizes.changes],
+            cursor={name: cursor[name] for name in ("epoch", "update", "samples_used", "samples_seen", "current")},
+            lengths=None if self._known.learned is None else self._known.learned.state(),
+            merge_due=ended or (self._merge_due and begun is None),
+            learned=LearningBudget.saved(self.budget),
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where states were taken: exactly what remained of the epoch comes next.
@@ -274,170 +299,152 @@ class OnlineDataLoader:
             state_dict: this rank's state on as many ranks as before; or a list of all ranks' states, on any number.
 
         Raises:
-            StateError: damaged, of other data or settings, taken after different steps, or ranks are missing.
+            StateError: damaged, of other data or settings, taken after different steps, of another rank, or ranks are
+                missing. Nothing has changed then.
         """
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        if not states:
-            raise StateError("no state was given")
+        learned = LearningBudget.saved(self.budget)
+        try:
+            self._load(states)
+        except BaseException:
+            LearningBudget.restore(self.budget, learned)
+            raise
+
+    def _load(self, states: list[Mapping[str, Any]]) -> None:
         rank, size = self._rank_and_size()
-        known = states[rank] if len(states) == size else states[0]
-        LearningBudget.restore(self.budget, known.get("learned"))
-        for state in states:
-            check_state(state, self._identity(), KIND)
-        if len(states) > 1:
-            states = checked_set(states)
-        if len(states) != states[0]["world_size"] and (len(states) > 1 or states[0]["world_size"] != size):
+        if states:
+            first = states[rank] if len(states) == size else states[0]
+            LearningBudget.restore(self.budget, first.get("learned") if isinstance(first, Mapping) else None)
+        num_ordered = None if self._orders.num_samples is None else self._orders.num_ordered()
+        own, needed = checked_states(states, self._identity(), rank=rank, size=size, num_ordered=num_ordered)
+        progress, known = own["progress"], self._known.learned
+        if progress is not None and progress["order"] != self._orders.fingerprint(own["epoch"]):
             raise StateError(
-                f"the state was taken on {states[0]['world_size']} ranks, this run has {size}: "
-                "give load_state_dict the list of all ranks' states"
+                f"`{self._orders.decided_by}` gives other indices in epoch {own['epoch']} than when the state was taken: seed "
+                "its generator alike, or give it a set_epoch"
             )
-        own = states[rank] if len(states) == size else states[0]
-        if self._learned is not None and own["lengths"] is not None:
-            self._learned.load(own["lengths"], [s["lengths"] for s in states] if len(states) != size else ())
+        if known is not None and own["lengths"] is not None:
+            known = known.restored(own["lengths"], [s["lengths"] for s in needed[1:]])
+        self._known = Known(known, self._known.hint)
         if self.sizes is not None:
             self.sizes.restore(own["changes"])
-        self._epoch, self._advance = own["epoch"], 0
-        self._run, self._loader, self._merge_due = None, None, own["merge_due"]
-        self._resume = None if own["progress"] is None else ([own] if own["world_size"] == size else states)
+        self._epoch = self._next = own["epoch"]
+        self._done, self._merge_due = Cursor(**own["cursor"]), own["merge_due"]
+        self._live, self._course = None, None
+        self._resume = None if progress is None else needed
+        self._workers.restart()
 
-    def _start(self) -> EpochRun:
-        world = self._world = self._world or current_world()
+    @property
+    def _begun_anew(self) -> bool:
+        """Another epoch was chosen than the one that was begun last."""
+        return self._live is None and self._next != self._epoch + 1
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
+
+    def _forget(self) -> None:
+        self._course = self._resume = None
+
+    def _walk(self) -> Walk:
+        if self.sizes is None:
+            raise ConfigError("the number of updates is known beforehand only with `samples_per_update`")
+        return _AnyRanks(self.sizes)
+
+    def _run(self) -> Iterator[Step[Any]]:
+        course = self._course = self._begin()
+        try:
+            for take in course:
+                yield self._step(take, course)
+            course.finish()
+        finally:
+            course.close()
+
+    def _begin(self) -> EpochRun:
+        """The epoch that is due; learned lengths and limits are told to all ranks before it."""
+        world, epoch = self.world, self._epoch
         resume, self._resume = self._resume, None
-        if self._merge_due and self._learned is not None:
-            Exchange(world, self._epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
-            self._learned.merge(world)
+        if self._merge_due and self._known.learned is not None:
+            Exchange(world, epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
+            self._known.learned.merge(world)
         self._merge_due = True
         learner = LearningBudget.within(self.budget)
         if learner is not None and resume is None:
-            Exchange(world, self._epoch).highest([])
+            Exchange(world, epoch).highest([])
             learner.apply(world)
-        self._seed_workers(world.rank, resume)
-        indices = self._indices()
-        facts = Facts(
+        self._workers.seed(
+            self.config.seed, epoch, world.rank, resume[0]["progress"]["runner"]["steps"] if resume else 0
+        )
+        if resume is None:
+            self._done = replace(self._done, epoch=epoch, samples_used=0)
+        source = Source(
+            dataset=self.dataset,
             world=world,
-            epoch=self._epoch,
-            indices=None if self._streams else indices,
+            epoch=epoch,
             budget=self.budget,
             config=self.config,
             collator=self._collator,
             stats=self.stats,
-            identity={**self._identity(), "order": self._order_print(indices)},
-            num_workers=self._kwargs.get("num_workers", 0),
-            prefetch_factor=self._kwargs.get("prefetch_factor") or 1,
-        )
-        return EpochRun(
-            facts,
-            open_stream=self._open_stream,
-            open_map=self._open_map,
-            queue=self._queue,
+            workers=self._workers,
+            order=self._orders.of_epoch(epoch),
             sizes=self.sizes,
-            batch_sampler=self.batch_sampler,
-            learned=self._learned,
-            hint=self._hint,
-            resume=resume,
+            batches=self._orders.batches(epoch),
         )
+        shared = self._orders.fingerprint(epoch) if self._orders.num_samples is not None else None
+        identity = {**self._identity(), "order": [self._orders.decided_by, shared]}
+        if callable(self.config.weigh):
+            del identity["weigh"]  # may read what differs by rank, such as a device
+        course = EpochRun(source, self._known, stream=self._stream, identity=identity, resume=resume)
+        self._within_update = resume is not None and resume[0]["progress"]["runner"]["offset"] > 0
+        return course
 
-    def _seed_workers(self, rank: int, resume: Sequence[Mapping[str, Any]] | None) -> None:
-        if self._generator is not None:
-            place = resume[0]["progress"]["steps"] if resume else 0
-            key = np.random.SeedSequence((self.config.seed, self._epoch, rank, place))
-            self._generator.manual_seed(int(key.generate_state(1)[0]))
-
-    def _open_map(self) -> Iterator[Any]:
-        if self._loader is None or not self._kwargs.get("persistent_workers"):
-            data = IndexedDataset(self.dataset)
-            self._loader = DataLoader(data, batch_sampler=self._queue, collate_fn=self._collator, **self._kwargs)  # type: ignore[arg-type]
-        return iter(self._loader)
-
-    def _open_stream(self, resume: Mapping[str, Any] | None) -> Iterator[Any]:
-        if self._loader is None or not self._kwargs.get("persistent_workers") or resume is not None:
-            rank, size = self._rank_and_size()
-            data = StreamDataset(self.dataset, self.config.window, rank=rank, size=size)
-            self._loader = DataLoader(data, batch_size=None, collate_fn=self._collator, **self._kwargs)
-        assert isinstance(self._loader.dataset, StreamDataset)
-        self._loader.dataset.start(self._epoch, resume)
-        return iter(self._loader)
-
-    def _step(self, take: Take) -> Step[Any]:
-        assert self._world is not None
-        assert self._run is not None
+    def _step(self, take: Take, course: EpochRun) -> Step[Any]:
+        if not self._within_update:
+            samples = round(take.samples.total)
+            used, seen = self._done.samples_used + samples, self._done.samples_seen + samples
+            self._done = replace(
+                self._done, update=self._done.update + 1, samples_used=used, samples_seen=seen, current=samples
+            )
+        self._within_update = not take.ends_update
         if take.queued is None:
-            spare = self._idle_batch()
-            batch, indices = copy.deepcopy(spare.batch), list(spare.indices)
+            batch, indices = self._spare.batch(course.spare)
         else:
-            self._note(take.queued)
-            batch, indices = take.queued.refined.batch, list(take.queued.refined.indices)
+            refined = take.queued.refined
+            batch, indices = refined.batch, list(refined.indices)
+            if self._known.learned is not None:
+                self._known.learned.observe(refined.indices, refined.lengths)
+            if self.world.size > 1:
+                self._spare.note(refined)
         return Step(
             batch=batch,
             indices=indices,
             samples=take.samples,
             weight=take.weight,
-            loss_scale=loss_scale(take.weight, self._world.size),
+            loss_scale=loss_scale(take.weight, self.world.size),
             ends_update=take.ends_update,
             idle=take.queued is None,
         )
 
-    def _note(self, queued: Queued) -> None:
-        refined = queued.refined
-        if self._learned is not None:
-            self._learned.observe(refined.indices, refined.lengths)
-        smallest = self._smallest
-        better = smallest is None or (refined.weight > 0, -refined.padded) > (smallest.weight > 0, -smallest.padded)
-        if better and self._world is not None and self._world.size > 1:
-            try:
-                self._smallest = replace(refined, batch=copy.deepcopy(refined.batch), samples=None)
-            except Exception:  # noqa: BLE001 - a batch that cannot be copied is shared
-                self._smallest = replace(refined, samples=None)
-
-    def _idle_batch(self) -> Refined:
-        """What a rank without samples runs; one sample of the dataset where it never had any."""
-        if self._smallest is None:
-            assert self._run is not None
-            self._smallest = self._run.any_batch(self.dataset, self._collator)
-        return self._smallest
-
-    def _indices(self) -> np.ndarray | EpochOrder | None:
-        if self._streams or self.batch_sampler is not None:
-            return None
-        if self._order_source is not None:
-            return self._order_source.of_epoch(self._epoch)
-        if self.config.shuffle:
-            return EpochOrder(len(self.dataset), seed=self.config.seed, epoch=self._epoch)
-        return np.arange(len(self.dataset))
-
-    def _num_ordered(self) -> int:
-        return len(self.dataset) if self._order_source is None else len(self._order_source)
-
-    def _order_print(self, indices: np.ndarray | EpochOrder | None) -> int:
-        return fingerprint(indices.tolist()) if isinstance(indices, np.ndarray) and self._order_source else 0
-
     def _identity(self) -> dict[str, Any]:
-        config = self.config
-        per_update = config.samples_per_update
-        return {
-            "num_samples": None if self._streams else len(self.dataset),
-            "budget": self.budget.fingerprint,
-            "window": config.window,
-            "samples_per_update": described(per_update) if callable(per_update) else per_update,
-            "drop_last": config.drop_last,
-            "accumulation": config.accumulation,
-            "seed": config.seed,
-            "shuffle": config.shuffle,
-            "uneven": config.uneven,
-            "weigh": config.weigh if isinstance(config.weigh, str) else "function",
-            "num_workers": self._kwargs.get("num_workers", 0) if self._streams else None,
-        }
-
-    def _rank_and_size(self) -> tuple[int, int]:
-        return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
+        return {**self._settings, "budget": self.budget.fingerprint}
 
 
-def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterable-style."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return False
-    if hasattr(dataset, "__iter__"):
-        return True
-    raise ConfigError(f"`dataset` must have __getitem__ and __len__, or __iter__, but is a {type(dataset).__name__}")
+def _settings(loader: OnlineDataLoader, hint: Any) -> dict[str, Any]:
+    """What saved states are compared by, besides the budget, which may learn."""
+    config, stream = loader.config, loader._stream
+    per_update = config.samples_per_update
+    return {
+        "num_samples": None if stream else len(loader.dataset),
+        "window": config.window,
+        "window_bytes": config.window_bytes,
+        "samples_per_update": described(per_update) if callable(per_update) else per_update,
+        "drop_last": config.drop_last,
+        "accumulation": config.accumulation,
+        "seed": config.seed,
+        "shuffle": config.shuffle,
+        "order": loader._orders.decided_by,
+        "length_hint": None if hint is None else described(hint),
+        "uneven": config.uneven,
+        "oversize": loader._collator.oversize,
+        "weigh": described(config.weigh),
+        "num_workers": loader._workers.num_workers if stream else None,
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,17 +10,116 @@ import numpy as np
 
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.online.align import split_share
-from dynagroup.online.windows import Planned
+from dynagroup.online.config import OnlineConfig
+from dynagroup.online.datasets import set_epoch
+from dynagroup.online.exchange import fingerprint
+from dynagroup.online.records import Planned
 from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.order import EpochOrder
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.rows import cut_evenly, matched_by_cost
+from dynagroup.plan.sampler import OrderSource
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.update.sizes import Cursor, UpdateSizes
 
-__all__ = ["Rank", "UpdateMark", "exact_plans", "exact_window", "rough_plans", "update_plans"]
+__all__ = ["EpochOrders", "Order", "Rank", "UpdateMark", "exact_plans", "exact_window", "rough_plans", "update_plans"]
 
 ROWS_A_REQUEST = 16
 CHUNKS_A_WINDOW = 8
+
+
+class Order:
+    """The epoch's order: dataset indices by position. ``base`` restricts it to what a resumed epoch still has."""
+
+    def __init__(self, indices: IntArray | EpochOrder, base: IntArray | None = None) -> None:
+        self.indices = indices
+        self.base = base
+
+    def __len__(self) -> int:
+        return len(self.indices) if self.base is None else len(self.base)
+
+    @property
+    def skipped(self) -> int:
+        """Samples at the beginning of the epoch's order that were used before it went on on another number of ranks."""
+        return 0 if self.base is None else len(self.indices) - len(self.base)
+
+    def at(self, positions: IntArray) -> list[int]:
+        """Dataset indices at these positions."""
+        positions = positions if self.base is None else self.base[positions]
+        if isinstance(self.indices, EpochOrder):
+            return self.indices.index_at(positions).tolist()
+        return self.indices[positions].tolist()
+
+    def restricted(self, positions: IntArray) -> Order:
+        """The same order with these positions only."""
+        return Order(self.indices, positions if self.base is None else self.base[positions])
+
+
+class EpochOrders:
+    """The order of samples in each epoch, whoever decides it: the user's sampler or batches, a seeded shuffle, or the dataset.
+
+    Args:
+        sampler: of all ranks' indices. batch_sampler: of this rank's batches.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        config: OnlineConfig,
+        *,
+        stream: bool,
+        sampler: Iterable[int] | None,
+        batch_sampler: Iterable[Sequence[int]] | None,
+    ) -> None:
+        self._config = config
+        self._size = None if stream else len(dataset)
+        self._sampler = None if sampler is None else OrderSource(sampler, len(dataset))
+        self._batch_sampler = batch_sampler
+        self._drawn: tuple[int, list[list[int]]] = (-1, [])
+
+    @property
+    def decided_by(self) -> str:
+        """In a word, for comparing runs."""
+        if self._sampler is not None or self._batch_sampler is not None:
+            return "sampler" if self._sampler is not None else "batch_sampler"
+        return "dataset" if not self._config.shuffle else "shuffle"
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that an epoch draws over all ranks, where one order decides it."""
+        return None if self._size is None or self._batch_sampler is not None else self.num_ordered()
+
+    def num_ordered(self) -> int:
+        """Positions of the order."""
+        return (self._size or 0) if self._sampler is None else len(self._sampler)
+
+    def of_epoch(self, epoch: int) -> Order:
+        """Dataset indices by position; none where the dataset or the user brings batches."""
+        if self._size is None or self._batch_sampler is not None:
+            return Order(np.zeros(0, np.int64))
+        if self._sampler is not None:
+            return Order(self._sampler.of_epoch(epoch))
+        if self._config.shuffle:
+            return Order(EpochOrder(self._size, seed=self._config.seed, epoch=epoch))
+        return Order(np.arange(self._size))
+
+    def batches(self, epoch: int) -> list[list[int]] | None:
+        """This rank's batches, where the user gives them. A sampler that cannot be told the epoch is drawn for each before."""
+        source, (drawn, _) = self._batch_sampler, self._drawn
+        if source is None:
+            return None
+        if epoch != drawn:
+            told = callable(getattr(source, "set_epoch", None))
+            set_epoch(source, epoch)
+            for _ in range(1 if told else max(1, epoch - drawn)):
+                self._drawn = epoch, [[int(index) for index in batch] for batch in source]
+        return self._drawn[1]
+
+    def fingerprint(self, epoch: int) -> int | None:
+        """63 bits of an order that the user decides; None where seed and settings do."""
+        if self._batch_sampler is not None:
+            return fingerprint(self.batches(epoch))
+        return None if self._sampler is None else fingerprint(self._sampler.of_epoch(epoch).tolist())
 
 
 class UpdateMark(NamedTuple):

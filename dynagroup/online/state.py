@@ -1,8 +1,9 @@
-"""The state of an online loader as JSON: which samples remain, in which batches."""
+"""Positions and states as JSON: packed small, checked whole before any of it is used."""
 
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.checks import Check, a_list, a_text
 from dynagroup.errors import StateError
+from dynagroup.fingerprint import hashed
 from dynagroup.shapes import IntArray
 
-__all__ = ["check_state", "pack", "pack_groups", "unpack", "unpack_groups"]
+__all__ = ["a_pack", "check_seal", "pack", "pack_groups", "seal_of", "some_groups", "unpack", "unpack_groups"]
 
-STATE_VERSION = 1
+MOST_BYTES = 1 << 34
+"""A pack that claims to be larger is damaged: two thousand million integers."""
 
 
 def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
@@ -37,10 +41,13 @@ def unpack(text: str) -> IntArray:
         StateError: the text is damaged.
     """
     try:
-        planes = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), np.uint8)
+        reader = zlib.decompressobj()
+        planes = np.frombuffer(reader.decompress(base64.b64decode(text, validate=True), MOST_BYTES), np.uint8)
         steps = np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1)
     except (ValueError, TypeError, zlib.error) as error:
         raise StateError(f"the state is damaged: {error}") from error
+    if not reader.eof:
+        raise StateError("the state is damaged: packed integers end too early, or are too many")
     return np.cumsum(steps, dtype=np.int64)
 
 
@@ -55,51 +62,61 @@ def pack_groups(groups: Iterable[Sequence[int]]) -> list[str]:
 
 
 def unpack_groups(packed: Sequence[str]) -> list[list[int]]:
-    """What :func:`pack_groups` packed."""
+    """What :func:`pack_groups` packed.
+
+    Raises:
+        StateError: it is damaged.
+    """
     sizes, members = (unpack(text) for text in packed)
-    if sizes.sum() != len(members):
+    if (sizes < 0).any() or sizes.sum() != len(members):
         raise StateError(f"the state is damaged: {sizes.sum()} samples are announced, {len(members)} are there")
     bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     flat = members.tolist()
     return [flat[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def check_state(state: Any, identity: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The state, if it belongs to this run.
+def a_pack() -> Check:
+    """Packed integers of at least 0."""
+
+    def check(value: Any, place: str) -> None:
+        a_text()(value, place)
+        if (unpack(value) < 0).any():
+            raise StateError(f"the state is damaged: {place} holds a negative position")
+
+    return check
+
+
+def some_groups() -> Check:
+    """Packed lists of integers."""
+
+    def check(value: Any, place: str) -> None:
+        a_list(a_pack(), length=2)(value, place)
+        unpack_groups(value)
+
+    return check
+
+
+def seal_of(state: Mapping[str, Any]) -> str:
+    """A hash of all that a state holds, but for what belongs to the user's stream, which need not be JSON.
+
+    It tells a state that was cut, mixed from two, or edited from one that is whole; it proves nothing against forging.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(k): plain(v) for k, v in value.items() if not (k == "state" and "keep" in value)}
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return hashed(json.dumps(plain({**state, "seal": None}), sort_keys=True, default=repr))
+
+
+def check_seal(state: Mapping[str, Any]) -> None:
+    """Refuse a state that is not as it was saved.
 
     Raises:
-        StateError: it is damaged, of another version, or of other data or settings; names what differs.
+        StateError: it was changed, or is made of two.
     """
-    needed = ("version", "kind", "identity", "world_size", "rank", "epoch", "progress")
-    missing = [key for key in needed if key not in state] if isinstance(state, Mapping) else list(needed)
-    if missing or state["kind"] != kind:
+    if state["seal"] != seal_of(state):
         raise StateError(
-            f"this is no state of an {kind}: {missing or state['kind']} {'missing' if missing else 'found'}"
+            "the state is damaged: it is not what was saved, its seal differs; load the checkpoint before it"
         )
-    if state["version"] != STATE_VERSION:
-        raise StateError(f"the state has version {state['version']}, this dynagroup reads version {STATE_VERSION}")
-    theirs = state["identity"]
-    differing = [f"{k}: {theirs.get(k)!r} then, {v!r} now" for k, v in identity.items() if theirs.get(k) != v]
-    if differing:
-        raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
-    return state
-
-
-def checked_set(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The states of all ranks, in their order.
-
-    Raises:
-        StateError: some rank is missing, or they were not taken after the same step.
-    """
-    ordered = sorted(states, key=lambda s: s["rank"])
-    size = ordered[0]["world_size"]
-    if [s["rank"] for s in ordered] != list(range(size)):
-        raise StateError(
-            f"states of ranks {[s['rank'] for s in ordered]} were given; all {size} ranks' states are needed"
-        )
-    places = {(s["world_size"], s["epoch"], (s["progress"] or {}).get("steps")) for s in ordered}
-    if len(places) > 1:
-        raise StateError(
-            f"the ranks' states were not taken after the same step: (ranks, epoch, step) are {sorted(places)}"
-        )
-    return ordered

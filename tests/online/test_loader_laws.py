@@ -107,7 +107,7 @@ def test_the_number_of_updates_is_exact():
 
         def run(world):
             loader = make_loader(world, lengths_of(100), samples_per_update=16)
-            before = len(loader)
+            before = loader.num_updates
             counted = [loader.num_updates for _ in loader.updates()]
             return before, counted
 
@@ -278,7 +278,7 @@ def test_samples_per_update_may_follow_a_schedule():
 
     def run(world):
         loader = make_loader(world, lengths, samples_per_update=schedule)
-        return len(loader), [step.samples.total for step in loader if step.ends_update]
+        return loader.num_updates, [step.samples.total for step in loader if step.ends_update]
 
     for count, totals in run_ranks(2, run):
         assert totals == [8, 8, 16, 32, 32, 4]

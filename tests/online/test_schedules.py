@@ -49,7 +49,7 @@ def test_the_offline_loader_makes_the_same_updates(size, drop_last):
         epochs = []
         for _ in range(3):
             loader.set_epoch(len(epochs))
-            announced = len(loader)
+            announced = loader.num_updates
             epochs.append(updates_of(loader))
             assert announced == len(epochs[-1])
         return epochs
@@ -170,7 +170,7 @@ def test_other_schedules_are_told_apart():
     def follows(world):
         return updates_of(online(world, samples_per_update=lambda update, current: 4 + world.rank))
 
-    with pytest.raises(AlignmentError, match="ranks differ in sizes of updates"):
+    with pytest.raises(AlignmentError, match="ranks differ in .*sizes of updates"):
         run_ranks(2, follows)
     loader = online(None, samples_per_update=RAMP)
     next(iter(loader))

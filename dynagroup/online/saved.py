@@ -1,0 +1,138 @@
+"""What an online loader saves, and what it checks before it takes anything of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dynagroup.checks import (
+    Check,
+    a_flag,
+    a_list,
+    a_mapping,
+    a_text,
+    an_int,
+    anything,
+    check_state,
+    either,
+    nothing,
+)
+from dynagroup.errors import StateError
+from dynagroup.online.epoch import FEEDS
+from dynagroup.online.state import a_pack, check_seal, seal_of, unpack
+
+__all__ = ["KIND", "checked_states", "sealed"]
+
+KIND = "OnlineDataLoader"
+VERSION = 2
+MOST_RANKS = 1 << 20
+
+
+def _a_progress(value: Any, place: str) -> None:
+    fields: dict[str, Check] = {
+        "kind": a_text(),
+        "order": either(nothing(), an_int()),
+        "base": either(nothing(), a_pack()),
+    }
+    a_mapping({**fields, "runner": anything(), "feed": anything()})(value, place)
+    feed = FEEDS.get(value["kind"])
+    if feed is None:
+        raise StateError(f"the state is damaged: {place}['kind'] is {value['kind']!r}, which is no kind of epoch")
+    a_mapping(feed.runner.place)(value["runner"], f"{place}['runner']")
+    a_mapping(feed.feed.place)(value["feed"], f"{place}['feed']")
+
+
+A_CURSOR = a_mapping(
+    {name: an_int() for name in ("epoch", "update", "samples_used", "samples_seen")}
+    | {"current": either(nothing(), an_int())}
+)
+LENGTHS = a_mapping({"seen": a_mapping(values=a_text()), "fresh": a_mapping(values=a_text()), "steady": a_flag()})
+SCHEMA: Mapping[str, Check] = {
+    "world_size": an_int(1, MOST_RANKS),
+    "rank": an_int(0, MOST_RANKS),
+    "epoch": an_int(),
+    "progress": either(nothing(), _a_progress),
+    "changes": a_list(a_list(an_int(), length=3)),
+    "cursor": A_CURSOR,
+    "lengths": either(nothing(), LENGTHS),
+    "merge_due": a_flag(),
+    "learned": anything(),
+    "seal": a_text(),
+}
+
+
+def sealed(identity: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
+    """A state of these parts."""
+    state = {"kind": KIND, "version": VERSION, "identity": dict(identity), **parts, "seal": ""}
+    return {**state, "seal": seal_of(state)}
+
+
+def checked_states(
+    states: Sequence[Any], identity: Mapping[str, Any], *, rank: int, size: int, num_ordered: int | None
+) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """This rank's state, or on another number of ranks the first one, and all that its progress depends on. Changes nothing.
+
+    Args:
+        identity: settings and data of this run.
+        num_ordered: positions of an epoch's order, where they are known.
+
+    Raises:
+        StateError: a state is damaged, of another run, or not this rank's; ranks are missing, or were not saved together.
+    """
+    if not states:
+        raise StateError("no state was given")
+    for state in states:
+        check_state(state, KIND, VERSION, SCHEMA, identity)
+        check_seal(state)
+        if state["progress"] is not None:
+            _check_positions(state["progress"], num_ordered)
+    given = states[0]["world_size"]
+    ordered = sorted(states, key=lambda state: state["rank"])
+    if len(states) > 1:
+        _check_together(ordered, given)
+    elif given not in (1, size):
+        raise StateError(
+            f"the state was taken on {given} ranks, this run has {size}: give load_state_dict the list of all ranks' states"
+        )
+    elif given == size and states[0]["rank"] != rank:
+        raise StateError(
+            f"this is the state of rank {states[0]['rank']}, and this is rank {rank}: give each rank its own, or the list of all"
+        )
+    if given == size:
+        own = ordered[rank] if len(ordered) > 1 else ordered[0]
+        return own, [own]
+    return ordered[0], ordered
+
+
+def _check_together(ordered: Sequence[Mapping[str, Any]], size: int) -> None:
+    ranks = [state["rank"] for state in ordered]
+    if len(ordered) != size or ranks != list(range(size)):
+        raise StateError(f"states of ranks {ranks} were given; all {size} ranks' states are needed")
+    places = {
+        (s["world_size"], s["epoch"], s["progress"]["runner"]["steps"] if s["progress"] else None, str(s["changes"]))
+        for s in ordered
+    }
+    if len(places) > 1:
+        raise StateError(
+            "the ranks' states were not taken after the same step: (ranks, epoch, step, changes) are "
+            f"{sorted(places, key=str)}"
+        )
+
+
+def _check_positions(progress: Mapping[str, Any], num_ordered: int | None) -> None:
+    """No position beyond the order, none twice."""
+    feed = progress["feed"]
+    if "front" not in feed or (progress["kind"] == "batches"):
+        return
+    base = None if progress["base"] is None else unpack(progress["base"])
+    count = len(base) if base is not None else num_ordered
+    held = [unpack(feed[name][1]) for name in ("front", "pool")] + [unpack(rest[0]) for rest in feed["rest"]]
+    positions = np.concatenate(held)
+    ends = [*positions.tolist(), *(stop - 1 for stop in feed.get("handed_out", ())[1:])]
+    beyond = [] if count is None else [position for position in ends if position >= count]
+    if base is not None and num_ordered is not None and len(base) and base.max() >= num_ordered:
+        beyond.append(int(base.max()))
+    if beyond or len(np.unique(positions)) < len(positions):
+        raise StateError(f"the state is damaged: positions {beyond[:4]} lie beyond the order, or one is there twice")
