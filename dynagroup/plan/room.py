@@ -1,0 +1,168 @@
+"""What packed batches that are being filled still take: limits on sums are compared, everything else is asked of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.shapes import TOKENS, BatchShape, Streams
+
+__all__ = ["Bin", "Room", "SumLimits", "sum_limits"]
+
+BOLD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256])  # further samples that one question asks for
+STEPS = np.arange(1, 65)
+
+
+class SumLimits(NamedTuple):
+    """Most units of each stream a packed batch may sum to, most samples, and the budgets that know more than sums."""
+
+    units: dict[str, int]
+    samples: int
+    others: tuple[Budget, ...]
+
+
+def sum_limits(budget: Budget) -> SumLimits:
+    """What a budget says about sums.
+
+    >>> sum_limits(TokenBudget(100, max_samples=7, layout="packed") & AdditiveCap("patches", 9))
+    SumLimits(units={'tokens': 100, 'patches': 9}, samples=7, others=())
+    """
+    units: dict[str, int] = {}
+    samples = UNLIMITED
+    others: list[Budget] = []
+    for part in budget.parts if type(budget) is AllOf else (budget,):
+        if type(part) is TokenBudget and part.layout == "packed":
+            units[TOKENS] = min(part.max_tokens, units.get(TOKENS, UNLIMITED))
+            samples = min(samples, part.max_samples or UNLIMITED, part.max_tokens)
+        elif type(part) is AdditiveCap:
+            units[part.stream] = min(part.limit, units.get(part.stream, UNLIMITED))
+        else:
+            others.append(part)  # a class of its own may say anything
+    return SumLimits(units, samples, tuple(others))
+
+
+@dataclass(slots=True)
+class Bin:
+    """A packed batch that is being filled."""
+
+    load: float
+    """Work it holds, plus what it was given beforehand so that others fill first."""
+    room: int
+    """A sample of more tokens does not fit."""
+    members: list[int] = field(default_factory=list)
+    used: dict[str, int] = field(default_factory=dict)
+    """Sums of the other limited streams."""
+    tokens: int = 0
+    longest: int = 0
+    refused: int = UNLIMITED
+    """The budget was asked, and a sample of more tokens than that does not fit."""
+    sure_samples: int = 0
+    sure_tokens: int = 0
+    """So many samples and tokens are known to fit, as long as none is longer than the longest."""
+
+
+class Room:
+    """Puts samples into bins where they fit. Holds the facts; bins hold what has been decided.
+
+    A budget that knows more than sums is asked boldly: whether the next sample fits *sixteen times over* answers for the
+    sixteen that follow, which are no longer. A refused one is bisected for the most tokens that still fit, so that a full bin is not
+    asked again for every sample. Both rest on the budget's law alone.
+    """
+
+    def __init__(self, lengths: Streams, budget: Budget) -> None:
+        limits = sum_limits(budget)
+        self.tokens: list[int] = lengths[TOKENS].tolist()
+        self.most_samples = limits.samples
+        self.most_tokens = limits.units.pop(TOKENS, UNLIMITED)
+        self._budget = budget
+        self._extra = [(name, limit, self._stream(lengths, name, budget)) for name, limit in limits.units.items()]
+        self._asks = bool(limits.others)
+        self._alone = len(lengths) == 1
+        self._lengths = {name: values.astype(np.int64) for name, values in lengths.items()}
+
+    @staticmethod
+    def _stream(lengths: Streams, name: str, budget: Budget) -> list[int]:
+        if name not in lengths:
+            budget.fits(BatchShape.of_samples(lengths))  # says what is missing
+        return lengths[name].tolist()
+
+    @property
+    def known(self) -> bool:
+        """Whether ``room`` alone decides for most samples."""
+        return not self._asks
+
+    def fewest(self, samples: Sequence[int]) -> int:
+        """No division of these samples can do with fewer batches, by the sums alone."""
+        sums = [(len(samples), self.most_samples), (sum(self.tokens[s] for s in samples), self.most_tokens)]
+        sums += [(sum(units[s] for s in samples), limit) for _, limit, units in self._extra]
+        return max(-(-total // limit) for total, limit in sums)
+
+    def fits_alone(self) -> list[bool]:
+        ones = np.ones(len(self.tokens), np.int64)
+        return self._budget.fits(BatchShape(ones, self._lengths, self._lengths)).tolist()
+
+    def bin(self, load: float = 0.0) -> Bin:
+        return Bin(load, self.most_tokens)
+
+    def admits(self, bin: Bin, sample: int) -> bool:
+        """Whether a sample of at most ``bin.room`` tokens fits; where its length is to blame, ``bin.room`` says so afterwards."""
+        if len(bin.members) >= self.most_samples:
+            bin.room = -1
+            return False
+        if any(bin.used.get(name, 0) + units[sample] > limit for name, limit, units in self._extra):
+            return False
+        return not self._asks or self._is_sure(bin, sample) or self._asked(bin, sample)
+
+    def add(self, bin: Bin, sample: int, work: float) -> None:
+        size = self.tokens[sample]
+        bin.members.append(sample)
+        bin.load += work
+        bin.tokens += size
+        bin.longest = max(bin.longest, size)
+        bin.room = min(self.most_tokens - bin.tokens, bin.refused)
+        for name, _, units in self._extra:
+            bin.used[name] = bin.used.get(name, 0) + units[sample]
+
+    def spare_tokens(self, bin: Bin) -> int:
+        """Tokens that the limit on their sum leaves."""
+        return self.most_tokens - bin.tokens
+
+    def _is_sure(self, bin: Bin, sample: int) -> bool:
+        size = self.tokens[sample]
+        return len(bin.members) < bin.sure_samples and bin.tokens + size <= bin.sure_tokens and size <= bin.longest
+
+    def _asked(self, bin: Bin, sample: int) -> bool:
+        if not self._alone:
+            return self.together([*bin.members, sample])
+        size, count, longest = self.tokens[sample], len(bin.members), max(self.tokens[sample], bin.longest)
+        fits = self._budget.fits(BatchShape.of(count + BOLD, longest, bin.tokens + size * BOLD))
+        if fits[0]:
+            bold = int(BOLD[np.flatnonzero(fits)[-1]])
+            bin.sure_samples, bin.sure_tokens = count + bold, bin.tokens + size * bold
+            return True
+        bin.refused = self._room_for_one(bin, size)
+        bin.room = min(bin.room, bin.refused)
+        return False
+
+    def _room_for_one(self, bin: Bin, refused: int) -> int:
+        """The longest sample that still fits, shorter than ``refused``; -1 where none does."""
+        low, high = -1, refused
+        while high - low > 1:
+            tried = np.unique(low + (high - low) * STEPS // (len(STEPS) + 1))
+            tried = tried[(tried > low) & (tried < high)]
+            longest = np.maximum(tried, bin.longest)
+            fits = self._budget.fits(BatchShape.of(len(bin.members) + 1, longest, bin.tokens + tried))
+            low = int(tried[fits].max(initial=low))
+            high = int(tried[~fits].min(initial=high))
+        return low
+
+    def together(self, members: Sequence[int]) -> bool:
+        """Whether these samples fit one batch."""
+        return bool(
+            self._budget.fits(BatchShape.of_samples({n: v[list(members)] for n, v in self._lengths.items()}))[0]
+        )
