@@ -25,7 +25,7 @@ SINGLES, RUNS, PAIRED = (
 def level(bins: Sequence[Bin], room: Room, costs: NDArray[np.float64], multiple: int) -> list[Bin]:
     """The bins in rows of ``multiple``, dearest first, with the work in each row evened out."""
     for bin in bins:
-        bin.load = float(costs[bin.members].sum())
+        room.fill(bin, bin.members, float(costs[bin.members].sum()))
     ordered = sorted(bins, key=lambda bin: -bin.load)
     if multiple == 1:
         return ordered
@@ -109,6 +109,5 @@ class _Exchanges:
         if not ours or not theirs or not (self._room.together(ours) and self._room.together(theirs)):
             return False
         for bin, members in ((high, ours), (low, theirs)):
-            bin.members, bin.load = members, float(self._costs[members].sum())
-            bin.tokens = sum(self._room.tokens[s] for s in members)
+            self._room.fill(bin, members, float(self._costs[members].sum()))
         return True

@@ -132,7 +132,7 @@ class _Packing:
 
     def __init__(self, room: Room, costs: NDArray[np.float64], multiple: int) -> None:
         self._room, self._costs, self._multiple = room, costs.tolist(), multiple
-        alone = room.fits_alone()
+        alone = room.fits_alone
         order = np.argsort(-costs, kind="stable").tolist()
         self._order: list[int] = [s for s in order if alone[s]]
         self._oversize: list[int] = [s for s in order if not alone[s]]
@@ -230,7 +230,7 @@ class _Packing:
 
     def _fullest(self, samples: Sequence[int], bins: list[Bin], *, opening: bool = False) -> bool:
         """Best fit: each sample to the bin with least room that it fits. Where it fits none: a new one, or False."""
-        room, tokens, costs = self._room, self._room.tokens, self._costs
+        room, costs = self._room, self._costs
         by_room = sorted((bin.room, number) for number, bin in enumerate(bins))
         for sample in samples:
             number = self._fullest_that_fits(sample, bins, by_room)

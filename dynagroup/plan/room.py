@@ -10,40 +10,47 @@ import numpy as np
 
 from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.shapes import TOKENS, BatchShape, Streams
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
-__all__ = ["Bin", "Room", "SumLimits", "sum_limits"]
+__all__ = ["Bin", "Room", "sum_limits"]
 
 BOLD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256])  # further samples that one question asks for
 STEPS = np.arange(1, 65)
 
 
 class SumLimits(NamedTuple):
-    """Most units of each stream a packed batch may sum to, most samples, and the budgets that know more than sums."""
+    """What a budget says about sums over the samples of a packed batch."""
 
-    units: dict[str, int]
+    sums: list[tuple[IntArray, int]]
+    """Units of each sample, and the most that a batch may sum to."""
     samples: int
-    others: tuple[Budget, ...]
+    """Most samples of a batch."""
+    asks: bool
+    """Some part of the budget knows more than sums and must be asked."""
 
 
-def sum_limits(budget: Budget) -> SumLimits:
-    """What a budget says about sums.
+def sum_limits(budget: Budget, lengths: Streams) -> SumLimits:
+    """The limits of a budget that are mere sums, for these samples.
 
-    >>> sum_limits(TokenBudget(100, max_samples=7, layout="packed") & AdditiveCap("patches", 9))
-    SumLimits(units={'tokens': 100, 'patches': 9}, samples=7, others=())
+    >>> budget = TokenBudget(100, max_samples=7, layout="packed") & AdditiveCap("patches", 9)
+    >>> limits = sum_limits(budget, {"tokens": np.array([3, 4]), "patches": np.array([1, 0])})
+    >>> [(units.tolist(), limit) for units, limit in limits.sums], limits.samples, limits.asks
+    ([([3, 4], 100), ([1, 0], 9)], 7, False)
     """
-    units: dict[str, int] = {}
-    samples = UNLIMITED
-    others: list[Budget] = []
-    for part in budget.parts if type(budget) is AllOf else (budget,):
+    parts = budget.parts if type(budget) is AllOf else (budget,)
+    capped = {part.stream for part in parts if isinstance(part, AdditiveCap)} if type(budget) is AllOf else set()
+    sums: list[tuple[IntArray, int]] = []
+    samples, asks = UNLIMITED, False
+    for part in parts:
         if type(part) is TokenBudget and part.layout == "packed":
-            units[TOKENS] = min(part.max_tokens, units.get(TOKENS, UNLIMITED))
+            names = part.streams or [name for name in lengths if name not in capped]
+            sums.append((np.stack([lengths[name] for name in names]).sum(axis=0, dtype=np.int64), part.max_tokens))
             samples = min(samples, part.max_samples or UNLIMITED, part.max_tokens)
         elif type(part) is AdditiveCap:
-            units[part.stream] = min(part.limit, units.get(part.stream, UNLIMITED))
-        else:
-            others.append(part)  # a class of its own may say anything
-    return SumLimits(units, samples, tuple(others))
+            sums.append((lengths[part.stream].astype(np.int64), part.limit))
+        else:  # a class of its own may say anything
+            asks = True
+    return SumLimits(sums, samples, asks)
 
 
 @dataclass(slots=True)
@@ -55,8 +62,8 @@ class Bin:
     room: int
     """A sample of more tokens does not fit."""
     members: list[int] = field(default_factory=list)
-    used: dict[str, int] = field(default_factory=dict)
-    """Sums of the other limited streams."""
+    used: list[int] = field(default_factory=list)
+    """What its samples sum to under the further limits."""
     tokens: int = 0
     longest: int = 0
     refused: int = UNLIMITED
@@ -70,26 +77,20 @@ class Room:
     """Puts samples into bins where they fit. Holds the facts; bins hold what has been decided.
 
     A budget that knows more than sums is asked boldly: whether the next sample fits *sixteen times over* answers for the
-    sixteen that follow, which are no longer. A refused one is bisected for the most tokens that still fit, so that a full bin is not
-    asked again for every sample. Both rest on the budget's law alone.
+    sixteen that follow, which are no longer. A refused one is bisected for the most tokens that still fit, so that a full bin
+    is not asked again for every sample. Both rest on the budget's law alone.
     """
 
     def __init__(self, lengths: Streams, budget: Budget) -> None:
-        limits = sum_limits(budget)
-        self.tokens: list[int] = lengths[TOKENS].tolist()
+        alone = BatchShape(np.ones(len(lengths[TOKENS]), np.int64), _wide(lengths), _wide(lengths))
+        self.fits_alone: list[bool] = budget.fits(alone).tolist()  # first: it names a stream that is missing
+        limits = sum_limits(budget, lengths)
+        tokens, self.most_tokens = limits.sums[0] if limits.sums else (lengths[TOKENS], UNLIMITED)
+        self.tokens: list[int] = tokens.tolist()
         self.most_samples = limits.samples
-        self.most_tokens = limits.units.pop(TOKENS, UNLIMITED)
-        self._budget = budget
-        self._extra = [(name, limit, self._stream(lengths, name, budget)) for name, limit in limits.units.items()]
-        self._asks = bool(limits.others)
-        self._alone = len(lengths) == 1
-        self._lengths = {name: values.astype(np.int64) for name, values in lengths.items()}
-
-    @staticmethod
-    def _stream(lengths: Streams, name: str, budget: Budget) -> list[int]:
-        if name not in lengths:
-            budget.fits(BatchShape.of_samples(lengths))  # says what is missing
-        return lengths[name].tolist()
+        self._further = [(units.tolist(), limit) for units, limit in limits.sums[1:]]
+        self._asks, self._alone = limits.asks, len(lengths) == 1
+        self._budget, self._streams = budget, lengths
 
     @property
     def known(self) -> bool:
@@ -99,22 +100,18 @@ class Room:
     def fewest(self, samples: Sequence[int]) -> int:
         """No division of these samples can do with fewer batches, by the sums alone."""
         sums = [(len(samples), self.most_samples), (sum(self.tokens[s] for s in samples), self.most_tokens)]
-        sums += [(sum(units[s] for s in samples), limit) for _, limit, units in self._extra]
+        sums += [(sum(units[s] for s in samples), limit) for units, limit in self._further]
         return max(-(-total // limit) for total, limit in sums)
 
-    def fits_alone(self) -> list[bool]:
-        ones = np.ones(len(self.tokens), np.int64)
-        return self._budget.fits(BatchShape(ones, self._lengths, self._lengths)).tolist()
-
     def bin(self, load: float = 0.0) -> Bin:
-        return Bin(load, self.most_tokens)
+        return Bin(load, self.most_tokens, used=[0] * len(self._further))
 
     def admits(self, bin: Bin, sample: int) -> bool:
         """Whether a sample of at most ``bin.room`` tokens fits; where its length is to blame, ``bin.room`` says so afterwards."""
         if len(bin.members) >= self.most_samples:
             bin.room = -1
             return False
-        if any(bin.used.get(name, 0) + units[sample] > limit for name, limit, units in self._extra):
+        if any(used + units[sample] > limit for used, (units, limit) in zip(bin.used, self._further, strict=True)):
             return False
         return not self._asks or self._is_sure(bin, sample) or self._asked(bin, sample)
 
@@ -125,8 +122,13 @@ class Room:
         bin.tokens += size
         bin.longest = max(bin.longest, size)
         bin.room = min(self.most_tokens - bin.tokens, bin.refused)
-        for name, _, units in self._extra:
-            bin.used[name] = bin.used.get(name, 0) + units[sample]
+        for number, (units, _) in enumerate(self._further):
+            bin.used[number] += units[sample]
+
+    def fill(self, bin: Bin, members: list[int], work: float) -> None:
+        """Let a bin hold these samples and no others; known to fit together."""
+        bin.members, bin.load = members, work
+        bin.tokens = sum(self.tokens[sample] for sample in members)
 
     def spare_tokens(self, bin: Bin) -> int:
         """Tokens that the limit on their sum leaves."""
@@ -164,5 +166,9 @@ class Room:
     def together(self, members: Sequence[int]) -> bool:
         """Whether these samples fit one batch."""
         return bool(
-            self._budget.fits(BatchShape.of_samples({n: v[list(members)] for n, v in self._lengths.items()}))[0]
+            self._budget.fits(BatchShape.of_samples({n: v[list(members)] for n, v in self._streams.items()}))[0]
         )
+
+
+def _wide(lengths: Streams) -> dict[str, IntArray]:
+    return {name: values.astype(np.int64) for name, values in lengths.items()}

@@ -100,13 +100,6 @@ def test_literal_cut() -> None:
     assert [batch.tolist() for batch in batches] == [[4], [1, 3], [0, 2]]
 
 
-def test_packed_fills_first_fit_and_keeps_arrival_order() -> None:
-    budget = TokenBudget(10, layout="packed")
-    batches = cut(streams([4, 6, 3, 7, 2, 8]), budget)
-    assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5]]
-    assert [batch.tolist() for batch in cut(streams([12, 1, 5, 5]), budget)] == [[0], [1], [2, 3]]
-
-
 def test_rounding_happens_before_the_fit_check_and_only_downwards() -> None:
     lengths = streams([10] * 23)
     assert cut(lengths, TokenBudget(100), round_batch=multiple_of(8)).sizes.tolist() == [8, 8, 7]
