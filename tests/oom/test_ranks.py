@@ -112,10 +112,32 @@ def buffers_and_unused_parameters(rank: int, size: int) -> tuple[list[float], li
     return [float(model.seen)], gradients
 
 
+def gradients_from_before(rank: int, size: int) -> list[list[float]]:
+    """After an update that ends in an error, and after one that is averaged: [.., ..] of one weight."""
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    ddp = DistributedDataParallel(model)
+    held = model.weight.grad = torch.full((1, 1), 7.0 + 2 * rank, dtype=torch.float64)
+    limit = Allocator(0 if rank == 1 else NEVER)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        limit.claim(len(x))
+        return ddp(x).mean()
+
+    backward = OomSafeBackward(ddp, weigh="samples", learned=loop.Forgetful())
+    with pytest.raises(BudgetError):
+        backward(loss, torch.ones(2, 1).double())
+    after_an_error = held.flatten().tolist()
+    assert model.weight.grad is held
+    limit.limit = 1
+    backward(loss, torch.ones(2, 1).double())
+    assert model.weight.grad is held
+    return [after_an_error, held.flatten().tolist()]
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """One start of two processes for all that is asked of them."""
-    jobs = (several_places, no_way_out, buffers_and_unused_parameters, a_rank_that_leaves)
+    jobs = (several_places, no_way_out, buffers_and_unused_parameters, gradients_from_before, a_rank_that_leaves)
     return dict(zip(jobs, spawn(2, tmp_path_factory.mktemp("ranks"), *jobs), strict=True))
 
 
@@ -142,6 +164,10 @@ def test_buffers_follow_the_first_rank_and_a_parameter_used_on_one_rank_is_avera
     assert first == second
     assert first[0] == [2.0]
     assert first[1] == [[0.5, 0.5], [0.5], [0.5, 0.5], [0.5], None, None]
+
+
+def test_gradients_from_before_are_kept_when_an_update_fails(two_ranks: dict[Any, list[Any]]) -> None:
+    assert two_ranks[gradients_from_before] == [[[7.0], [9.0]], [[9.0], [9.0]]]
 
 
 def test_a_rank_that_leaves_is_an_error_within_the_timeout(two_ranks: dict[Any, list[Any]]) -> None:

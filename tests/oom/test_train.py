@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.device import PeakWatch
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom import LearningBudget, OomSafeBackward
+from dynagroup.oom import LearningBudget, OomSafeBackward, train
 from dynagroup.testing import run_ranks
 from dynagroup.update.step import Share, Step
 from tests.allocator import Allocator
@@ -72,8 +72,8 @@ def test_gradients_from_before_the_update_are_kept_in_the_tensor_that_holds_them
 
 
 def test_a_sum_needs_no_weights() -> None:
-    model, backward = linear(limit=2)
-    backward._weigh = None
+    model = Linear(Allocator(2))
+    backward = OomSafeBackward(model, weigh="sum")
     result = backward(lambda x: model(x).sum() / 5, X)
     assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, X.mean(0))
@@ -144,6 +144,25 @@ def test_a_sample_that_does_not_fit_alone_ends_the_update_with_clean_gradients()
     backward(lambda x: model(x).mean(), X)
     assert model.weight.grad is not None  # the next update is none the worse
     torch.testing.assert_close(model.weight.grad, X.mean(0))
+
+
+@pytest.mark.parametrize("mode", ["retry", "skip"])
+def test_a_sample_of_an_earlier_batch_that_fits_no_more_is_named_as_its_batch_had_it(mode: Any) -> None:
+    """The second batch fails in backward, so the first is run again; by then the device is fuller."""
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
+    limit = Allocator(9)
+    remove = limit.in_backward(layers[0])
+    backward = OomSafeBackward(layers, weigh="samples", mode=mode)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 5:
+            limit.limit = 0
+        return layers(x[None]).mean()
+
+    backward(loss, X[:2], indices=[40, 41], ends_update=False)
+    with pytest.raises(BudgetError, match="sample 40 does not fit on rank 0 even alone"):
+        backward(loss, X, indices=[70, 71, 72, 73, 74])
+    remove()
 
 
 def test_min_samples_in_training() -> None:
@@ -247,7 +266,7 @@ def test_ranks_vote_once_an_update() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "again"}, "`mode` must be 'retry', 'skip' or None, but is 'again'"),
+        ({"mode": "again"}, "`mode` must be one of 'retry', 'skip', None, but is 'again'"),
         (
             {"weigh": "bytes"},
             "`weigh` must be 'tokens', 'samples' or a function from a batch to its weight, but is 'bytes'",
@@ -345,8 +364,8 @@ def test_a_training_step_that_nearly_fills_the_device_limits_the_next(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
     model = torch.nn.Linear(2, 1)
+    monkeypatch.setattr(train, "PeakWatch", lambda _: PeakWatch(torch.device("cuda")))
     backward = OomSafeBackward(model, weigh="samples", learned=LearningBudget())
-    backward._peak = PeakWatch(torch.device("cuda"))
 
     def loss(x: torch.Tensor) -> Any:
         peaks.append(960 if len(x) == 4 else 500)
