@@ -13,8 +13,8 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.online import OnlineUpdates, PlannedUpdates
 from dynagroup.oom.train import OomSafeBackward
-from dynagroup.update.plans import UpdateStats
 from dynagroup.update.schedule import scale_learning_rate
+from dynagroup.update.stats import LoaderStats
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -149,15 +149,15 @@ class Books(_Base):
                 ooms = self.guard.learned.report.num_ooms
                 logs["oom_retries"], self._ooms_logged = ooms - self._ooms_logged, ooms
             logs["train_coverage"] = loader.cursor.samples_used / max(loader.num_samples, 1)
-            loader.recent, self._since_log = UpdateStats(), now
+            loader.recent, self._since_log = LoaderStats(), now
         super().log(logs, *args, **kwargs)
 
 
-def _figures(stats: UpdateStats, seconds: float) -> dict[str, float]:
+def _figures(stats: LoaderStats, seconds: float) -> dict[str, float]:
     return {
         "padding": round(stats.padding, 4),
         "tokens_per_s": round(stats.real_tokens / max(seconds, 1e-9), 1),
-        "samples_per_update": stats.samples / stats.updates,
+        "samples_per_update": stats.samples_per_update,
         "smallest_batch": stats.smallest_batch,
         "largest_batch": stats.largest_batch,
         "idle_steps": stats.idle_steps,

@@ -9,8 +9,8 @@ from typing import Any
 from dynagroup.errors import StateError
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.update.planned import PlannedDataLoader
-from dynagroup.update.plans import UpdateStats
 from dynagroup.update.sizes import Cursor, UpdateSizes, first_cursor
+from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
 from dynagroup.world import World
 
@@ -22,18 +22,18 @@ class PlannedUpdates:
 
     def __init__(self, loader: PlannedDataLoader[Any]) -> None:
         self.loader = loader
-        self._logged = loader.stats.since(UpdateStats())
+        self._logged = loader.stats.copy()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
     @property
-    def recent(self) -> UpdateStats:
-        return self.loader.stats.since(self._logged)
+    def recent(self) -> LoaderStats:
+        return self.loader.stats - self._logged
 
     @recent.setter
-    def recent(self, value: UpdateStats) -> None:
-        self._logged = self.loader.stats.since(value)
+    def recent(self, value: LoaderStats) -> None:
+        self._logged = self.loader.stats - value
 
     def __len__(self) -> int:
         return self.loader.num_updates_in(0)
@@ -61,7 +61,7 @@ class OnlineUpdates:
         self.loader = loader
         self.world = world
         self.dataset, self.budget = loader.dataset, loader.budget
-        self.stats, self.recent = UpdateStats(), UpdateStats()
+        self.stats, self.recent = LoaderStats(), LoaderStats()
         self._cursor = Cursor()
 
     @property
@@ -100,10 +100,10 @@ class OnlineUpdates:
         return self._sizes.num_updates(epoch)
 
     def samples_after(self, updates: int) -> int:
-        return first_cursor(self._sizes, 1, lambda cursor: cursor.update >= updates).samples_seen
+        return first_cursor(self._sizes, lambda cursor: cursor.update >= updates).samples_seen
 
     def updates_until(self, samples: int) -> int:
-        return first_cursor(self._sizes, 1, lambda cursor: cursor.samples_seen >= samples).update
+        return first_cursor(self._sizes, lambda cursor: cursor.samples_seen >= samples).update
 
     @property
     def next_epoch(self) -> int:
@@ -135,12 +135,11 @@ class OnlineUpdates:
             self._cursor = replace(
                 self._cursor,
                 update=self._cursor.update + 1,
-                samples_used=self._cursor.samples_used + done.samples,
-                samples_seen=self._cursor.samples_seen + done.samples,
-                current=done.samples if self.loader.sizes is None else self.loader.cursor.current,
+                samples_used=self._cursor.samples_used + done.update_samples,
+                samples_seen=self._cursor.samples_seen + done.update_samples,
+                current=int(steps[0].samples.total) if self.loader.sizes is None else self.loader.cursor.current,
             )
-            self.stats.add(done)
-            self.recent.add(done)
+            self.stats, self.recent = self.stats + done, self.recent + done
             yield steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,16 +152,9 @@ class OnlineUpdates:
         self._cursor = Cursor(**states[0]["cursor"])
 
 
-def _stats_of(steps: Sequence[Step[Any]], real_tokens: int, padded_tokens: int) -> UpdateStats:
-    """Tokens and batches are this rank's, samples all ranks'."""
-    sizes = [int(step.samples.local) for step in steps if not step.idle]
-    return UpdateStats(
-        updates=1,
-        samples=int(steps[0].samples.total),
-        batches=len(sizes),
-        idle_steps=len(steps) - len(sizes),
-        real_tokens=real_tokens,
-        padded_tokens=padded_tokens,
-        smallest_batch=min(sizes, default=0),
-        largest_batch=max(sizes, default=0),
-    )
+def _stats_of(steps: Sequence[Step[Any]], real_tokens: int, padded_tokens: int) -> LoaderStats:
+    done = LoaderStats(real_tokens=real_tokens, padded_tokens=padded_tokens)
+    for step in steps:
+        done.count_step(int(step.samples.local), idle=step.idle)
+    done.count_update(int(steps[0].samples.total))
+    return done

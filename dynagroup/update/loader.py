@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import Any, Generic, TypeVar
+from contextlib import closing, contextmanager
+from typing import Any, ClassVar, Generic, TypeVar
 
 from dynagroup.budget.base import Budget
-from dynagroup.checks import check_int
-from dynagroup.errors import ConfigError
+from dynagroup.budget.learning import LearningBudget
+from dynagroup.checks import Check, anything, check_int, check_state
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.sizes import Cursor, Walk, first_cursor
+from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
 from dynagroup.world import World, current_world
 
 __all__ = ["StepLoader"]
 
 B = TypeVar("B")
+STATE_VERSION = 1
 
 
 class StepLoader(ABC, Generic[B]):
@@ -30,16 +33,20 @@ class StepLoader(ABC, Generic[B]):
     Every rank gets equally many steps. Without :meth:`set_epoch` each iteration is the next epoch. A place is saved by
     :meth:`state_dict` after any step, and :meth:`load_state_dict` goes on from there with exactly what remained.
 
-    A subclass says what is particular to its feed: :meth:`_run`, :meth:`_forget`, the books (:meth:`_walk`,
-    :attr:`cursor`), and its state.
+    A subclass says what is particular to its feed: its steps (:meth:`_run`, :meth:`_forget`), its books (:meth:`_walk`,
+    :attr:`cursor`), and its state (:meth:`_identity`, :meth:`_schema`, :meth:`_state`, :meth:`_checked`, :meth:`_restore`).
 
     Attributes:
         dataset: as it was given.
         stats: what this rank has done since the loader was made.
     """
 
+    KIND: ClassVar[str]
+    """The class's name in states."""
+
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
+        self.stats = LoaderStats()
         self._world = world
         self._epoch = 0
         """The epoch that runs, was run last, or was chosen."""
@@ -109,19 +116,28 @@ class StepLoader(ABC, Generic[B]):
         """
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""
+    def _identity(self) -> dict[str, Any]:
+        """Data and settings that a place depends on, besides ranks: JSON-able. With what the budget has learned by now."""
 
     @abstractmethod
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where states were taken, on any number of ranks: exactly what remained of the epoch comes next.
+    def _schema(self) -> Mapping[str, Check]:
+        """What the fields of :meth:`_state` must be, see :mod:`dynagroup.checks`."""
 
-        Args:
-            state_dict: this rank's state, or the list of all ranks' states.
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """Where this rank stands, JSON-able."""
+
+    @abstractmethod
+    def _checked(self, states: list[Mapping[str, Any]]) -> Any:
+        """What to go on from, out of states that are whole and of this run; changes nothing.
 
         Raises:
-            StateError: a state is damaged, of other data or settings, or ranks are missing. Nothing has changed then.
+            StateError: ranks are missing, the states do not belong together, or say what cannot be.
         """
+
+    @abstractmethod
+    def _restore(self, found: Any) -> None:
+        """Go on from what :meth:`_checked` found; sets ``self._epoch`` and ``self._next``. Cannot fail."""
 
     # What is the same for all.
 
@@ -195,12 +211,66 @@ class StepLoader(ABC, Generic[B]):
 
     def num_updates_in(self, epoch: int) -> int:
         """Updates of any epoch, like :attr:`num_updates`."""
-        return self._walk().num_updates(epoch, self.world.size)
+        return self._walk().num_updates(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""
+        learned = LearningBudget.saved(self.budget)
+        return {
+            "kind": self.KIND,
+            "version": STATE_VERSION,
+            "identity": self._identity(),
+            "learned": learned,
+            **self._state(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where states were taken, on any number of ranks: exactly what remained of the epoch comes next.
+
+        Args:
+            state_dict: this rank's state, or the list of all ranks' states.
+
+        Raises:
+            StateError: a state is damaged, of other data or settings, or ranks are missing. Nothing has changed then.
+        """
+        states = [state_dict] if isinstance(state_dict, Mapping) else state_dict
+        if not isinstance(states, (list, tuple)) or not states:
+            raise StateError(
+                f"a state, or the list of all ranks' states, was expected, but {type(states).__name__} was given"
+            )
+        with _unless_refused(self.budget):
+            # What was learned is taken over first, because fingerprints show it.
+            _take_learned(self.budget, states[self.world.rank if len(states) == self.world.size else 0])
+            identity, schema = self._identity(), {**self._schema(), "learned": anything()}
+            found = self._checked([check_state(s, self.KIND, STATE_VERSION, schema, identity) for s in states])
+        if self._live is not None:
+            self._end(self._live)
+        self._restore(found)
 
     def samples_after(self, updates: int) -> int:
         """Samples trained on, over all ranks, after so many updates since training began."""
-        return first_cursor(self._walk(), self.world.size, lambda cursor: cursor.update >= updates).samples_seen
+        return first_cursor(self._walk(), lambda cursor: cursor.update >= updates).samples_seen
 
     def updates_until(self, samples: int) -> int:
         """Updates since training began after which at least so many samples were trained on."""
-        return first_cursor(self._walk(), self.world.size, lambda cursor: cursor.samples_seen >= samples).update
+        return first_cursor(self._walk(), lambda cursor: cursor.samples_seen >= samples).update
+
+
+@contextmanager
+def _unless_refused(budget: Budget) -> Iterator[None]:
+    before = LearningBudget.saved(budget)
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            LearningBudget.restore(budget, before)
+        raise
+
+
+def _take_learned(budget: Budget, state: Any) -> None:
+    try:
+        LearningBudget.restore(budget, state.get("learned") if isinstance(state, Mapping) else None)
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(f"the state is damaged: what the budget had learned cannot be read ({error})") from error

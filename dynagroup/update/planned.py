@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import random
+import math
+import time
+import warnings
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from itertools import accumulate
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
-
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learning import LearningBudget
+from dynagroup.checks import Check, a_list, an_int, check_int, either, nothing
 from dynagroup.errors import AlignmentError, ConfigError, StateError
+from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
-from dynagroup.plan.planner import PlanConfig, Planner, Position
-from dynagroup.plan.sampler import STATE_VERSION, OrderSource, checked_state
+from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.sampler import OrderSource
+from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.plans import FreeUpdates, PlannedUpdate, PreservedUpdates, UpdateStats
+from dynagroup.update.notice import unplanned
+from dynagroup.update.place import PLACE, Place
+from dynagroup.update.plans import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.sizes import Cursor, Walk
 from dynagroup.update.step import Share, Step, loss_scale
@@ -31,61 +33,20 @@ __all__ = ["PlannedDataLoader"]
 
 B = TypeVar("B")
 LARGEST_UPDATE = 1 << 40
-WEIGHT_UNIT = 1 << 20
-"""Weights travel between ranks as integers of 2**-20: exact for whole numbers."""
+OURS = ("shuffle", "seed", "samples_per_update", "uneven")
+"""Settings of a plan that are arguments of the loader, or follow from it."""
 
 
-class SeededIndices(list[int]):
-    """Dataset indices with the seed under which a worker processes them, so that a resumed run processes them alike."""
-
-    seed: int = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _seeded_indices, (list(self), self.seed)
-
-
-def _seeded_indices(indices: list[int], seed: int) -> SeededIndices:
-    seeded = SeededIndices(indices)
-    seeded.seed = seed
-    return seeded
-
-
-class _SeededDataset(Dataset):
-    """The user's dataset; in a worker process every batch begins with its own seed. In the main process nothing changes."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        if isinstance(indices, SeededIndices) and get_worker_info() is not None:
-            torch.manual_seed(indices.seed)
-            random.seed(indices.seed)
-            np.random.seed(indices.seed % 2**32)
-        together = getattr(self.dataset, "__getitems__", None)
-        return together(list(indices)) if together is not None else [self.dataset[index] for index in indices]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-
-class _Feed:
-    """The batch sampler of the inner DataLoader: hands out indices and remembers, in order, what they belong to."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.planned: deque[PlannedUpdate] = deque()
-        self.source: Iterator[PlannedUpdate] = iter(())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for update in self.source:
-            self.planned.append(update)
-            for step, indices in enumerate(update.batches):
-                key = (self.seed, update.after.epoch, update.after.update, step)
-                yield _seeded_indices(indices, int(np.random.SeedSequence(key).generate_state(1)[0]))
+def _change(value: Any, place: str) -> None:
+    a_list(an_int(), length=3)(value, place)
+    an_int(1)(value[2], f"{place}[2]")
 
 
 class PlannedDataLoader(StepLoader[B]):
     """Steps planned from known lengths: batches that fit, of similar length, weighed so that gradients add up exactly.
+
+    ``for step in loader`` gives the steps of one epoch, and ``loader.updates()`` the same steps, an update at a time.
+    ``len(loader)`` counts steps; the optimizer steps ``loader.num_updates`` times.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
@@ -94,18 +55,20 @@ class PlannedDataLoader(StepLoader[B]):
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``.
             None: free-running, every ``accumulation`` rows of batches as large as fit are an update.
         accumulation: rows an update, only without ``samples_per_update``.
-        sampler: of dataset indices, the same on every rank; only with ``samples_per_update``.
-            Default: a permutation seeded by (seed, epoch).
+        shuffle: with ``samples_per_update``: draw samples in an order seeded by (seed, epoch); False: in the dataset's order,
+            every epoch. Without: draw other batches every epoch; False: the longest first, the same every epoch.
+        sampler: of dataset indices, the same on every rank, read once an epoch; only with ``samples_per_update``.
         seed: of order and processing.
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts), "samples", or a function from a batch to a number.
-        drop_last: leave out an epoch's last update where it is smaller than asked.
-        plan: settings of :class:`~dynagroup.LengthAwareBatchSampler`: ``window``, ``oversize``, ``round_batch``.
+        drop_last: leave out an epoch's last update where it is smaller than asked; only with ``samples_per_update``.
+        plan: further settings of :class:`~dynagroup.LengthAwareBatchSampler`: ``window``, ``oversize``, ``round_batch`` ...
         world: the ranks that share the data; default: all of ``torch.distributed``.
         dataloader_kwargs: for the inner ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
+        AlignmentError: ranks differ in data, seed or settings, or one of them failed; while iterating.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> loader = PlannedDataLoader(range(6), [9, 2, 8, 3, 9, 3], TokenBudget(18), samples_per_update=3, weigh="samples")
@@ -115,6 +78,8 @@ class PlannedDataLoader(StepLoader[B]):
     (4, 2)
     """
 
+    KIND = "PlannedDataLoader"
+
     def __init__(
         self,
         dataset: Any,
@@ -123,6 +88,7 @@ class PlannedDataLoader(StepLoader[B]):
         *,
         samples_per_update: int | BatchSizeSchedule | None = None,
         accumulation: int = 1,
+        shuffle: bool = True,
         sampler: Iterable[int] | None = None,
         seed: int = 0,
         weigh: Weigh = "tokens",
@@ -132,21 +98,29 @@ class PlannedDataLoader(StepLoader[B]):
         **dataloader_kwargs: Any,
     ) -> None:
         super().__init__(dataset, world=world)
-        self.stats = UpdateStats()
-        self._weigh = weigher(weigh)
-        self._plan = _update_plan(
-            as_streams(lengths), budget, samples_per_update, accumulation, sampler, seed, drop_last, plan or {}
-        )
-        if self._plan.planner.num_samples != len(dataset):
-            raise ConfigError(
-                f"`lengths` has {self._plan.planner.num_samples} entries, but the dataset has {len(dataset)} samples"
-            )
-        self._feed = _Feed(seed)
-        self._loader = _inner_loader(dataset, self._feed, dataloader_kwargs)
-        self._start: Cursor | None = None
-        """Where the next iteration begins, if a state was loaded."""
-        self._cursor: Cursor | None = None
+        self._weigh, self._weight_of = weigh, weigher(weigh)
+        planner = _planner(dataset, lengths, budget, samples_per_update, shuffle, seed, plan or {})
+        if samples_per_update is None:
+            _refuse_without_size(sampler, drop_last)
+            self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
+        else:
+            if accumulation != 1:
+                raise ConfigError(
+                    f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`"
+                )
+            order = None if sampler is None else OrderSource(sampler, planner.num_samples)
+            self._plan = PreservedUpdates(planner, samples_per_update, order, shuffle=shuffle, drop_last=drop_last)
+        self._feed = PlannedFeed(dataset, planner.config.seed, dataloader_kwargs)
+        self._place: Place | None = None
+        """Where the steps that were handed out end."""
+        self._goes_on = False
+        """The next iteration begins at that place."""
+        self._under_way: Cursor | None = None
+        """Where the update ends that is under way."""
         self._length: tuple[Any, int] | None = None
+        self._warned = False
+        self._oversize = set(planner.oversize.tolist())
+        _warn_of_oversize(planner)
 
     @property
     def budget(self) -> Budget:
@@ -155,212 +129,260 @@ class PlannedDataLoader(StepLoader[B]):
 
     @property
     def num_samples(self) -> int:
-        """Samples that an epoch draws."""
-        return (
-            self._plan.sizes.num_ordered()
-            if isinstance(self._plan, PreservedUpdates)
-            else self._plan.planner.num_samples
-        )
-
-    @property
-    def cursor(self) -> Cursor:
-        """Where the updates that were handed out end."""
-        return self._start or self._cursor or self._plan.start(self._epoch, self.world.size)
-
-    def __len__(self) -> int:
-        """Steps of :attr:`epoch`: planned, so exact. The optimizer steps :attr:`num_updates` times."""
-        key = (self.epoch, self.world.size, self.num_changes)
-        if self._length is None or self._length[0] != key:
-            start = self._plan.start(self.epoch, self.world.size)
-            self._length = key, sum(len(u.batches) for u in self._plan.updates(start, 0, self.world.size))
-        return self._length[1]
-
-    def _walk(self) -> Walk:
-        return self._plan
+        return self._plan.num_samples
 
     @property
     def num_changes(self) -> int:
-        """Grows whenever the number of updates changes at run time: by their size, or by what the budget has learned."""
-        return len(self._plan.sizes.changes) if isinstance(self._plan, PreservedUpdates) else len(self._plan.past)
+        return self._plan.num_changes
 
-    def _forget(self) -> None:
-        self._start = self._cursor = None
+    @property
+    def cursor(self) -> Cursor:
+        place = self._here()
+        if place.begun is not None and self._under_way is None:
+            self._under_way = next(self._plan.updates(place, 0, self.world.size)).after
+        return place.cursor if place.begun is None or self._under_way is None else self._under_way
+
+    def _here(self) -> Place:
+        return self._place or Place(self._plan.start(self._epoch, self.world.size))
+
+    def _walk(self) -> Walk:
+        return self._plan.walk(self.world.size)
+
+    def __len__(self) -> int:
+        """Steps of :attr:`epoch`: planned, so exact; found out once an epoch. The optimizer steps :attr:`num_updates` times."""
+        key = (self.epoch, self.world.size, self.num_changes)
+        if self._length is None or self._length[0] != key:
+            self._length = key, self._plan.num_steps(self.epoch, self.world.size)
+        return self._length[1]
 
     def set_samples_per_update(self, samples: int) -> int:
-        """Change the size of updates from now on; call it on every rank after the same update.
-
-        Updates that workers already prefetch keep their size: with ``num_workers=0`` the next update is the first one of
-        the new size; otherwise the delay is at most ``num_workers * prefetch_factor`` batches.
-
-        Returns:
-            The number (from 0) of the first update that holds ``samples`` samples.
-        """
+        """See :meth:`StepLoader.set_samples_per_update`: with ``num_workers=0`` the next update is the first one of the new
+        size; otherwise the delay is at most ``num_workers * prefetch_factor`` batches."""
         if not isinstance(self._plan, PreservedUpdates):
             raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
-        planned = self._feed.planned[-1].after if self._feed.planned else self.cursor
-        return self._plan.sizes.change(planned, samples, self.world.size)
-
-    def _run(self) -> Iterator[Step[B]]:
-        if self._start is None:
-            self._apply_learned()
-        cursor = self._start or self._plan.start(self._epoch, self.world.size)
-        self._start, self._cursor = None, cursor
-        self._compare_ranks(cursor)
-        feed = self._feed
-        feed.planned.clear()
-        feed.source = self._plan.updates(cursor, self.world.rank, self.world.size)
-        assert self._loader.generator is not None
-        self._loader.generator.manual_seed(int(np.random.SeedSequence((feed.seed, self._epoch)).generate_state(1)[0]))
-        batches = iter(self._loader)
-        for batch in batches:
-            update = feed.planned[0]
-            collected = [batch, *(next(batches) for _ in update.batches[1:])]
-            feed.planned.popleft()
-            steps = self._weighed(update, collected)
-            self._cursor = update.after
-            self.stats.add(update.stats)
-            yield from steps
-
-    def _apply_learned(self) -> None:
-        """An epoch begins: plan it by what the budget has learned."""
-        self._plan.start(self._epoch, self.world.size)  # counts the epochs before by the limits they had
-        planner = self._plan.planner.renewed(self.world)
-        if planner is not self._plan.planner:
-            self._plan.replan(planner, self._epoch, self.world.size)
-
-    def _weighed(self, update: PlannedUpdate, batches: Sequence[B]) -> list[Step[B]]:
-        counts = [0 if idle else len(b) for b, idle in zip(update.batches, update.idle, strict=True)]
-        weights = [
-            0.0 if idle else float(self._weigh(b, n)) for b, n, idle in zip(batches, counts, update.idle, strict=True)
-        ]
-        total = self.world.all_sum([round(sum(weights) * WEIGHT_UNIT)])[0] / WEIGHT_UNIT
-        last = len(batches) - 1
-        return [
-            Step(
-                batch=batch,
-                indices=indices,
-                samples=Share(count, update.num_samples),
-                weight=Share(weight, total),
-                loss_scale=loss_scale(Share(weight, total), self.world.size),
-                ends_update=number == last,
-                idle=idle,
-            )
-            for number, (batch, indices, count, weight, idle) in enumerate(
-                zip(batches, update.batches, counts, weights, update.idle, strict=True)
-            )
-        ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where training stands after the updates handed out: a few integers, JSON-able, the same on every rank."""
-        cursor = self.cursor
-        plan = self._plan
-        preserved = isinstance(plan, PreservedUpdates)
-        return {
-            "version": STATE_VERSION,
-            "fingerprint": plan.planner.fingerprint,
-            "identity": plan.planner.identity,
-            "cursor": asdict(cursor),
-            "changes": [list(change) for change in plan.sizes.changes] if preserved else [],
-            "past": [] if isinstance(plan, PreservedUpdates) else [list(counts) for counts in plan.past],
-            "learned": LearningBudget.saved(self.budget),
-            "order": plan.order.checksum(cursor.epoch) if preserved and plan.order is not None else None,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        if not states:
-            raise StateError("no state was given")
-        state_dict = states[0]
-        plan = self._plan
-        LearningBudget.restore(self.budget, state_dict.get("learned"))
-        plan.planner = plan.planner.rebuilt()
-        cursor = _checked_state(state_dict, plan.planner)
-        if isinstance(plan, FreeUpdates):
-            plan.past = [(updates, samples) for updates, samples in state_dict["past"]]
-        if isinstance(plan, PreservedUpdates):
-            plan.sizes.restore(state_dict["changes"])
-            if plan.order is not None and plan.order.checksum(cursor.epoch) != state_dict["order"]:
-                raise StateError(
-                    f"`sampler` gives other indices in epoch {cursor.epoch} than when the state was taken; "
-                    "use the same seed and sampler"
-                )
-        self._epoch, self._start, self._cursor = cursor.epoch, cursor, None
-        self._next = cursor.epoch + (next(plan.updates(cursor, 0, self.world.size), None) is None)
+        asked = self._feed.last if self._live is not None else None
+        return self._plan.sizes.change(self.cursor if asked is None else asked.after, samples)
 
     def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
-        """Continue an epoch after its first ``samples_used`` samples, for checkpoints of fixed-batch runs."""
         if not isinstance(self._plan, PreservedUpdates):
             raise StateError("only updates with samples_per_update continue a fixed-batch run: its samples are known")
         seen = epoch * self.num_samples + samples_used
-        self._epoch, self._next, self._cursor = epoch, epoch, None
-        self._start = Cursor(epoch=epoch, update=update, samples_used=samples_used, samples_seen=seen)
+        current = self._plan.sizes.start(epoch).current
+        cursor = Cursor(epoch=epoch, update=update, samples_used=samples_used, samples_seen=seen, current=current)
+        self._restore(({"changes": [], "past": []}, Place(cursor)))
 
-    def _compare_ranks(self, cursor: Cursor) -> None:
+    # Iterating.
+
+    def _forget(self) -> None:
+        self._place, self._goes_on, self._under_way = None, False, None
+
+    def _run(self) -> Iterator[Step[B]]:
+        size = self.world.size
+        if not self._goes_on:
+            planner = self._plan.planner.renewed(self.world)
+            self._plan.begin(planner, self._epoch, size)
+            self._place = Place(self._plan.start(self._epoch, size))
+        self._goes_on = False
+        place = self._here()
+        self._compare_ranks(place)
+        loaded = self._feed.open(self._plan.updates(place, self.world.rank, size), self._epoch)
+        while (found := self._next_loaded(loaded)) is not None:
+            yield from self._steps(*found)
+        self._plan.end(self._here().cursor)
+
+    def _next_loaded(
+        self, loaded: Iterator[tuple[PlannedUpdate, list[B]]]
+    ) -> tuple[PlannedUpdate, list[B], list[float]] | None:
+        """The next update with what each of its batches weighs here. What fails here is told to the other ranks."""
+        began = time.perf_counter()
+        try:
+            found = next(loaded, None)
+            if found is None:
+                return None
+            update, batches = found
+            weights = [
+                0.0 if idle else self._weight_of(batch, len(indices))
+                for batch, indices, idle in zip(batches, update.batches, update.idle, strict=True)
+            ]
+        except Exception:
+            if self._feed.first is not None and self._exchanges_weights:
+                self.world.all_sum([math.nan] * len(self._feed.first.batches))
+            raise
+        finally:
+            self.stats.wait_s += time.perf_counter() - began
+        return update, batches, weights
+
+    @property
+    def _exchanges_weights(self) -> bool:
+        return self._weigh != "samples" and self.world.size > 1
+
+    def _row_weights(self, update: PlannedUpdate, weights: list[float]) -> list[float]:
+        """What each step weighs over all ranks."""
+        if self._weigh == "samples":
+            return [float(samples) for samples in update.row_samples]
+        if self.world.size == 1:
+            return weights
+        began = time.perf_counter()
+        found = self.world.all_sum(weights)
+        self.stats.exchange_s += time.perf_counter() - began
+        self.stats.exchanges += 1
+        self.stats.exchanged_bytes += 8 * len(weights)
+        if any(map(math.isnan, found)):
+            raise AlignmentError(
+                f"another rank failed while it loaded or weighed update {update.before.update}; see its error"
+            )
+        return found
+
+    def _steps(self, update: PlannedUpdate, batches: list[B], weights: list[float]) -> Iterator[Step[B]]:
+        # Summed from the left, step by step: a run resumed in between gets the same bits.
+        before = 0.0 if update.begun is None else update.begun.weight
+        weighed = list(accumulate(self._row_weights(update, weights), initial=before))
+        self._under_way = update.after
+        last = len(batches) - 1
+        for number, (batch, indices) in enumerate(zip(batches, update.batches, strict=True)):
+            idle = update.idle[number]
+            weight = Share(weights[number], weighed[-1])
+            self._place = update.place(number + 1, weighed[number + 1])
+            self._note(update, number, batch)
+            yield Step(
+                batch=batch,
+                indices=indices,
+                samples=Share(0 if idle else len(indices), update.num_samples),
+                weight=weight,
+                loss_scale=loss_scale(weight, self.world.size),
+                ends_update=number == last,
+                idle=idle,
+            )
+
+    def _note(self, update: PlannedUpdate, number: int, batch: B) -> None:
+        """Count a step as used, before the training loop gets it."""
+        samples, stats = len(update.batches[number]), self.stats
+        real, padded, idle = update.real[number], update.padded[number], update.idle[number]
+        stats.count_step(samples, real_tokens=real, padded_tokens=padded, idle=idle)
+        highest, mean = update.row_padded[number]
+        stats.row_highest, stats.row_total = stats.row_highest + highest, stats.row_total + round(mean)
+        if samples == 1 and not idle:
+            stats.oversize += int(update.batches[number][0] in self._oversize)
+        if number == len(update.batches) - 1:
+            stats.count_update(update.num_samples)
+        if idle or self._warned:
+            return
+        longest = update.longest[number]
+        differs = unplanned(batch, samples=samples, longest=longest, tokens=real, budget=self.budget)
+        if differs is not None:
+            self._warned = True
+            warnings.warn(
+                f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
+                "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
+                "processed, or use OnlineDataLoader, which measures after processing (said once)",
+                stacklevel=5,
+            )
+
+    def _compare_ranks(self, place: Place) -> None:
         """All ranks must be about to plan the same updates of the same samples."""
         if self.world.size == 1:
             return
-        plan = self._plan
-        facts = [plan.planner.fingerprint.encode(), repr(cursor).encode()]
-        if isinstance(plan, PreservedUpdates):
-            sizes = [stop for _, stop, _ in plan.sizes.spans(cursor, self.world.size)]
-            facts += [plan.order_of(cursor.epoch).tobytes(), repr(sizes).encode()]
-        marks = [zlib.crc32(fact) for fact in facts]
+        facts = {
+            "lengths, budget or settings": repr(self._identity()).encode(),
+            "place in the epoch": repr(place).encode(),
+        }
+        order = self._plan.order_of(place.cursor.epoch)
+        if isinstance(self._plan, PreservedUpdates) and order is not None:
+            facts["order of samples"] = order.tobytes()
+            facts["samples_per_update"] = repr([stop for _, stop, _ in self._plan.sizes.spans(place.cursor)]).encode()
+        marks = [zlib.crc32(fact) for fact in facts.values()]
         found = self.world.all_max([*marks, *(-mark for mark in marks)])
-        names = ["lengths, budget or settings", "place in the epoch", "order of samples", "samples_per_update"]
-        differing = [names[i] for i in range(len(marks)) if found[i] != -found[i + len(marks)]]
+        differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
         if differing:
             raise AlignmentError(
-                f"ranks differ in {', '.join(differing)} at the start of epoch {cursor.epoch}: "
+                f"ranks differ in {', '.join(differing)} at the start of epoch {place.cursor.epoch}: "
                 "seed samplers and schedules alike on every rank, and load the same state everywhere"
             )
 
+    # Saving.
 
-PLAN_SETTINGS = ("window", "oversize", "round_batch", "hardest_first")
+    def _identity(self) -> dict[str, Any]:
+        return {**self._plan.identity, "budget": self.budget.fingerprint, "weigh": described(self._weigh)}
+
+    def _schema(self) -> Mapping[str, Check]:
+        counts = a_list(a_list(an_int(), length=2))
+        return {
+            **PLACE,
+            "changes": a_list(_change),
+            "past": counts,
+            "order": either(nothing(), an_int(0, (1 << 32) - 1)),
+        }
+
+    def _state(self) -> dict[str, Any]:
+        place = self._here()
+        return {**place.state(), **self._plan.state(place.cursor.epoch, self.world.size)}
+
+    def _checked(self, states: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Place]:
+        """One state says everything; of several ranks' states all must say it."""
+        state = states[0]
+        if any({**other, "learned": None} != {**state, "learned": None} for other in states[1:]):
+            raise StateError("the ranks' states differ: they were not taken after the same step")
+        place = Place.of(state)
+        self._plan.check(state, place)
+        if state["order"] != self._plan.state(place.cursor.epoch, self.world.size)["order"]:
+            raise StateError(
+                f"`sampler` gives other indices in epoch {place.cursor.epoch} than when the state was taken; "
+                "use the same seed and sampler"
+            )
+        return state, place
+
+    def _restore(self, found: tuple[Mapping[str, Any], Place]) -> None:
+        state, place = found
+        self._plan.planner = self._plan.planner.rebuilt()
+        self._plan.restore(state, place)
+        self._place, self._goes_on, self._under_way = place, True, None
+        self._epoch = place.cursor.epoch
+        self._next = self._epoch + (place.begun is None and self._plan.is_over(place.cursor))
 
 
-def _update_plan(
+def _planner(
+    dataset: Any,
     lengths: Any,
     budget: Budget | int,
-    samples_per_update: int | BatchSizeSchedule | None,
-    accumulation: int,
-    order: Iterable[int] | None,
+    samples_per_update: Any,
+    shuffle: bool,
     seed: int,
-    drop_last: bool,
     settings: Mapping[str, Any],
-) -> PreservedUpdates | FreeUpdates:
-    unknown = sorted(set(settings) - set(PLAN_SETTINGS))
+) -> Planner:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"`dataset` must have __getitem__ and __len__, but is a {type(dataset).__name__}; OnlineDataLoader takes streams"
+        )
+    known = sorted({f.name for f in fields(PlanConfig)} - set(OURS))
+    unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise ConfigError(f"`plan` knows the settings {PLAN_SETTINGS}, but has {unknown}")
+        raise ConfigError(f"`plan` knows the settings {known}, but has {unknown}")
+    drawn = {"seed": check_int("seed", seed, least=0), **settings}
     if samples_per_update is None:
-        if order is not None:
-            raise ConfigError("`sampler` needs `samples_per_update`: free-running updates group samples across windows")
-        planner = Planner(lengths, budget, PlanConfig(shuffle=True, seed=seed, **settings))
-        return FreeUpdates(planner, accumulation=accumulation)
-    if accumulation != 1:
-        raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
-    planner = Planner(lengths, budget, PlanConfig(samples_per_update=LARGEST_UPDATE, seed=seed, **settings))
-    source = None if order is None else OrderSource(order, planner.num_samples)
-    return PreservedUpdates(planner, samples_per_update, source, drop_last=drop_last)
+        config = PlanConfig(shuffle=shuffle, **drawn)
+    else:
+        config = PlanConfig(samples_per_update=LARGEST_UPDATE, **drawn)
+    streams = as_streams(lengths)
+    count = len(next(iter(streams.values())))
+    if count != len(dataset):
+        raise ConfigError(f"`lengths` has {count} entries, but the dataset has {len(dataset)} samples")
+    return Planner(streams, budget, config)
 
 
-def _inner_loader(dataset: Any, feed: _Feed, kwargs: Mapping[str, Any]) -> DataLoader[Any]:
-    taken = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"} & set(kwargs))
-    if taken:
-        raise ConfigError(f"{taken} are decided by PlannedDataLoader: pass `sampler`, `seed` and `drop_last` instead")
-    if kwargs.get("in_order") is False:
-        raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
-    # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
-    return DataLoader(_SeededDataset(dataset), batch_sampler=feed, generator=torch.Generator(), **kwargs)  # type: ignore[arg-type]
+def _refuse_without_size(sampler: Any, drop_last: bool) -> None:
+    if sampler is not None:
+        raise ConfigError("`sampler` needs `samples_per_update`: free-running updates group samples across windows")
+    if drop_last:
+        raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
 
 
-def _checked_state(state: Mapping[str, Any], planner: Planner) -> Cursor:
-    checked_state(state, ("cursor", "changes", "past", "learned"), "a PlannedDataLoader", planner)
-    try:
-        cursor = Cursor(**state["cursor"])
-    except TypeError as error:
-        raise StateError(f"the state is damaged: cursor {state['cursor']!r}") from error
-    if state["cursor"]["position"] is not None:
-        where = dict(state["cursor"]["position"])
-        where["segments"] = tuple((int(ranks), int(rows)) for ranks, rows in where["segments"])
-        cursor = replace(cursor, position=Position(**where))
-    return cursor
+def _warn_of_oversize(planner: Planner) -> None:
+    count = len(planner.oversize)
+    if count:
+        first = int(planner.oversize[0])
+        done = "left out" if planner.config.oversize == "drop" else "emitted alone"
+        warnings.warn(
+            f"{count} samples do not fit the budget even alone and are {done}; the first is sample {first} with "
+            f"{planner.lengths['tokens'][first]} tokens",
+            stacklevel=4,
+        )

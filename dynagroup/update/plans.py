@@ -2,177 +2,307 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from dynagroup.budget.base import padded_tokens
-from dynagroup.errors import BudgetError
+from dynagroup.checks import check_int
+from dynagroup.errors import BudgetError, StateError
+from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.order import epoch_order
 from dynagroup.plan.plan import PlannedWindow
-from dynagroup.plan.planner import Planner
+from dynagroup.plan.planner import Planner, Position
 from dynagroup.plan.sampler import OrderSource, Trail
 from dynagroup.shapes import TOKENS, IntArray
-from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
-from dynagroup.update.sizes import Cursor, UpdateSizes
+from dynagroup.update.place import Begun, Place
+from dynagroup.update.schedule import BatchSizeSchedule
+from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
 
-__all__ = ["FreeUpdates", "PlannedUpdate", "PreservedUpdates", "UpdatePlan", "UpdateStats"]
-
-
-@dataclass(slots=True)
-class UpdateStats:
-    """What the updates so far consisted of, over all ranks. Two of them can be subtracted from one another."""
-
-    updates: int = 0
-    samples: int = 0
-    batches: int = 0
-    idle_steps: int = 0
-    """Batches with weight zero that keep a rank in step with the others."""
-    real_tokens: int = 0
-    padded_tokens: int = 0
-    smallest_batch: int = field(default=0)
-    largest_batch: int = field(default=0)
-
-    @property
-    def padding(self) -> float:
-        """Share of the padded tokens that is padding."""
-        return 1.0 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
-
-    def since(self, before: UpdateStats) -> UpdateStats:
-        names = ("updates", "samples", "batches", "idle_steps", "real_tokens", "padded_tokens")
-        counts = {name: getattr(self, name) - getattr(before, name) for name in names}
-        return UpdateStats(**counts, smallest_batch=self.smallest_batch, largest_batch=self.largest_batch)
-
-    def add(self, other: UpdateStats) -> None:
-        for name in ("updates", "samples", "batches", "idle_steps", "real_tokens", "padded_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        least = [n for n in (self.smallest_batch, other.smallest_batch) if n]
-        self.smallest_batch = min(least, default=0)
-        self.largest_batch = max(self.largest_batch, other.largest_batch)
+__all__ = ["FreeUpdates", "PlannedUpdate", "PreservedUpdates", "Updates"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
-    """One update as this rank runs it: its batches as dataset indices, one a step."""
+    """What remains of one update, or all of it, as one rank runs it. Sequences have one entry a step."""
 
     batches: Sequence[list[int]]
+    """Dataset indices."""
     idle: Sequence[bool]
-    num_samples: int
-    """Samples of the update over all ranks."""
+    real: Sequence[int]
+    """Tokens of this rank's batches."""
+    padded: Sequence[int]
+    longest: Sequence[int]
+    row_samples: Sequence[int]
+    """Samples on all ranks."""
+    row_padded: Sequence[tuple[int, float]]
+    """Padded tokens of the fullest rank, and of a rank on average."""
+    before: Cursor
     after: Cursor
-    stats: UpdateStats
+    begun: Begun | None
+    position: Callable[[int], Position]
+    """Where the epoch's windows stand after so many of these steps."""
+
+    @property
+    def rows_before(self) -> int:
+        """Steps of the update that were taken before."""
+        return 0 if self.begun is None else self.begun.rows
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the whole update over all ranks."""
+        return sum(self.row_samples) + (0 if self.begun is None else self.begun.samples)
+
+    def place(self, steps: int, weight: float) -> Place:
+        """Behind so many of these steps, when all that was taken of the update weighs ``weight``."""
+        if steps == len(self.batches):
+            return Place(self.after)
+        done = 0 if self.begun is None else self.begun.samples
+        samples = done + sum(self.row_samples[:steps])
+        return Place(self.before, Begun(self.position(steps), self.rows_before + steps, samples, weight))
 
 
-class UpdatePlan(Protocol):
+class Updates(ABC):
     """Plans updates one after another; knows ranks only by number."""
 
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
-        """What remains of ``cursor``'s epoch."""
-        ...
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
 
+    @abstractmethod
+    def updates(self, place: Place, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
+        """What remains of ``place``'s epoch."""
+
+    @abstractmethod
     def start(self, epoch: int, world_size: int) -> Cursor:
         """The beginning of an epoch."""
-        ...
 
-    def num_updates(self, epoch: int, world_size: int) -> int:
-        """Updates of a whole epoch."""
-        ...
+    @abstractmethod
+    def walk(self, world_size: int) -> Walk:
+        """How a run's updates follow one another."""
 
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
-        """Where each update that remains of an epoch ends."""
-        ...
+    @abstractmethod
+    def is_over(self, cursor: Cursor) -> bool:
+        """Whether nothing of its epoch remains."""
 
-    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
-        """Plan by another planner, from the beginning of an epoch on."""
-        ...
+    @abstractmethod
+    def check(self, state: Mapping[str, Any], place: Place) -> None:
+        """Refuse a place that these updates cannot reach; its types are right already."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any], place: Place) -> None:
+        """Take over what :attr:`state` held of another run, which stands at ``place``."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+
+    @property
+    @abstractmethod
+    def num_changes(self) -> int:
+        """Grows whenever the number of updates may have changed."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What updates depend on besides epoch and ranks; JSON-able."""
+
+    def state(self, epoch: int, world_size: int) -> dict[str, Any]:
+        """What a place needs besides itself."""
+        return {"changes": [], "past": [], "order": None}
+
+    def begin(self, planner: Planner, epoch: int, world_size: int) -> None:
+        """An epoch begins, planned by this planner."""
+        self.planner = planner
+
+    def end(self, cursor: Cursor) -> None:  # noqa: B027 - most have nothing to note
+        """An epoch has ended at this cursor."""
+
+    def order_of(self, epoch: int) -> IntArray | None:
+        """The epoch's order of samples, where there is one."""
+        return None
+
+    def num_steps(self, epoch: int, world_size: int) -> int:
+        """Steps of a whole epoch."""
+        whole = self.updates(Place(self.start(epoch, world_size)), 0, world_size)
+        return sum(len(update.batches) for update in whole)
 
 
-def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, after: Cursor) -> PlannedUpdate:
+def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, **where: Any) -> PlannedUpdate:
     table = window.table[rows]
     idle = window.loss_scale[rows] == 0.0
-    used = table[~idle]
-    num_samples = int(window.batches.sizes[used].sum())
-    shapes = shapes_of(window.batches.take(used), planner.lengths)
-    stats = UpdateStats(
-        updates=1,
-        samples=num_samples,
-        batches=len(used),
-        idle_steps=int(idle.sum()),
-        real_tokens=int(shapes.total[TOKENS].sum()),
-        padded_tokens=int(padded_tokens(shapes, planner.budget).sum()),
-        smallest_batch=int(shapes.num_samples.min(initial=num_samples)),
-        largest_batch=int(shapes.num_samples.max(initial=0)),
+    shapes = shapes_of(window.batches.take(table.ravel()), planner.lengths)
+    padded = np.where(idle, 0, padded_tokens(shapes, planner.budget).reshape(table.shape))
+    samples = np.where(idle, 0, shapes.num_samples.reshape(table.shape))
+    real, longest = (by[TOKENS].reshape(table.shape)[:, rank].tolist() for by in (shapes.total, shapes.longest))
+    return PlannedUpdate(
+        batches=[window.batches[int(number)].tolist() for number in table[:, rank]],
+        idle=idle[:, rank].tolist(),
+        real=real,
+        padded=padded[:, rank].tolist(),
+        longest=longest,
+        row_samples=samples.sum(axis=1).tolist(),
+        row_padded=list(zip(padded.max(axis=1).tolist(), padded.mean(axis=1).tolist(), strict=True)),
+        **where,
     )
-    batches = [window.batches[int(number)].tolist() for number in table[:, rank]]
-    return PlannedUpdate(batches, idle[:, rank].tolist(), num_samples, after, stats)
 
 
-class PreservedUpdates:
+# Updates of a set size. An epoch's order is cut into spans, and each span is planned by itself, as if it were an epoch of one
+# window: rows of batches that fit, of like cost. So what an update holds depends on order and schedule alone, not on budget
+# or ranks; only its division does. Cost: one plan of so many samples an update, when its turn comes. A place inside an update
+# is how many rows were used, on how many ranks: the plan of what remains is a function of that.
+class PreservedUpdates(Updates):
     """Updates of exactly as many samples as a schedule says, drawn as fixed batches would draw them.
 
     Args:
         planner: lengths, budget and how to cut; its window must be at least as large as any update.
-        schedule: (update, current) -> samples.
-        order: the host framework's order of samples; None: seeded by the planner's seed and the epoch.
+        schedule: samples an update, or (update, current) -> samples.
+        order: the user's order of samples; None: seeded by the planner's seed and the epoch.
+        shuffle: without ``order``; False: the dataset's order in every epoch.
         drop_last: leave out an epoch's last update if it is smaller than asked.
     """
 
     def __init__(
-        self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
+        self,
+        planner: Planner,
+        schedule: int | BatchSizeSchedule,
+        order: OrderSource | None,
+        *,
+        shuffle: bool,
+        drop_last: bool,
     ) -> None:
-        self.planner = planner
-        self.order = order
+        super().__init__(planner)
+        self._schedule, self._order, self._shuffle = schedule, order, shuffle
         self.sizes = UpdateSizes(schedule, self._num_ordered, drop_last=drop_last)
 
+    @property
+    def num_samples(self) -> int:
+        return self._num_ordered()
+
+    @property
+    def num_changes(self) -> int:
+        return len(self.sizes.changes)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            **self.planner.identity,
+            "samples_per_update": described(self._schedule),
+            "drop_last": self.sizes.drop_last,
+            "shuffle": self._shuffle,
+            "sampler": self._order is not None,
+        }
+
     def _num_ordered(self) -> int:
-        return self.planner.num_samples if self.order is None else len(self.order)
+        if self._order is not None:
+            return len(self._order)
+        drops = self.planner.config.oversize == "drop"
+        return self.planner.num_samples - (len(self.planner.oversize) if drops else 0)
 
     def start(self, epoch: int, world_size: int) -> Cursor:
-        return self.sizes.start(epoch, world_size)
+        return self.sizes.start(epoch)
 
-    def num_updates(self, epoch: int, world_size: int) -> int:
-        return self.sizes.num_updates(epoch, world_size)
+    def walk(self, world_size: int) -> Walk:
+        return self.sizes
 
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
-        return self.sizes.cursors(cursor, world_size)
-
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
-        ordered = self.order_of(cursor.epoch)
-        for start, stop, after in self.sizes.spans(cursor, world_size):
-            window = next(self.planner.steps(cursor.epoch, world_size, order=ordered[start:stop]))
-            if not len(window.table):
-                raise BudgetError(
-                    f"no sample of update {after.update - 1} fits the budget even alone; filter such samples out beforehand, "
-                    "or pass oversize='alone'"
-                )
-            yield _planned(window, slice(None), self.planner, rank, after)
-
-    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
-        self.planner = planner
+    def is_over(self, cursor: Cursor) -> bool:
+        return next(self.sizes.spans(cursor), None) is None
 
     def order_of(self, epoch: int) -> IntArray:
-        if self.order is not None:
-            return self.order.of_epoch(epoch)
-        return epoch_order(self.planner.num_samples, seed=self.planner.config.seed, epoch=epoch)
+        if self._order is not None:
+            return self._order.of_epoch(epoch)
+        count = self.planner.num_samples
+        order = epoch_order(count, seed=self.planner.config.seed, epoch=epoch) if self._shuffle else np.arange(count)
+        if self.planner.config.oversize == "drop" and len(self.planner.oversize):
+            order = order[~np.isin(order, self.planner.oversize)]
+        return order
+
+    def updates(self, place: Place, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
+        before, begun = place.cursor, place.begun
+        ordered = self.order_of(before.epoch)
+        for start, stop, after in self.sizes.spans(before):
+            position = begun.position if begun is not None else Position(self.planner.window_size(1))
+            window = next(self.planner.steps(before.epoch, world_size, position, order=ordered[start:stop]), None)
+            if window is None or not len(window.table):
+                raise BudgetError(
+                    f"no sample of update {before.update} fits the budget even alone; filter such samples out beforehand, "
+                    "or pass oversize='alone'"
+                )
+            trail = Trail(position, world_size)
+            trail.open(len(window.table), 1)
+            trail.steps = len(window.table)
+            where = {"before": before, "after": after, "begun": begun, "position": trail.position}
+            yield _planned(window, slice(None), self.planner, rank, **where)
+            before, begun = after, None
+
+    def state(self, epoch: int, world_size: int) -> dict[str, Any]:
+        order = None if self._order is None else self._order.checksum(epoch)
+        return {"changes": [list(change) for change in self.sizes.changes], "past": [], "order": order}
+
+    def check(self, state: Mapping[str, Any], place: Place) -> None:
+        sizes = UpdateSizes(self._schedule, self._num_ordered, drop_last=self.sizes.drop_last)
+        sizes.restore(state["changes"])
+        cursor = sizes.start(place.cursor.epoch)
+        after = sizes.cursors(cursor)
+        while cursor.samples_used < place.cursor.samples_used:
+            cursor = next(after, None) or cursor.after(self._num_ordered() + 1, None)
+        if cursor != place.cursor or state["past"] or (place.begun is not None and next(after, None) is None):
+            raise StateError(f"the state is damaged: no run of these updates comes by {place.cursor}")
+        begun = place.begun
+        if begun is not None and (
+            begun.position.window_size != self.planner.window_size(1) or begun.position.windows_done
+        ):
+            raise StateError(f"the state is damaged: {begun.position} is no place within an update")
+
+    def restore(self, state: Mapping[str, Any], place: Place) -> None:
+        self.sizes.restore(state["changes"])
 
 
-class FreeUpdates:
+# Updates as they come: the plan's rows, window after window, so many to an update. How many an epoch has depends on the
+# number of ranks and on what the budget has learned, so epochs that were trained keep the counts they had.
+class FreeUpdates(Updates):
     """Every ``accumulation`` rows of the plan are an update: batches as large as fit, updates as large as they come."""
 
     def __init__(self, planner: Planner, *, accumulation: int = 1) -> None:
-        self.planner = planner
-        self.accumulation = checked_samples(accumulation, name="accumulation")
+        super().__init__(planner)
+        self._accumulation = check_int("accumulation", accumulation)
         self._counts: dict[tuple[int, int], tuple[int, int]] = {}
-        self.past: list[tuple[int, int]] = []
-        """(updates, samples) of the first epochs, those that another planner planned."""
+        self._past: list[tuple[int, int]] = []
+        """(updates, samples) of the first epochs, as they were."""
+        self._resumed: Place | None = None
+        """Where the epoch goes on that was begun by another run: it has the rest of this plan, not all of it."""
+        self._replans = 0
 
-    def replan(self, planner: Planner, epoch: int, world_size: int) -> None:
-        self.past = [self._count(before, world_size) for before in range(epoch)]
-        self.planner, self._counts = planner, {}
+    @property
+    def num_samples(self) -> int:
+        drops = self.planner.config.oversize == "drop"
+        return self.planner.num_samples - (len(self.planner.oversize) if drops else 0)
+
+    @property
+    def num_changes(self) -> int:
+        return self._replans
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**self.planner.identity, "accumulation": self._accumulation}
+
+    def begin(self, planner: Planner, epoch: int, world_size: int) -> None:
+        self._past = [self.counts(before, world_size) for before in range(epoch)]
+        self._resumed, self._counts = None, {}
+        self._replans += planner is not self.planner
+        self.planner = planner
+
+    def end(self, cursor: Cursor) -> None:
+        past = self._past[: cursor.epoch]
+        updates, samples = (sum(counts) for counts in zip((0, 0), *past, strict=True))
+        self._past = [*past, (cursor.update - updates, cursor.samples_seen - samples)]
 
     def start(self, epoch: int, world_size: int) -> Cursor:
-        before = [self._count(e, world_size) for e in range(epoch)]
+        before = [self.counts(e, world_size) for e in range(epoch)]
         return Cursor(
             epoch=epoch,
             update=sum(updates for updates, _ in before),
@@ -180,39 +310,106 @@ class FreeUpdates:
             position=self.planner.start(world_size),
         )
 
-    def num_updates(self, epoch: int, world_size: int) -> int:
-        return self._count(epoch, world_size)[0]
-
-    def _count(self, epoch: int, world_size: int) -> tuple[int, int]:
-        if epoch < len(self.past):
-            return self.past[epoch]
+    def counts(self, epoch: int, world_size: int) -> tuple[int, int]:
+        """(updates, samples) of a whole epoch."""
+        if epoch < len(self._past):
+            return self._past[epoch]
         key = (epoch, world_size)
         if key not in self._counts:
-            windows = list(self.planner.steps(epoch, world_size))
-            updates = sum(-(-len(window.table) // self.accumulation) for window in windows)
-            samples = sum(len(window.batches.order) - len(window.repeated) for window in windows)
-            self._counts[key] = (updates, samples)
+            self._counts[key] = self._counted(epoch, world_size)
         return self._counts[key]
 
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
-        return (planned.after for planned in self.updates(cursor, 0, world_size))
+    def _counted(self, epoch: int, world_size: int) -> tuple[int, int]:
+        resumed = self._resumed
+        if resumed is not None and resumed.cursor.epoch == epoch:
+            last = resumed.cursor
+            for update in self.updates(resumed, 0, world_size):
+                last = update.after
+            updates, samples = (sum(counts) for counts in zip((0, 0), *self._past[:epoch], strict=True))
+            return last.update - updates, last.samples_seen - samples
+        windows = list(self.planner.steps(epoch, world_size))
+        updates = sum(-(-len(window.table) // self._accumulation) for window in windows)
+        return updates, sum(len(window.batches.order) - len(window.repeated) for window in windows)
 
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
-        position = cursor.position or self.planner.start(world_size)
+    def walk(self, world_size: int) -> Walk:
+        return _FreeWalk(self, world_size)
+
+    def is_over(self, cursor: Cursor) -> bool:
+        return cursor.position is not None and self.planner.is_over(cursor.position, cursor.epoch)
+
+    def updates(self, place: Place, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
+        before, begun = place.cursor, place.begun
+        position = begun.position if begun is not None else before.position or self.planner.start(world_size)
         trail = Trail(position, world_size)
-        for window in self.planner.steps(cursor.epoch, world_size, position):
+        for window in self.planner.steps(before.epoch, world_size, position):
             trail.open(len(window.table), window.num_windows)
-            for first in range(0, len(window.table), self.accumulation):
-                rows = slice(first, first + self.accumulation)
+            first = 0
+            while first < len(window.table):
+                rows = slice(first, first + self._accumulation - (begun.rows if begun is not None else 0))
                 numbers = window.table[rows][window.loss_scale[rows] > 0]
-                samples = int(window.batches.sizes[numbers].sum())
+                samples = int(window.batches.sizes[numbers].sum()) + (begun.samples if begun is not None else 0)
+                done = trail.steps
                 trail.steps += len(window.table[rows])
-                cursor = replace(
-                    cursor,
-                    update=cursor.update + 1,
-                    samples_used=cursor.samples_used + samples,
-                    samples_seen=cursor.samples_seen + samples,
+                after = replace(
+                    before,
+                    update=before.update + 1,
+                    samples_used=before.samples_used + samples,
+                    samples_seen=before.samples_seen + samples,
                     current=samples,
-                    position=trail.position(None),
+                    position=trail.position(trail.steps),
                 )
-                yield _planned(window, rows, self.planner, rank, cursor)
+                where = {"before": before, "after": after, "begun": begun, "position": _Behind(trail, done)}
+                yield _planned(window, rows, self.planner, rank, **where)
+                first, before, begun = rows.stop, after, None
+
+    def state(self, epoch: int, world_size: int) -> dict[str, Any]:
+        past = [list(self.counts(before, world_size)) for before in range(epoch)]
+        return {"changes": [], "past": past, "order": None}
+
+    def check(self, state: Mapping[str, Any], place: Place) -> None:
+        cursor, begun = place.cursor, place.begun
+        positions = [p for p in (cursor.position, None if begun is None else begun.position) if p is not None]
+        updates, samples = (sum(counts) for counts in zip((0, 0), *state["past"], strict=True))
+        most = self.planner.num_samples
+        sound = (
+            cursor.position is not None
+            and not state["changes"]
+            and len(state["past"]) == cursor.epoch
+            and updates <= cursor.update <= updates + cursor.samples_used
+            and cursor.samples_seen == samples + cursor.samples_used
+            and cursor.samples_used <= most
+            and all(p.window_size >= self.planner.window_size(1) for p in positions)
+            and all(p.window_size <= 2 * max(most, 1) + (1 << 20) for p in positions)
+            and all((p.windows_done - 1) * p.window_size < max(most, 1) for p in positions)
+            and (begun is None or begun.rows < self._accumulation)
+        )
+        if not sound:
+            raise StateError(f"the state is damaged: no run of these updates comes by {cursor}")
+
+    def restore(self, state: Mapping[str, Any], place: Place) -> None:
+        self._past = [(updates, samples) for updates, samples in state["past"]]
+        self._resumed, self._counts = place, {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    trail: Trail
+    done: int
+
+    def __call__(self, steps: int) -> Position:
+        return self.trail.position(self.done + steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _FreeWalk:
+    plan: FreeUpdates
+    world_size: int
+
+    def start(self, epoch: int) -> Cursor:
+        return self.plan.start(epoch, self.world_size)
+
+    def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
+        return (update.after for update in self.plan.updates(Place(cursor), 0, self.world_size))
+
+    def num_updates(self, epoch: int) -> int:
+        return self.plan.counts(epoch, self.world_size)[0]

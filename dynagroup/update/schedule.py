@@ -7,10 +7,9 @@ planned, on every rank alike; so it must depend on nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
@@ -21,11 +20,9 @@ __all__ = [
     "adabatch",
     "checked_samples",
     "constant",
-    "described",
     "doubling",
     "linear_ramp",
     "scale_learning_rate",
-    "scaled_learning_rate",
 ]
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
@@ -41,15 +38,6 @@ def checked_samples(value: Any, *, name: str = "samples_per_update", where: str 
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
         raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}{where}")
     return int(value)
-
-
-def described(schedule: BatchSizeSchedule) -> str:
-    """A schedule's name for comparing runs, the same in every process; the built-in ones with their numbers.
-
-    >>> described(doubling(16, milestones=(10,)))
-    'doubling(first=16, milestones=(10,))'
-    """
-    return repr(schedule) if is_dataclass(schedule) else getattr(schedule, "__qualname__", type(schedule).__qualname__)
 
 
 def _at_least(name: str, value: float, least: float) -> None:
@@ -208,25 +196,3 @@ def scale_learning_rate(
     if rule not in factors:
         raise ConfigError(f"`rule` must be 'linear', 'sqrt' or 'none', but is {rule!r}")
     return learning_rate * factors[rule]
-
-
-@contextlib.contextmanager
-def scaled_learning_rate(optimizer: Any, factor: float) -> Iterator[None]:
-    """Within the block every parameter group's learning rate is multiplied by ``factor``: put ``optimizer.step()`` there.
-
-    A scheduler does not notice: the rates it wrote are back afterwards.
-
-    >>> import torch
-    >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    >>> with scaled_learning_rate(sgd, 0.5):
-    ...     sgd.param_groups[0]["lr"]
-    0.5
-    """
-    before = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(optimizer.param_groups, before, strict=True):
-            group["lr"] = rate

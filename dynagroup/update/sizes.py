@@ -45,32 +45,32 @@ class Cursor:
 class Walk(Protocol):
     """The updates of a run, one after another."""
 
-    def start(self, epoch: int, world_size: int) -> Cursor:
+    def start(self, epoch: int) -> Cursor:
         """The beginning of an epoch."""
         ...
 
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
+    def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
         """Where each update that remains of an epoch ends."""
         ...
 
-    def num_updates(self, epoch: int, world_size: int) -> int:
+    def num_updates(self, epoch: int) -> int:
         """Updates of a whole epoch."""
         ...
 
 
-def first_cursor(walk: Walk, world_size: int, reached: Callable[[Cursor], bool]) -> Cursor:
+def first_cursor(walk: Walk, reached: Callable[[Cursor], bool]) -> Cursor:
     """The first place of a run, at the end of an update or at its beginning, that ``reached`` says yes to."""
     epoch = 0
-    while not reached(after := walk.start(epoch + 1, world_size)):
-        if after.update == walk.start(epoch, world_size).update:
+    while not reached(after := walk.start(epoch + 1)):
+        if after.update == walk.start(epoch).update:
             raise ConfigError(
                 f"epoch {epoch} has no update, so that many are never reached: the dataset is empty, or an "
                 "update is larger than an epoch and `drop_last` leaves it out"
             )
         epoch += 1
-    cursor = walk.start(epoch, world_size)
+    cursor = walk.start(epoch)
     if not reached(cursor):
-        cursor = next(after for after in walk.cursors(cursor, world_size) if reached(after))
+        cursor = next(after for after in walk.cursors(cursor) if reached(after))
     return cursor
 
 
@@ -81,8 +81,6 @@ class UpdateSizes:
         schedule: samples an update, or (update, current) -> samples.
         num_ordered: how many samples an epoch draws.
         drop_last: leave out an epoch's last update if it is smaller than asked.
-
-    ``world_size``, wherever it is asked for, is the least that an update may hold.
 
     >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
     >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
@@ -103,7 +101,7 @@ class UpdateSizes:
     def is_constant(self) -> bool:
         return isinstance(self.schedule, constant) and not self.changes
 
-    def change(self, cursor: Cursor, samples: int, world_size: int = 1) -> int:
+    def change(self, cursor: Cursor, samples: int) -> int:
         """Updates hold ``samples`` from the one behind ``cursor`` on. What an epoch drops stays dropped: behind its last
         update comes the next epoch's first.
 
@@ -111,7 +109,7 @@ class UpdateSizes:
             The number of that update.
         """
         checked_samples(samples, name="samples")
-        over = next(self.spans(cursor, world_size), None) is None
+        over = next(self.spans(cursor), None) is None
         when = (cursor.epoch + over, cursor.update)
         self.changes = [c for c in self.changes if c[:2] < when] + [(*when, int(samples))]
         self._starts = [start for start in self._starts if (start.epoch, start.update) <= when]
@@ -122,56 +120,51 @@ class UpdateSizes:
         self.changes = [(int(epoch), int(update), int(samples)) for epoch, update, samples in changes]
         self._starts = [Cursor()]
 
-    def samples_of(self, cursor: Cursor, world_size: int = 1) -> int:
+    def samples_of(self, cursor: Cursor) -> int:
         """Samples that the update behind ``cursor`` is asked to hold."""
         when = (cursor.epoch, cursor.update)
         changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
         samples = self.schedule(cursor.update, cursor.current) if changed is None else changed
         checked_samples(samples, where=f" at update {cursor.update}")
-        if samples < world_size:
-            raise ConfigError(
-                f"`samples_per_update` ({samples} at update {cursor.update}) must be at least the number of ranks "
-                f"({world_size}), so that every rank has a sample in every update"
-            )
         return int(samples)
 
-    def spans(self, cursor: Cursor, world_size: int = 1) -> Iterator[tuple[int, int, Cursor]]:
+    def spans(self, cursor: Cursor) -> Iterator[tuple[int, int, Cursor]]:
         """(start, stop, cursor after) of the updates that remain of an epoch. Each size is looked up when its turn comes, so
         that changes take effect."""
         count = self.num_ordered()
         while cursor.samples_used < count:
-            samples = self.samples_of(cursor, world_size)
+            samples = self.samples_of(cursor)
             start, stop = cursor.samples_used, min(cursor.samples_used + samples, count)
             if self.drop_last and stop - start < samples:
                 return
             cursor = cursor.after(stop, samples)
             yield start, stop, cursor
 
-    def cursors(self, cursor: Cursor, world_size: int = 1) -> Iterator[Cursor]:
+    def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
         """Where each update that remains of an epoch ends."""
-        return (after for *_, after in self.spans(cursor, world_size))
+        return (after for *_, after in self.spans(cursor))
 
-    def end(self, epoch: int, world_size: int = 1) -> Cursor:
+    def end(self, epoch: int) -> Cursor:
         """Where the last update of an epoch ends."""
-        cursor = self.start(epoch, world_size)
-        for after in self.cursors(cursor, world_size):
+        cursor = self.start(epoch)
+        for after in self.cursors(cursor):
             cursor = after
         return cursor
 
-    def start(self, epoch: int, world_size: int = 1) -> Cursor:
+    def start(self, epoch: int) -> Cursor:
         """The beginning of an epoch."""
         if self.is_constant:
-            size, updates = self.samples_of(Cursor(), world_size), epoch * self.num_updates(0, world_size)
+            size, updates = self.samples_of(Cursor()), epoch * self.num_updates(0)
             seen = updates * size if self.drop_last else epoch * self.num_ordered()
             return Cursor(epoch=epoch, update=updates, samples_seen=seen, current=size if updates else None)
         while len(self._starts) <= epoch:
-            end = self.end(len(self._starts) - 1, world_size)
+            end = self.end(len(self._starts) - 1)
             self._starts.append(replace(end, epoch=len(self._starts), samples_used=0))
         return self._starts[epoch]
 
-    def num_updates(self, epoch: int, world_size: int = 1) -> int:
+    def num_updates(self, epoch: int) -> int:
         """Updates of a whole epoch."""
         if self.is_constant:
-            count, size = self.num_ordered(), self.samples_of(Cursor(), world_size)
+            count, size = self.num_ordered(), self.samples_of(Cursor())
             return count // size if self.drop_last else -(-count // size)
-        return sum(1 for _ in self.spans(self.start(epoch, world_size), world_size))
+        return sum(1 for _ in self.spans(self.start(epoch)))

@@ -1,0 +1,80 @@
+"""Where a planned run stands, at any step: a few integers, and how they are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dynagroup.checks import Check, a_list, a_mapping, a_number, an_int, either, nothing
+from dynagroup.plan.planner import Position
+from dynagroup.update.sizes import Cursor
+
+__all__ = ["MOST_EPOCHS", "PLACE", "Begun", "Place"]
+
+MOST_EPOCHS = 1_000_000
+MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What was handed out of the update under way, on all ranks.
+
+    Args:
+        position: where the rows of its window stand.
+        rows: steps taken.
+        samples: samples in them.
+        weight: what they weigh.
+    """
+
+    position: Position
+    rows: int
+    samples: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Behind ``cursor``'s update, and behind what was ``begun`` of the next one. The same on every rank."""
+
+    cursor: Cursor
+    begun: Begun | None = None
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able, see :data:`PLACE`."""
+        return {"cursor": asdict(self.cursor), "begun": None if self.begun is None else asdict(self.begun)}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Place:
+        """What :meth:`state` gave, also after JSON; checked before by :data:`PLACE`."""
+        cursor, begun = dict(state["cursor"]), state["begun"]
+        cursor["position"] = None if cursor["position"] is None else _position(cursor["position"])
+        if begun is None:
+            return cls(Cursor(**cursor))
+        return cls(Cursor(**cursor), Begun(**{**begun, "position": _position(begun["position"])}))
+
+
+def _position(state: Mapping[str, Any]) -> Position:
+    segments = tuple((int(ranks), int(rows)) for ranks, rows in state["segments"])
+    return Position(state["window_size"], state["windows_done"], segments)
+
+
+def _segment(value: Any, place: str) -> None:
+    a_list(an_int(), length=2)(value, place)
+    an_int(1, MOST_RANKS)(value[0], f"{place}[0]")
+
+
+POSITION = a_mapping({"window_size": an_int(1), "windows_done": an_int(), "segments": a_list(_segment, most=4096)})
+CURSOR = a_mapping(
+    {
+        "epoch": an_int(0, MOST_EPOCHS),
+        "update": an_int(),
+        "samples_used": an_int(),
+        "samples_seen": an_int(),
+        "current": either(nothing(), an_int(1)),
+        "position": either(nothing(), POSITION),
+    }
+)
+BEGUN = a_mapping({"position": POSITION, "rows": an_int(1), "samples": an_int(), "weight": a_number(0.0)})
+PLACE: Mapping[str, Check] = {"cursor": CURSOR, "begun": either(nothing(), BEGUN)}
+"""What the fields of a saved place must be."""
