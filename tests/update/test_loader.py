@@ -181,6 +181,10 @@ def test_ranks_with_another_order_are_told():
         ({"samples_per_update": 4, "accumulation": 2}, "`accumulation` .2. is whatever the memory needs"),
         ({"sampler": range(53)}, "`sampler` needs `samples_per_update`"),
         ({"plan": {"windows": 3}}, "`plan` knows the settings"),
+        ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
+        ({"seed": -1}, "`seed` must be an int of at least 0"),
+        ({"data": iter([])}, "OnlineDataLoader takes streams"),
+        ({"data": range(60)}, "`lengths` has 53 entries, but the dataset has 60 samples"),
         ({"batch_size": 3}, "are decided by PlannedDataLoader"),
         ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
         ({"num_workers": 1, "in_order": False}, "`in_order=False` lets batches of different updates mix"),
@@ -191,21 +195,20 @@ def test_mistakes_are_named(settings, message):
         loader_of(**settings)
 
 
-def test_a_schedule_must_give_every_rank_a_sample():
-    def one(world):
-        return list(loader_of(samples_per_update=lambda update, current: 4 - update, world=world))
-
-    with pytest.raises(
-        ConfigError, match="`samples_per_update` .2 at update 2. must be at least the number of ranks .3."
-    ):
-        run_ranks(3, one)
+def test_ranks_idle_in_an_update_of_fewer_samples():
+    by_rank = run_ranks(3, lambda world: list(loader_of(samples_per_update=2, world=world).updates()))
+    for update in zip(*by_rank, strict=True):
+        steps = [step for steps in update for step in steps]
+        assert sum(step.samples.local for step in steps) == sum(not step.idle for step in steps) <= 2
+        assert sum(step.loss_scale for step in steps) == pytest.approx(3)
+    assert sorted(i for updates in by_rank for update in updates for i in samples(update)) == list(range(53))
 
 
 def test_states_of_other_runs_are_refused():
     state = loader_of(samples_per_update=10).state_dict()
     with pytest.raises(StateError, match="seed: 0 then, 1 now"):
         loader_of(samples_per_update=10, seed=1).load_state_dict(state)
-    with pytest.raises(StateError, match="this is no state of a PlannedDataLoader"):
+    with pytest.raises(StateError, match="this is no state of PlannedDataLoader"):
         loader_of(samples_per_update=10).load_state_dict({"epoch": 1})
     with pytest.raises(StateError, match="version 9"):
         loader_of(samples_per_update=10).load_state_dict({**state, "version": 9})
