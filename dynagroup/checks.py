@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
+from dynagroup.fingerprint import hashed
 
 __all__ = [
     "Check",
@@ -22,10 +24,12 @@ __all__ = [
     "check_choice",
     "check_int",
     "check_number",
+    "check_seal",
     "check_state",
     "differences",
     "either",
     "nothing",
+    "seal_of",
 ]
 
 LARGEST = 1 << 62
@@ -240,3 +244,29 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], keys: Iterab
         for name in names
         if name not in theirs or name not in ours or theirs[name] != ours[name]
     ]
+
+
+def seal_of(state: Mapping[str, Any]) -> str:
+    """A hash of all that a state holds, but for what belongs to the user's stream, which need not be JSON.
+
+    It tells a state that was cut, mixed from two, or edited from one that is whole; it proves nothing against forging.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(k): plain(v) for k, v in value.items() if not (k == "state" and "keep" in value)}
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return hashed(json.dumps(plain({**state, "seal": None}), sort_keys=True, default=repr))
+
+
+def check_seal(state: Mapping[str, Any]) -> None:
+    """Refuse a state that is not as it was saved.
+
+    Raises:
+        StateError: it was changed, or is made of two.
+    """
+    if state["seal"] != seal_of(state):
+        raise StateError(
+            "the state is damaged: it is not what was saved, its seal differs; load the checkpoint before it"
+        )

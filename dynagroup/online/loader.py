@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
+from dynagroup.checks import Check
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.online.align import Uneven
@@ -24,34 +25,17 @@ from dynagroup.online.feeds import Source
 from dynagroup.online.learned import LearnedLengths
 from dynagroup.online.records import Refined, Take
 from dynagroup.online.requests import EpochOrders, UpdateMark
-from dynagroup.online.saved import checked_states, sealed
+from dynagroup.online.saved import SCHEMA, checked_states
 from dynagroup.online.takeover import taken_over
 from dynagroup.online.windows import Workers
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
-from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step, loss_scale
 from dynagroup.update.weigh import Weigh
-from dynagroup.world import World, rank_and_size
+from dynagroup.world import World
 
 __all__ = ["OnlineDataLoader"]
-
-
-class _AnyRanks:
-    """Updates of an online loader: any number of ranks may share one, because a rank without samples idles."""
-
-    def __init__(self, sizes: UpdateSizes) -> None:
-        self._sizes = sizes
-
-    def start(self, epoch: int, world_size: int) -> Cursor:
-        return self._sizes.start(epoch)
-
-    def cursors(self, cursor: Cursor, world_size: int) -> Iterator[Cursor]:
-        return self._sizes.cursors(cursor)
-
-    def num_updates(self, epoch: int, world_size: int) -> int:
-        return self._sizes.num_updates(epoch)
 
 
 class _Spare:
@@ -118,6 +102,8 @@ class OnlineDataLoader(StepLoader[Any]):
     [[0, 2], [1, 3]]
     """
 
+    KIND = "OnlineDataLoader"
+
     def __init__(
         self,
         dataset: Any,
@@ -164,7 +150,6 @@ class OnlineDataLoader(StepLoader[Any]):
         )
         self._budget = budget = as_budget(budget)
         check_budget(budget)
-        self.stats = LoaderStats()
         self._collator = RefinementCollator(collate_fn, budget, length_of, weigh=weigh, oversize=oversize)
         self._orders = EpochOrders(dataset, config, stream=stream, sampler=sampler, batch_sampler=batch_sampler)
         self._workers = Workers(dataset, self._collator, kwargs, window=config.window, max_bytes=config.window_bytes)
@@ -261,26 +246,25 @@ class OnlineDataLoader(StepLoader[Any]):
             "epoch anew (restart_epoch), or go on with known lengths (PlannedDataLoader)"
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands: JSON-able, a few KB, besides lengths seen (a few bytes a sample).
+    def _schema(self) -> Mapping[str, Check]:
+        return SCHEMA
 
-        Steps count as used once the loop has received them. Save every rank's state: they differ.
-        """
+    def _state(self) -> dict[str, Any]:
+        """This rank's: a few KB, besides lengths seen (a few bytes a sample)."""
         rank, size = self._rank_and_size()
         if self._resume is not None:
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
                 raise StateError(
                     "the state was just loaded on another number of ranks: take a step before saving it again"
                 )
-            return dict(self._resume[0])
+            return {name: self._resume[0][name] for name in SCHEMA}
         begun = None if self._begun_anew else self._course
         progress = None if begun is None else begun.state()
         if progress is not None:
             progress = {**progress, "order": self._orders.fingerprint(self._epoch)}
         ended = begun is not None and progress is None
         cursor = asdict(self._done)
-        return sealed(
-            self._identity(),
+        return dict(
             world_size=size,
             rank=rank,
             epoch=self.epoch if begun is None else self._epoch + ended,
@@ -289,34 +273,12 @@ class OnlineDataLoader(StepLoader[Any]):
             cursor={name: cursor[name] for name in ("epoch", "update", "samples_used", "samples_seen", "current")},
             lengths=None if self._known.learned is None else self._known.learned.state(),
             merge_due=ended or (self._merge_due and begun is None),
-            learned=LearningBudget.saved(self.budget),
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where states were taken: exactly what remained of the epoch comes next.
-
-        Args:
-            state_dict: this rank's state on as many ranks as before; or a list of all ranks' states, on any number.
-
-        Raises:
-            StateError: damaged, of other data or settings, taken after different steps, of another rank, or ranks are
-                missing. Nothing has changed then.
-        """
-        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        learned = LearningBudget.saved(self.budget)
-        try:
-            self._load(states)
-        except BaseException:
-            LearningBudget.restore(self.budget, learned)
-            raise
-
-    def _load(self, states: list[Mapping[str, Any]]) -> None:
+    def _checked(self, states: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], list[Mapping[str, Any]], Known]:
         rank, size = self._rank_and_size()
-        if states:
-            first = states[rank] if len(states) == size else states[0]
-            LearningBudget.restore(self.budget, first.get("learned") if isinstance(first, Mapping) else None)
         num_ordered = None if self._orders.num_samples is None else self._orders.num_ordered()
-        own, needed = checked_states(states, self._identity(), rank=rank, size=size, num_ordered=num_ordered)
+        own, needed = checked_states(states, rank=rank, size=size, num_ordered=num_ordered)
         progress, known = own["progress"], self._known.learned
         if progress is not None and progress["order"] != self._orders.fingerprint(own["epoch"]):
             raise StateError(
@@ -325,13 +287,16 @@ class OnlineDataLoader(StepLoader[Any]):
             )
         if known is not None and own["lengths"] is not None:
             known = known.restored(own["lengths"], [s["lengths"] for s in needed[1:]])
-        self._known = Known(known, self._known.hint)
+        return own, needed, Known(known, self._known.hint)
+
+    def _restore(self, found: tuple[Mapping[str, Any], list[Mapping[str, Any]], Known]) -> None:
+        own, needed, self._known = found
         if self.sizes is not None:
             self.sizes.restore(own["changes"])
         self._epoch = self._next = own["epoch"]
         self._done, self._merge_due = Cursor(**own["cursor"]), own["merge_due"]
-        self._live, self._course = None, None
-        self._resume = None if progress is None else needed
+        self._course = None
+        self._resume = None if own["progress"] is None else needed
         self._workers.restart()
 
     @property
@@ -339,16 +304,13 @@ class OnlineDataLoader(StepLoader[Any]):
         """Another epoch was chosen than the one that was begun last."""
         return self._live is None and self._next != self._epoch + 1
 
-    def _rank_and_size(self) -> tuple[int, int]:
-        return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
-
     def _forget(self) -> None:
         self._course = self._resume = None
 
     def _walk(self) -> Walk:
         if self.sizes is None:
             raise ConfigError("the number of updates is known beforehand only with `samples_per_update`")
-        return _AnyRanks(self.sizes)
+        return self.sizes
 
     def _run(self) -> Iterator[Step[Any]]:
         course = self._course = self._begin()

@@ -15,18 +15,15 @@ from dynagroup.checks import (
     a_text,
     an_int,
     anything,
-    check_state,
     either,
     nothing,
 )
 from dynagroup.errors import StateError
 from dynagroup.online.epoch import FEEDS
-from dynagroup.online.state import a_pack, check_seal, seal_of, unpack
+from dynagroup.online.state import a_pack, unpack
 
-__all__ = ["KIND", "checked_states", "sealed"]
+__all__ = ["SCHEMA", "checked_states"]
 
-KIND = "OnlineDataLoader"
-VERSION = 2
 MOST_RANKS = 1 << 20
 
 
@@ -58,34 +55,22 @@ SCHEMA: Mapping[str, Check] = {
     "cursor": A_CURSOR,
     "lengths": either(nothing(), LENGTHS),
     "merge_due": a_flag(),
-    "learned": anything(),
-    "seal": a_text(),
 }
 
 
-def sealed(identity: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
-    """A state of these parts."""
-    state = {"kind": KIND, "version": VERSION, "identity": dict(identity), **parts, "seal": ""}
-    return {**state, "seal": seal_of(state)}
-
-
 def checked_states(
-    states: Sequence[Any], identity: Mapping[str, Any], *, rank: int, size: int, num_ordered: int | None
+    states: Sequence[Mapping[str, Any]], *, rank: int, size: int, num_ordered: int | None
 ) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
     """This rank's state, or on another number of ranks the first one, and all that its progress depends on. Changes nothing.
 
     Args:
-        identity: settings and data of this run.
+        states: each of them whole, and of this run.
         num_ordered: positions of an epoch's order, where they are known.
 
     Raises:
-        StateError: a state is damaged, of another run, or not this rank's; ranks are missing, or were not saved together.
+        StateError: a state says what cannot be, or is not this rank's; ranks are missing, or were not saved together.
     """
-    if not states:
-        raise StateError("no state was given")
     for state in states:
-        check_state(state, KIND, VERSION, SCHEMA, identity)
-        check_seal(state)
         if state["progress"] is not None:
             _check_positions(state["progress"], num_ordered)
     given = states[0]["world_size"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ from numpy.typing import NDArray
 
 from dynagroup.checks import Check, a_list, a_text
 from dynagroup.errors import StateError
-from dynagroup.fingerprint import hashed
 from dynagroup.shapes import IntArray
 
-__all__ = ["a_pack", "check_seal", "pack", "pack_groups", "seal_of", "some_groups", "unpack", "unpack_groups"]
+__all__ = ["a_pack", "pack", "pack_groups", "some_groups", "unpack", "unpack_groups"]
 
 MOST_BYTES = 1 << 34
 """A pack that claims to be larger is damaged: two thousand million integers."""
@@ -94,29 +92,3 @@ def some_groups() -> Check:
         unpack_groups(value)
 
     return check
-
-
-def seal_of(state: Mapping[str, Any]) -> str:
-    """A hash of all that a state holds, but for what belongs to the user's stream, which need not be JSON.
-
-    It tells a state that was cut, mixed from two, or edited from one that is whole; it proves nothing against forging.
-    """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(k): plain(v) for k, v in value.items() if not (k == "state" and "keep" in value)}
-        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    return hashed(json.dumps(plain({**state, "seal": None}), sort_keys=True, default=repr))
-
-
-def check_seal(state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not as it was saved.
-
-    Raises:
-        StateError: it was changed, or is made of two.
-    """
-    if state["seal"] != seal_of(state):
-        raise StateError(
-            "the state is damaged: it is not what was saved, its seal differs; load the checkpoint before it"
-        )

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.checks import Check, anything, check_int, check_state
+from dynagroup.checks import Check, a_text, anything, check_int, check_seal, check_state, seal_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.sizes import Cursor, Walk, first_cursor
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
-from dynagroup.world import World, current_world
+from dynagroup.world import World, current_world, rank_and_size
 
 __all__ = ["StepLoader"]
 
@@ -148,6 +148,10 @@ class StepLoader(ABC, Generic[B]):
             self._world = current_world()
         return self._world
 
+    def _rank_and_size(self) -> tuple[int, int]:
+        """Like :attr:`world`, but without looking it up: asking is not collective."""
+        return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
+
     @property
     def epoch(self) -> int:
         """The epoch that is running; between iterations, the one that the next iteration is in."""
@@ -216,13 +220,9 @@ class StepLoader(ABC, Generic[B]):
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""
         learned = LearningBudget.saved(self.budget)
-        return {
-            "kind": self.KIND,
-            "version": STATE_VERSION,
-            "identity": self._identity(),
-            "learned": learned,
-            **self._state(),
-        }
+        own = {"kind": self.KIND, "version": STATE_VERSION, "identity": self._identity(), "learned": learned}
+        state = {**own, **self._state(), "seal": ""}
+        return {**state, "seal": seal_of(state)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where states were taken, on any number of ranks: exactly what remained of the epoch comes next.
@@ -238,11 +238,15 @@ class StepLoader(ABC, Generic[B]):
             raise StateError(
                 f"a state, or the list of all ranks' states, was expected, but {type(states).__name__} was given"
             )
+        rank, size = self._rank_and_size()
         with _unless_refused(self.budget):
             # What was learned is taken over first, because fingerprints show it.
-            _take_learned(self.budget, states[self.world.rank if len(states) == self.world.size else 0])
-            identity, schema = self._identity(), {**self._schema(), "learned": anything()}
-            found = self._checked([check_state(s, self.KIND, STATE_VERSION, schema, identity) for s in states])
+            _take_learned(self.budget, states[rank if len(states) == size else 0])
+            identity, schema = self._identity(), {**self._schema(), "learned": anything(), "seal": a_text()}
+            for state in states:
+                check_state(state, self.KIND, STATE_VERSION, schema, identity)
+                check_seal(state)
+            found = self._checked(list(states))
         if self._live is not None:
             self._end(self._live)
         self._restore(found)
