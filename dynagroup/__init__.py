@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dynagroup.plan.rounding import friendly_size, multiple_of
     from dynagroup.plan.sampler import LengthAwareBatchSampler
     from dynagroup.plan.shard import shard_micro_batches
+    from dynagroup.plan.work import Work
     from dynagroup.text import text_dataloader
     from dynagroup.update.loader import StepLoader
     from dynagroup.update.planned import PlannedDataLoader
@@ -57,6 +58,7 @@ _HOME = {
     "Step": "update.step",
     "StepLoader": "update.loader",
     "TokenBudget": "budget.tokens",
+    "Work": "plan.work",
     "classify_dataset": "oom",
     "embed_dataset": "oom",
     "encode": "oom",

@@ -17,7 +17,7 @@ from dynagroup.online.records import Planned
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.order import EpochOrder
 from dynagroup.plan.planner import PlanConfig, Planner
-from dynagroup.plan.rows import cut_evenly, matched_by_cost
+from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.sampler import OrderSource
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.update.sizes import Cursor, UpdateSizes
@@ -164,7 +164,7 @@ def rank_batches(
     lengths: Streams, budget: Budget, who: Rank, *, rows_shuffled: bool, window: int = 0
 ) -> list[IntArray]:
     """This rank's batches of one window, a row each, as positions in the window; no sample is repeated to fill a row."""
-    batches = matched_by_cost(cut_evenly(lengths, budget, who.size), lengths, budget, 0)
+    batches = cut_rows(lengths, budget, who.size)
     num_rows = -(-len(batches) // who.size)
     rng = np.random.default_rng((who.seed, who.epoch, window))
     mine = []

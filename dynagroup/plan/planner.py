@@ -6,10 +6,9 @@ first batch of any dataset is there at once and a run resumes, also on another n
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -20,17 +19,20 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
+from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.fingerprint import described, hashed
 from dynagroup.plan.batches import longest_first
-from dynagroup.plan.cut import cut
+from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
 from dynagroup.plan.order import EpochOrder, epoch_order
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
 from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.rows import Rows, Uneven, arrange, cut_evenly, even_out, matched_by_cost, prove
+from dynagroup.plan.rows import Rows, Uneven, arrange, cut_rows, prove
+from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.world import World
 
-__all__ = ["BatchPlan", "PlanConfig", "Planner", "Position", "cut_evenly", "epoch_order", "even_out"]
+__all__ = ["BatchPlan", "PlanConfig", "Planner", "Position", "epoch_order"]
 
 Oversize: TypeAlias = Literal["alone", "error", "drop"]
 Segment: TypeAlias = tuple[int, int]
@@ -54,6 +56,10 @@ class PlanConfig:
     """Batch sizes are chosen among this function's values, before the fit check."""
     samples_per_update: int | None = None
     """Every update consists of exactly so many samples over all ranks, drawn as fixed batches would draw them."""
+    work: Work = DEFAULT_WORK
+    """Predicted time of a batch, which cutting makes least and row mates share."""
+    objective: Objective = "time"
+    """What cutting makes least: "time", or with "fewest" the number of batches."""
     oversize: Oversize = "alone"
     """A sample that does not fit even alone: "alone", "error" or "drop"."""
     uneven: Uneven = "repeat"
@@ -61,25 +67,21 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         for name in ("window", "samples_per_update"):
-            value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < 1):
-                raise ConfigError(f"`{name}` must be an int of at least 1, or None, but is {value!r}")
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_int(name, getattr(self, name), where=" (or None)"))
         for name in ("seed", "hardest_first"):
-            if not _is_int(getattr(self, name)) or getattr(self, name) < 0:
-                raise ConfigError(f"`{name}` must be an int of at least 0, but is {getattr(self, name)!r}")
+            object.__setattr__(self, name, check_int(name, getattr(self, name), least=0))
         if self.window is not None and self.samples_per_update is not None:
             raise ConfigError(
                 "`window` and `samples_per_update` exclude each other: an update's samples are the window"
             )
-        for name, choices in (("oversize", ("alone", "error", "drop")), ("uneven", ("repeat", "drop"))):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"`{name}` must be one of {choices}, but is {getattr(self, name)!r}")
+        check_choice("oversize", self.oversize, ("alone", "error", "drop"))
+        check_choice("uneven", self.uneven, ("repeat", "drop"))
+        check_choice("objective", self.objective, OBJECTIVES)
+        if not isinstance(self.work, Work):
+            raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {self.work!r}")
         if self.round_batch is not None and not callable(self.round_batch):
             raise ConfigError(f"`round_batch` must be a function from int to int, but is {self.round_batch!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,18 +251,15 @@ class Planner:
         config = self.config
         indices = window.indices[positions]
         lengths = {name: values[indices] for name, values in self.lengths.items()}
-        batches = cut_evenly(lengths, self.budget, world_size, round_batch=config.round_batch)
+        how = {"work": config.work, "objective": config.objective, "round_batch": config.round_batch}
+        batches = cut_rows(lengths, self.budget, world_size, **how)
         prove(batches, len(indices), lengths, self.budget, self._oversize[indices])
-        lead = config.hardest_first if window.leads else 0
-        mixed = config.shuffle or config.samples_per_update is not None
-        if mixed and world_size > 1:
-            batches = matched_by_cost(batches, lengths, self.budget, lead * world_size)
         smallest = longest_first(lengths)[::-1] if len(batches) % world_size else batches.order
         rows = arrange(batches, world_size, config.uneven, smallest)
         table = rows.table
         if config.shuffle and config.samples_per_update is None:
             rng = np.random.default_rng((config.seed, epoch, window.number, len(positions)))
-            table = _shuffle_rows(table, lead, rng)
+            table = _shuffle_rows(table, config.hardest_first if window.leads else 0, rng)
         return Rows(rows.batches.map(positions), table, positions[rows.repeated], positions[rows.dropped])
 
     def plan(
@@ -314,7 +313,9 @@ class Planner:
             "window": config.window,
             "samples_per_update": config.samples_per_update,
             "hardest_first": config.hardest_first,
-            "round_batch": None if config.round_batch is None else _name(config.round_batch),
+            "round_batch": described(config.round_batch),
+            "work": described(config.work),
+            "objective": config.objective,
             "oversize": config.oversize,
             "uneven": config.uneven,
         }
@@ -322,11 +323,7 @@ class Planner:
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits of :attr:`identity`."""
-        return hashlib.blake2b(json.dumps(self.identity, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
+        return hashed(json.dumps(self.identity, sort_keys=True))
 
 
 def _shuffle_rows(table: IntArray, lead: int, rng: np.random.Generator) -> IntArray:

@@ -8,8 +8,9 @@ from typing import TypeAlias
 import numpy as np
 
 from dynagroup.errors import ConfigError
+from dynagroup.shapes import IntArray
 
-__all__ = ["RoundBatch", "friendly_size", "multiple_of", "smaller_size"]
+__all__ = ["RoundBatch", "allowed_sizes", "friendly_size", "multiple_of", "smaller_size"]
 
 RoundBatch: TypeAlias = Callable[[int], int]
 
@@ -46,16 +47,25 @@ def friendly_size(size: int) -> int:
     return power + power // 2 if power > 1 and size >= power + power // 2 else power
 
 
+def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
+    """The batch sizes up to ``most`` that ``round_batch`` produces, growing; before the first of them every size.
+
+    >>> allowed_sizes(20, multiple_of(8)).tolist()
+    [1, 2, 3, 4, 5, 6, 7, 8, 16]
+    """
+    rounded = np.unique(np.fromiter((_rounded(size, round_batch) for size in range(1, most + 1)), np.int64, most))
+    rounded = rounded[rounded <= most]
+    least = int(rounded[0]) if len(rounded) else most + 1
+    return np.concatenate([np.arange(1, least), rounded])
+
+
 def smaller_size(size: int, round_batch: RoundBatch | None) -> int:
     """The largest batch size up to ``size`` that ``round_batch`` produces; ``size`` itself where there is none."""
-    if round_batch is None:
-        return size
-    for candidate in range(size, 0, -1):
-        rounded = round_batch(candidate)
-        if isinstance(rounded, bool) or not isinstance(rounded, (int, np.integer)) or rounded < 1:
-            raise ConfigError(
-                f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {candidate}"
-            )
-        if rounded <= size:
-            return int(rounded)
-    return size
+    return size if round_batch is None else int(allowed_sizes(size, round_batch)[-1])
+
+
+def _rounded(size: int, round_batch: RoundBatch) -> int:
+    rounded = round_batch(size)
+    if isinstance(rounded, bool) or not isinstance(rounded, (int, np.integer)) or rounded < 1:
+        raise ConfigError(f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {size}")
+    return int(rounded)

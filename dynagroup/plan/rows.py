@@ -1,29 +1,85 @@
-"""Rows of batches for all ranks: evened out, arranged, and proved."""
+"""Rows of batches for all ranks: cut, matched, arranged, and proved."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_tokens
-from dynagroup.budget.tokens import TokenBudget
+from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cut import cut
+from dynagroup.plan.cut import DEFAULT_WORK, Objective, cut, price_of, runs_of, sorted_window
+from dynagroup.plan.pack import pack
 from dynagroup.plan.rounding import RoundBatch
+from dynagroup.plan.runs import SortedWindow, by_rows, split_dearest
+from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
-__all__ = ["Rows", "Uneven", "arrange", "cut_evenly", "even_out", "matched_by_cost", "prove"]
+__all__ = ["Rows", "Uneven", "arrange", "cut_rows", "even_out", "prove"]
 
 Uneven: TypeAlias = Literal["repeat", "drop"]
 
-OPTIMAL_UP_TO = 100  # batches; with more of them there is next to no padding left to save
-BALANCE_UP_TO = 64  # rows; with more of them a few halved batches cost next to nothing
-TIGHTNESS = 64  # rows are balanced to one part in so many
+FEW_ROWS = 24
+"""Rows; with more of them the batches of a window, sorted by work, are alike already, and need no cut of their own."""
+
+
+def cut_rows(
+    lengths: Streams,
+    budget: Budget,
+    num_ranks: int,
+    *,
+    work: Work = DEFAULT_WORK,
+    objective: Objective = "time",
+    round_batch: RoundBatch | None = None,
+) -> Batches:
+    """Cut a window into rows of one batch a rank, so that its steps take least predicted time: a price and the dearest batch.
+
+    The number of batches divides by ``num_ranks`` wherever some batch has more than one sample. Row after row, each
+    row's dearest batch first, the row with the longest sample in front; a row that cannot be filled comes last.
+
+    >>> window = {"tokens": np.full(10, 5, np.int32)}
+    >>> cut_rows(window, TokenBudget(20), 4).sizes.tolist()
+    [3, 3, 2, 2]
+    """
+    if num_ranks == 1 or not len(lengths[TOKENS]):
+        return cut(lengths, budget, work=work, objective=objective, round_batch=round_batch)
+    if budget.layout == "packed":
+        batches = pack(lengths, budget, num_ranks, work=work, round_batch=round_batch)
+        batches = even_out(batches, num_ranks)
+        return _in_rows(batches, work.of_batches(batches, lengths, budget), num_ranks)
+    order, window = sorted_window(lengths, budget, work, objective, round_batch)
+    price = price_of(window, work, objective)
+    found = [_filled(window, runs_of(window, work, objective), num_ranks)]
+    if len(found[0]) - 1 <= FEW_ROWS * num_ranks:
+        found += [_filled(window, offsets, num_ranks) for offsets in by_rows(window, num_ranks, price)]
+    offsets = min(found, key=lambda o: _time_of(window.total(o), num_ranks, price))
+    return _in_rows(Batches(order, offsets), window.total(offsets), num_ranks)
+
+
+def _filled(window: SortedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
+    """The runs, split until their number divides by the ranks; into sizes that are not allowed only where it must be."""
+    number = -(-(len(offsets) - 1) // num_ranks) * num_ranks
+    offsets = split_dearest(window, offsets, number)
+    return offsets if len(offsets) > number else split_dearest(replace(window, allowed=None), offsets, number)
+
+
+def _time_of(work: NDArray[np.float64], num_ranks: int, per_step: float) -> float:
+    """Predicted time of these batches in rows of the like: every ``num_ranks``-th is the dearest of a row."""
+    dearest = np.sort(work)[::-1][::num_ranks]
+    return per_step * len(dearest) + float(dearest.sum())
+
+
+def _in_rows(batches: Batches, work: NDArray[np.float64], num_ranks: int) -> Batches:
+    """The batches row after row: row mates are neighbours in work, rows are in the order of their longest sample."""
+    by_work = np.argsort(-work, kind="stable")
+    full = len(by_work) - len(by_work) % num_ranks
+    rows = by_work[:full].reshape(-1, num_ranks)
+    rows = rows[np.argsort(rows.min(axis=1, initial=full), kind="stable")]
+    return batches.take(np.append(rows.ravel(), by_work[full:]))
 
 
 def even_out(batches: Batches, multiple: int) -> Batches:
@@ -46,48 +102,6 @@ def even_out(batches: Batches, multiple: int) -> Batches:
         heapq.heappush(heap, (-half, -start))
         heapq.heappush(heap, (half - size, -start - half))
     return Batches(batches.order, np.sort(np.append(batches.offsets, np.asarray(new_offsets, np.int64))))
-
-
-def cut_evenly(lengths: Streams, budget: Budget, multiple: int, *, round_batch: RoundBatch | None = None) -> Batches:
-    """Cut a window into batches that fit, in a number that divides by ``multiple`` wherever its samples allow that.
-
-    A window of few rows is cut again under the tightest cost that still needs no further row, so that its batches cost
-    about the same and no rank waits; what is then missing to a full row comes from halving.
-
-    >>> window = {"tokens": np.full(10, 5, np.int32)}
-    >>> cut_evenly(window, TokenBudget(20), 4).sizes.tolist()
-    [1, 3, 3, 3]
-    """
-    batches = cut(lengths, budget, round_batch=round_batch)
-    rows = -(-len(batches) // multiple)
-    if multiple > 1 and 0 < rows <= BALANCE_UP_TO:
-        budget = _tightest(lengths, budget, rows * multiple, batches, round_batch)
-        batches = cut(lengths, budget, round_batch=round_batch)
-    if len(batches) <= OPTIMAL_UP_TO:
-        batches = cut(lengths, budget, method="optimal", round_batch=round_batch)
-    return even_out(batches, multiple)
-
-
-def _tightest(lengths: Streams, budget: Budget, most: int, batches: Batches, round_batch: RoundBatch | None) -> Budget:
-    """``budget`` under the smallest cost a batch that still makes at most ``most`` batches."""
-    shapes = shapes_of(batches, lengths)
-    high = int(padded_tokens(shapes, budget).max())
-    low = max(int(shapes.total[TOKENS].sum()) // most - 1, 0)  # no cut can do with less than the mean
-    tight = budget
-    while high - low > max(1, high // TIGHTNESS):
-        middle = (low + high) // 2
-        capped = budget & TokenBudget(middle, pad_to_multiple_of=budget.pad_to_multiple_of, layout=budget.layout)
-        if len(cut(lengths, capped, round_batch=round_batch)) <= most:
-            high, tight = middle, capped
-        else:
-            low = middle
-    return tight
-
-
-def matched_by_cost(batches: Batches, lengths: Streams, budget: Budget, keep: int) -> Batches:
-    """The batches, dearest first, so that the mates of a row cost about the same; the first ``keep`` stay in front."""
-    cost = padded_tokens(shapes_of(batches, lengths), budget)
-    return batches.take(np.append(np.arange(min(keep, len(cost))), keep + np.argsort(-cost[keep:], kind="stable")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
+from dynagroup.plan.cut import Objective
 from dynagroup.plan.planner import BatchPlan, Oversize, PlanConfig, PlannedWindow, Planner, Position, Uneven
 from dynagroup.plan.rounding import RoundBatch
+from dynagroup.plan.work import Work
 from dynagroup.shapes import IntArray
 from dynagroup.world import rank_and_size
 
@@ -87,6 +89,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         seed: of the shuffle; the same on every rank.
         hardest_first: so many steps with the longest samples lead each epoch (not with ``samples_per_update``).
         round_batch: batch sizes are chosen among its values: ``multiple_of(8)``, ``friendly_size`` or your own.
+        work: predicted time of a batch, e.g. ``Work.of(model)``; default: a small decoder on a fast GPU.
+        objective: batches are cut for least predicted "time", or for the "fewest" batches.
         samples_per_update: each optimizer update consists of exactly so many samples over all ranks, the ones that
             fixed batches drawn in the same order would hold. ``plan.update_ends`` says after which steps to update.
         order: any sampler of dataset indices, read once an epoch; default: a permutation seeded by (seed, epoch).
@@ -117,6 +121,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         hardest_first: int = 1,
         round_batch: RoundBatch | None = None,
+        work: Work | None = None,
+        objective: Objective = "time",
         samples_per_update: int | None = None,
         order: Iterable[int] | None = None,
         oversize: Oversize = "alone",
@@ -130,6 +136,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             seed=seed,
             hardest_first=hardest_first,
             round_batch=round_batch,
+            work=work or Work(),
+            objective=objective,
             samples_per_update=samples_per_update,
             oversize=oversize,
             uneven=uneven,

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.rows import cut_evenly, even_out, matched_by_cost
+from dynagroup.plan.cut import DEFAULT_WORK
+from dynagroup.plan.rows import cut_rows
+from dynagroup.plan.work import Work
 
 __all__ = ["shard_micro_batches"]
 
@@ -23,6 +25,7 @@ def shard_micro_batches(
     budget: Budget | int,
     *,
     multiple_of: int = 1,
+    work: Work = DEFAULT_WORK,
 ) -> list[list[list[int]]]:
     """Divide samples over ranks: equally many micro-batches on every rank, each within the budget, of equal cost.
 
@@ -32,6 +35,7 @@ def shard_micro_batches(
         lengths: tokens of each sample over all ranks, or a dict of named streams.
         num_ranks: data-parallel ranks.
         budget: what a micro-batch may be; a number means so many tokens.
+        work: what a micro-batch takes; the steps' work is levelled over the ranks.
         multiple_of: the number of micro-batches on a rank is a multiple of this (pipeline stages, say).
 
     Returns:
@@ -53,13 +57,13 @@ def shard_micro_batches(
     streams = as_streams(lengths)
     budget = as_budget(budget).bind(streams)
     every = num_ranks * multiple_of
-    batches = even_out(cut_evenly(streams, budget, every), every)
+    batches = cut_rows(streams, budget, every, work=work)
     if not len(batches.order):
         return [[] for _ in range(num_ranks)]
     _check(batches, streams, budget, every)
-    cost = padded_tokens(shapes_of(batches, streams), budget)
-    matched = matched_by_cost(batches, streams, budget, 0)
-    return _levelled(matched, np.sort(cost)[::-1], num_ranks)
+    cost = work.of_batches(batches, streams, budget)
+    dearest_first = np.argsort(-cost, kind="stable")
+    return _levelled(batches.take(dearest_first), cost[dearest_first], num_ranks)
 
 
 def _check(batches: Batches, streams: Mapping[str, Any], budget: Budget, every: int) -> None:
@@ -79,7 +83,7 @@ def _check(batches: Batches, streams: Mapping[str, Any], budget: Budget, every: 
 def _levelled(batches: Batches, cost: np.ndarray, num_ranks: int) -> list[list[list[int]]]:
     """Rows of like cost, each row's dearest batch to the rank with the least so far."""
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    load = np.zeros(num_ranks, np.int64)
+    load = np.zeros(num_ranks)
     for first in range(0, len(batches), num_ranks):
         for rank, number in zip(np.argsort(load, kind="stable"), range(first, first + num_ranks), strict=True):
             shards[rank].append(batches[number].tolist())

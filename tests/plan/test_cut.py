@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +13,12 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.plan import runs
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import cut
-from dynagroup.plan.rounding import friendly_size, multiple_of, smaller_size
+from dynagroup.plan.rounding import RoundBatch, friendly_size, multiple_of, smaller_size
+from dynagroup.plan.runs import SortedWindow, least_time
+from dynagroup.plan.work import Work
 from dynagroup.shapes import BatchShape, IntArray, Streams
 from tests import strategies
 
@@ -28,20 +34,27 @@ def assert_cut(batches: Batches, lengths: Streams, budget: Budget) -> None:
     assert (fits | (batches.sizes == 1)).all()
 
 
+OBJECTIVES = st.sampled_from(["time", "fewest"])
+WORKS = st.builds(Work, per_step=st.sampled_from([0.0, 1.0, 30.0, 1024.0]), crossover=st.sampled_from([10.0, math.inf]))
+
+
 @settings(max_examples=150, deadline=None)
-@given(strategies.lengths, strategies.budgets, strategies.ROUNDINGS, st.sampled_from(["greedy", "optimal"]))
-def test_every_batch_fits_and_nothing_is_lost(values: list[int], budget: Budget, rounding: object, method: str) -> None:
+@given(strategies.lengths, strategies.budgets, strategies.ROUNDINGS, OBJECTIVES, WORKS)
+def test_every_batch_fits_and_nothing_is_lost(
+    values: list[int], budget: Budget, rounding: object, objective: str, work: Work
+) -> None:
     lengths = streams(values)
     bound = budget.bind(lengths)
-    batches = cut(lengths, bound, method=method, round_batch=rounding)  # type: ignore[arg-type]
+    batches = cut(lengths, bound, work=work, objective=objective, round_batch=rounding)  # type: ignore[arg-type]
     assert_cut(batches, lengths, bound)
+    assert all(smaller_size(size, rounding) == size for size in batches.sizes.tolist())  # type: ignore[arg-type]
 
 
 @settings(max_examples=100, deadline=None)
-@given(strategies.lengths, strategies.capped_budgets, st.sampled_from(["greedy", "optimal"]))
-def test_several_streams(values: list[int], budget: Budget, method: str) -> None:
+@given(strategies.lengths, strategies.capped_budgets, OBJECTIVES)
+def test_several_streams(values: list[int], budget: Budget, objective: str) -> None:
     lengths = streams(values, patches=True)
-    assert_cut(cut(lengths, budget, method=method), lengths, budget)  # type: ignore[arg-type]
+    assert_cut(cut(lengths, budget, objective=objective), lengths, budget)  # type: ignore[arg-type]
 
 
 class WithoutTable(TokenBudget):
@@ -65,34 +78,63 @@ def test_search_beyond_one_block_and_reach() -> None:
     assert cut(lengths, WithoutTable(3000)).offsets.tolist() == cut(lengths, TokenBudget(3000)).offsets.tolist()
 
 
-def fewest_and_least(values: list[int], budget: TokenBudget) -> tuple[int, int]:
-    """Brute force over all cuts of the sorted window into runs that fit: (batches, padded tokens)."""
+def runs_that_fit(values: list[int], budget: TokenBudget, rounding: RoundBatch | None) -> Iterator[list[list[int]]]:
+    """Every cut of the sorted window into runs that fit and have allowed sizes."""
     ordered = sorted(values, reverse=True)
-    best = (len(values) + 1, 0)
     for number in range(len(values)):
         for inner in combinations(range(1, len(values)), number):
             edges = [0, *inner, len(values)]
             runs = [ordered[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
-            if all(len(r) == 1 or len(r) * r[0] <= budget.max_tokens for r in runs):
-                best = min(best, (len(runs), sum(len(r) * r[0] for r in runs)))
-    return best
+            if all(len(r) == 1 or len(r) * r[0] <= budget.max_tokens for r in runs) and all(
+                smaller_size(len(r), rounding) == len(r) for r in runs
+            ):
+                yield runs
+
+
+FEW = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(5, 60))
-def test_greedy_makes_fewest_batches_and_optimal_pads_least_among_those(values: list[int], max_tokens: int) -> None:
+@given(FEW, st.integers(5, 60), strategies.ROUNDINGS)
+def test_fewest_batches_and_the_least_padding_among_those(values: list[int], max_tokens: int, rounding: Any) -> None:
     budget, lengths = TokenBudget(max_tokens), streams(values)
-    count, padded = fewest_and_least(values, budget)
-    greedy, optimal = cut(lengths, budget), cut(lengths, budget, method="optimal")
-    assert len(greedy) == len(optimal) == count
-    assert padded_tokens(shapes_of(optimal, lengths), budget).sum() == padded
+    best = min((len(runs), sum(len(r) * r[0] for r in runs)) for runs in runs_that_fit(values, budget, rounding))
+    batches = cut(lengths, budget, objective="fewest", round_batch=rounding)
+    assert (len(batches), padded_tokens(shapes_of(batches, lengths), budget).sum()) == best
 
 
-def test_a_cheap_charge_buys_less_padding_with_more_batches() -> None:
+@settings(max_examples=100, deadline=None)
+@given(FEW, st.integers(5, 60), strategies.ROUNDINGS, WORKS)
+def test_no_cut_into_runs_takes_less_time(values: list[int], max_tokens: int, rounding: Any, work: Work) -> None:
+    budget, lengths = TokenBudget(max_tokens), streams(values)
+    best = min(
+        sum(work.per_step + len(r) * float(work.of_lengths(r[0])) for r in runs)
+        for runs in runs_that_fit(values, budget, rounding)
+    )
+    batches = cut(lengths, budget, work=work, round_batch=rounding)
+    taken = work.per_step * len(batches) + work.of_batches(batches, lengths, budget).sum()
+    assert taken == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+def test_a_cheap_step_buys_less_padding_with_more_batches() -> None:
     lengths = streams([10, 6, 6, 1, 1, 1])
-    batches = cut(lengths, TokenBudget(60), method="optimal", charge=1)
+    batches = cut(lengths, TokenBudget(60), work=Work(per_step=1))
     assert [batch.tolist() for batch in batches] == [[0], [1, 2], [3, 4, 5]]
-    assert len(cut(lengths, TokenBudget(60), method="optimal", charge=100)) == 1
+    assert len(cut(lengths, TokenBudget(60), work=Work(per_step=100))) == 1
+    assert len(cut(lengths, TokenBudget(60), work=Work(per_step=1), objective="fewest")) == 1
+
+
+@pytest.mark.parametrize(("per_step", "max_tokens"), [(256.0, 20_000), (1024.0, 200_000)])
+def test_large_windows_are_cut_run_by_run_nearly_as_well(per_step: float, max_tokens: int) -> None:
+    tokens = np.sort(np.random.default_rng(0).lognormal(5.5, 0.8, 70_000).astype(np.int64) + 1)[::-1]
+    most = np.minimum(np.maximum(max_tokens // tokens, 1), np.arange(len(tokens), 0, -1))
+    window = SortedWindow.of(tokens.astype(np.float64), most, None)
+    taken = [window.total(o).sum() + per_step * (len(o) - 1) for o in (runs._by_queue(window, per_step),
+                                                                      runs._one_by_one(window, per_step))]  # fmt: skip
+    assert taken[0] <= taken[1] <= 1.001 * taken[0]
+    rounded = least_time(SortedWindow.of(tokens.astype(np.float64), most, multiple_of(8)), per_step)
+    assert (np.diff(rounded) <= most[rounded[:-1]]).all()
+    assert not (np.diff(rounded)[np.diff(rounded) > 8] % 8).any()
 
 
 def test_literal_cut() -> None:
@@ -102,13 +144,10 @@ def test_literal_cut() -> None:
 
 def test_rounding_happens_before_the_fit_check_and_only_downwards() -> None:
     lengths = streams([10] * 23)
-    assert cut(lengths, TokenBudget(100), round_batch=multiple_of(8)).sizes.tolist() == [8, 8, 7]
-    assert cut(lengths, TokenBudget(70), round_batch=friendly_size).sizes.tolist() == [
-        6,
-        6,
-        6,
-        5,
-    ]  # the rest is as large as it is
+    assert sorted(cut(lengths, TokenBudget(100), round_batch=multiple_of(8)).sizes.tolist()) == [7, 8, 8]
+    sizes = cut(lengths, TokenBudget(70), round_batch=friendly_size).sizes.tolist()
+    assert len(sizes) == 5  # 6, 6, 6, 4 and 1: the rest has a friendly size too
+    assert set(sizes) <= {1, 2, 3, 4, 6}
     assert cut(lengths, TokenBudget(70), round_batch=lambda n: n + 2).sizes.max() <= 7  # 5 -> 7 fits, 6 -> 8 does not
 
 
@@ -126,8 +165,8 @@ def test_a_rounding_that_is_none_is_named(wrong: object) -> None:
 
 
 def test_bad_arguments_name_themselves() -> None:
-    with pytest.raises(ConfigError, match="`method` must be 'greedy' or 'optimal', but is 'best'"):
-        cut(streams([1]), TokenBudget(9), method="best")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`objective` must be one of 'time', 'fewest', but is 'best'"):
+        cut(streams([1]), TokenBudget(9), objective="best")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="`number` of multiple_of must be an int of at least 1, but is 0"):
         multiple_of(0)
 

@@ -1,0 +1,317 @@
+"""Cut a sorted window into runs: fewest, or least in predicted time. Pure arithmetic on positions.
+
+A division into runs is its offsets: int64 (B + 1,), from 0 to the number of samples.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.plan.rounding import RoundBatch, allowed_sizes
+from dynagroup.shapes import IntArray
+
+__all__ = ["SortedWindow", "by_rows", "fewest", "least_time", "split_dearest"]
+
+EXACT_UP_TO = 1 << 16
+"""Samples; beyond them neighbours are so alike that a batch can be chosen by itself, in a tenth of the time and memory."""
+
+TINY = 1e-9
+"""Stands for the work of an empty sample, which any batch may hold."""
+LIMITS = 32
+"""Limits of the work of a row's batches that are tried."""
+TABLE = 1 << 17
+"""Entries of a table of starts by limits; in windows that would need more, fewer limits are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class SortedWindow:
+    """What cutting needs to know of a window, longest sample first."""
+
+    work: NDArray[np.float64]
+    """Work of one sample padded to the length of the sample at each position: float64 (N,), falling."""
+    most: IntArray
+    """Samples that a batch which starts at a position may have: int64 (N,), at least 1 and at most what is left."""
+    allowed: IntArray | None = None
+    """Batch sizes to choose from, growing, 1 among them; None: any."""
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def capped(self, work: float) -> SortedWindow:
+        """The same window where no batch may be more work than this, unless it is a single sample."""
+        by_work = np.minimum(work / np.maximum(self.work, TINY), len(self)).astype(np.int64)
+        return replace(self, most=np.maximum(np.minimum(self.most, by_work), 1))
+
+    def rounded(self, most: IntArray) -> IntArray:
+        """The largest allowed sizes up to these."""
+        if self.allowed is None:
+            return most
+        return self.allowed[np.searchsorted(self.allowed, most, side="right") - 1]
+
+    @classmethod
+    def of(cls, work: NDArray[np.float64], most: IntArray, round_batch: RoundBatch | None) -> SortedWindow:
+        allowed = None if round_batch is None else allowed_sizes(int(most.max(initial=1)), round_batch)
+        return cls(work, most, allowed)
+
+    def total(self, offsets: IntArray) -> NDArray[np.float64]:
+        """Work of each run."""
+        return np.diff(offsets) * self.work[offsets[:-1]]
+
+
+def fewest(window: SortedWindow) -> IntArray:
+    """The fewest runs: each, from the longest sample on, as large as it may be.
+
+    No other cut can be ahead of it after any number of runs, because what starts later reaches at least as far.
+    """
+    reach = (np.arange(len(window)) + window.rounded(window.most)).data
+    offsets, start = [0], 0
+    while start < len(window):
+        start = reach[start]
+        offsets.append(start)
+    return np.asarray(offsets, np.int64)
+
+
+def least_time(window: SortedWindow, per_step: float) -> IntArray:
+    """The runs of least total work plus ``per_step`` each: exact up to 65,536 samples."""
+    if len(window) > EXACT_UP_TO:
+        return _one_by_one(window, per_step)
+    return _by_queue(window, per_step) if window.allowed is None else _by_sizes(window, per_step)
+
+
+def _by_queue(window: SortedWindow, per_step: float) -> IntArray:
+    """Least time by dynamic programming: ``best[stop] = min over start of best[start] + per_step + (stop - start) * work``.
+
+    Every start is a straight line in ``stop``, from its own place to its reach. Later lines are flatter and reach further:
+    a later line that has overtaken an earlier one stays ahead. So the lines that will still be best somewhere form a
+    queue, each with the stop from which it is ahead of the one before; a line that would be overtaken before it gets
+    ahead is dropped for good. Every line enters and leaves once: O(N) time, O(N) memory.
+    """
+    num = len(window)
+    work, reach = window.work.tolist(), (np.arange(num) + window.most).tolist()
+    best, came_from = [0.0] * (num + 1), [0] * (num + 1)
+    starts, since, base, slope = [0], [1], [per_step], [work[0]]
+    front = 0
+    for stop in range(1, num):
+        while front + 1 < len(starts) and since[front + 1] <= stop:
+            front += 1
+        best[stop] = cost = base[front] + slope[front] * stop
+        came_from[stop] = starts[front]
+        flatter = work[stop]
+        height = cost + per_step - stop * flatter
+        while True:
+            ahead = reach[starts[-1]] + 1
+            if slope[-1] > flatter:
+                meet = (height - base[-1]) / (slope[-1] - flatter)
+                if meet < ahead - 1:
+                    ahead = int(meet) + 1
+            if ahead > since[-1] or len(starts) == front + 1:
+                break
+            del starts[-1], since[-1], base[-1], slope[-1]
+        starts.append(stop)
+        since.append(ahead)
+        base.append(height)
+        slope.append(flatter)
+    while front + 1 < len(starts) and since[front + 1] <= num:
+        front += 1
+    came_from[num] = starts[front]
+    return _offsets(came_from)
+
+
+def _by_sizes(window: SortedWindow, per_step: float) -> IntArray:
+    """The same minimum over the allowed sizes only: O(N * sizes) time, O(N) memory."""
+    assert window.allowed is not None
+    num, work = len(window), window.work.tolist()
+    counts = np.searchsorted(window.allowed, window.most, side="right").tolist()
+    best = np.full(num + 1, np.inf)
+    best[0] = 0.0
+    came_from = np.zeros(num + 1, np.int64)
+    for start in range(num):
+        sizes = window.allowed[: counts[start]]
+        cost = best[start] + per_step + sizes * work[start]
+        stops = start + sizes
+        better = cost < best[stops]
+        best[stops[better]] = cost[better]
+        came_from[stops[better]] = start
+    return _offsets(came_from.tolist())
+
+
+def _offsets(came_from: list[int]) -> IntArray:
+    offsets = [len(came_from) - 1]
+    while offsets[-1] > 0:
+        offsets.append(came_from[offsets[-1]])
+    return np.asarray(offsets[::-1], np.int64)
+
+
+def _one_by_one(window: SortedWindow, per_step: float) -> IntArray:
+    """Each run, from the longest sample on, as large as makes its price and padding a sample least.
+
+    A run should end where what its samples are padded down to the next sample's length has paid for a new run; that
+    grows with every sample, so it is found by doubling and bisection. In a window of alike neighbours the next run can do
+    no better than its own least, which makes this as good as the exact cut: O(B log N) time.
+    """
+    sums = np.append(0.0, np.cumsum(window.work)).data
+    work, most, num = window.work.data, window.most.data, len(window)
+    sizes = None if window.allowed is None else window.allowed
+
+    def has_paid(start: int, size: int) -> bool:
+        return sums[start + size] - sums[start] - size * work[start + size] >= per_step
+
+    offsets, start, size = [0], 0, 1
+    while start < num:
+        limit = min(most[start], num - start - 1)
+        low, high = 0, max(1, size)  # low: has not paid
+        while high < limit and not has_paid(start, high):
+            low, high = high, 2 * high
+        high = min(high, limit + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_paid(start, middle) else (middle, high)
+        size = min(max(high, 1), most[start])
+        if sizes is not None:
+            size = int(sizes[np.searchsorted(sizes, size, side="right") - 1])
+        start += size
+        offsets.append(start)
+    return np.asarray(offsets, np.int64)
+
+
+def split_dearest(window: SortedWindow, offsets: IntArray, number: int) -> IntArray:
+    """The runs, the dearest of them split until there are ``number``, or only single samples.
+
+    Nothing is dropped or repeated, and a part of a run that fits also fits. Parts have allowed sizes.
+    """
+    heap = [(-work, start, stop) for work, start, stop in zip(window.total(offsets).tolist(), offsets[:-1].tolist(),
+                                                             offsets[1:].tolist(), strict=True) if stop - start > 1]  # fmt: skip
+    heapq.heapify(heap)
+    inner: list[int] = []
+    work = window.work.data
+    while len(offsets) - 1 + len(inner) < number and heap:
+        _, start, stop = heapq.heappop(heap)
+        middle = _middle(window, start, stop)
+        if middle is None:
+            continue
+        inner.append(middle)
+        for first, last in ((start, middle), (middle, stop)):
+            if last - first > 1:
+                heapq.heappush(heap, ((first - last) * work[first], first, last))
+    return np.sort(np.append(offsets, np.asarray(inner, np.int64)))
+
+
+def _middle(window: SortedWindow, start: int, stop: int) -> int | None:
+    """Where to split a run so that the dearer part is least work; None where no allowed sizes make it up."""
+    first = np.arange(1, stop - start)
+    if window.allowed is not None:
+        first = first[np.isin(first, window.allowed) & np.isin(stop - start - first, window.allowed)]
+        if not len(first):
+            return None
+    dearer = np.maximum(first * window.work[start], (stop - start - first) * window.work[start + first])
+    return start + int(first[np.argmin(dearer)])
+
+
+def by_rows(window: SortedWindow, num_ranks: int, per_step: float) -> list[IntArray]:
+    """Cuts of least time on several ranks, where a row of ``num_ranks`` runs costs its price and its dearest run.
+
+    Under a limit of work a row from any start on is greedy: each run as large as the limit allows. Where it ends, for all
+    starts and limits at once, comes from doubling: two runs further is one run further, twice. Dynamic programming over
+    the starts of rows then picks each row's limit; at last each is lowered until the row just ends where it did.
+    O(N * limits * log ranks) time, O(N * limits) memory.
+    """
+    num = len(window)
+    if num <= num_ranks:
+        return [np.arange(num + 1)]
+    limits = _limits(window, num_ranks, per_step)
+    ends, dearest = _row_ends(window, num_ranks, limits)
+    rows = _best_rows(ends, dearest, num_ranks, per_step)
+    found = []
+    for start, stop, which in rows:
+        lowest = limits[which - 1] if which else 0.0
+        found.append(_tight_row(window, start, stop, num_ranks, lowest, float(limits[which])))
+    return [np.concatenate([[0], *found])] if found else []
+
+
+def _limits(window: SortedWindow, num_ranks: int, per_step: float) -> NDArray[np.float64]:
+    """Limits to try: from far below the price of a step, where rows no longer pay, to what a single row would need."""
+    mean = float(window.work.sum()) / num_ranks
+    high = min(float((window.most * window.work).max()), 2 * mean + float(window.work[0]))
+    low = max(min(per_step / 8, mean), float(window.work[-1]), high / 1e6)
+    count = int(np.clip(TABLE // len(window), 12, LIMITS))
+    return low * (high / low) ** np.linspace(0.0, 1.0, count) if TINY < low < high else np.asarray([high])
+
+
+def _row_ends(
+    window: SortedWindow, num_ranks: int, limits: NDArray[np.float64]
+) -> tuple[IntArray, NDArray[np.float64]]:
+    """Where a row ends and what its dearest run is, for each start and limit: (N + 1, limits)."""
+    num, wide = len(window), len(limits)
+    by_work = np.minimum(limits / np.maximum(window.work, TINY)[:, None], num).astype(np.int64)
+    sizes = window.rounded(np.clip(by_work, 1, window.most[:, None]))
+    step = np.empty((num + 1, wide), np.int64)  # flat places in the table: start * wide + limit
+    step[:num] = (np.arange(num)[:, None] + sizes) * wide
+    step[num] = num * wide
+    step += np.arange(wide)
+    step_work = np.zeros((num + 1, wide))
+    step_work[:num] = sizes * window.work[:, None]
+    step, step_work = step.ravel(), step_work.ravel()
+    ends, dearest = np.arange(len(step)), np.zeros(len(step))
+    left = num_ranks
+    while left:
+        if left & 1:
+            dearest = np.maximum(dearest, step_work[ends])
+            ends = step[ends]
+        left >>= 1
+        if left:
+            step_work = np.maximum(step_work, step_work[step])
+            step = step[step]
+    return ends.reshape(num + 1, wide) // wide, dearest.reshape(num + 1, wide)
+
+
+def _best_rows(
+    ends: IntArray, dearest: NDArray[np.float64], num_ranks: int, per_step: float
+) -> list[tuple[int, int, int]]:
+    """Rows (start, stop, limit) of least time. A row takes at least a sample a rank, so so many starts are done at once."""
+    num = len(ends) - 1
+    best = np.full(num + 1, np.inf)
+    best[num] = 0.0
+    choice = np.zeros(num + 1, np.int64)
+    for last in range(num - num_ranks, -1, -num_ranks):
+        block = slice(max(last - num_ranks + 1, 0), last + 1)
+        time = dearest[block] + best[ends[block]]
+        choice[block] = time.argmin(axis=1)
+        best[block] = per_step + time.min(axis=1)
+    rows, start = [], 0
+    while start < num and np.isfinite(best[0]):
+        stop = int(ends[start, choice[start]])
+        rows.append((start, stop, int(choice[start])))
+        start = stop
+    return rows
+
+
+def _tight_row(window: SortedWindow, start: int, stop: int, num_ranks: int, low: float, high: float) -> list[int]:
+    """Ends of a row's runs under about the lowest limit, between two, that still brings it to ``stop``."""
+    best = _greedy_row(window, start, stop, num_ranks, high)
+    low = max(low, float(window.work[start:stop].sum()) / num_ranks)
+    while low < high * (1 - 1 / 256):
+        middle = (low + high) / 2
+        tried = _greedy_row(window, start, stop, num_ranks, middle)
+        if tried[-1] == stop:
+            best, high = tried, middle
+        else:
+            low = middle
+    return best
+
+
+def _greedy_row(window: SortedWindow, start: int, stop: int, num_ranks: int, limit: float) -> list[int]:
+    work, most = window.work.data, window.most.data
+    ends: list[int] = []
+    for _ in range(num_ranks):
+        size = max(1, min(most[start], int(limit / max(work[start], TINY))))
+        if window.allowed is not None:
+            size = int(window.allowed[np.searchsorted(window.allowed, size, side="right") - 1])
+        start = min(start + size, stop)
+        ends.append(start)
+        if start == stop:
+            break
+    return ends

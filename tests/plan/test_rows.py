@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynagroup.budget.base import Budget
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.plan.batches import Batches
+from dynagroup.plan.cut import cut
+from dynagroup.plan.rounding import multiple_of, smaller_size
+from dynagroup.plan.rows import cut_rows, even_out, prove
+from dynagroup.plan.runs import SortedWindow, split_dearest
+from dynagroup.plan.work import Work
+from tests import strategies
+from tests.plan.test_cut import OBJECTIVES, WORKS, streams
+
+
+def time_of(batches: Batches, lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> float:
+    return work.of_rows(work.of_batches(batches, lengths, budget).reshape(-1, ranks))
+
+
+@settings(max_examples=150, deadline=None)
+@given(strategies.lengths, strategies.budgets, strategies.ROUNDINGS, OBJECTIVES, WORKS, st.integers(1, 9))
+def test_rows_are_full_wherever_a_batch_can_be_divided(
+    values: list[int], budget: Budget, rounding: Any, objective: Any, work: Work, ranks: int
+) -> None:
+    lengths = streams(values)
+    bound = budget.bind(lengths)
+    batches = cut_rows(lengths, bound, ranks, work=work, objective=objective, round_batch=rounding)
+    prove(batches, len(values), lengths, bound, np.ones(len(values), np.bool_))
+    assert len(batches) % ranks == 0 or (batches.sizes == 1).all()
+    if bound.layout == "padded":
+        assert all(smaller_size(size, rounding) == size for size in batches.sizes.tolist())
+
+
+@settings(max_examples=80, deadline=None)
+@given(strategies.lengths, st.integers(20, 400), WORKS, st.integers(2, 5))
+def test_rows_take_no_more_than_the_cut_of_one_rank_dealt_out(
+    values: list[int], max_tokens: int, work: Work, ranks: int
+) -> None:
+    lengths, budget = streams(values), TokenBudget(max_tokens)
+    batches = cut_rows(lengths, budget, ranks, work=work)
+    one = even_out(cut(lengths, budget, work=work), ranks)
+    if len(one) % ranks == 0:
+        one = one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
+        assert time_of(batches, lengths, budget, ranks, work) <= 1.001 * time_of(one, lengths, budget, ranks, work)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_wait_little_for_one_another(ranks: int) -> None:
+    tokens = np.random.default_rng(0).lognormal(6, 0.7, 4096).astype(np.int32) + 1
+    lengths, budget, work = {"tokens": tokens}, TokenBudget(32_768), Work()
+    batches = cut_rows(lengths, budget, ranks, work=work)
+    by_row = work.of_batches(batches, lengths, budget).reshape(-1, ranks)
+    assert by_row.max(axis=1).sum() <= 1.02 * by_row.mean(axis=1).sum()
+    alone = cut(lengths, budget, work=work)
+    bound = (work.per_step * len(alone) + work.of_batches(alone, lengths, budget).sum()) / ranks
+    assert work.of_rows(by_row) <= 1.05 * bound
+
+
+def test_a_single_row_is_shared_by_work_not_by_number() -> None:
+    lengths = streams([90, 40, 40, 30, 30, 30, 10, 10, 10, 10])
+    batches = cut_rows(lengths, TokenBudget(100), 4, work=Work(per_step=1000, crossover=math.inf))
+    assert sorted(batch.tolist() for batch in batches) == [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_rows_begin_with_the_longest_sample_and_keep_to_their_neighbours() -> None:
+    lengths = streams([9, 9, 4, 4, 1, 1, 1, 1])
+    rows = cut_rows(lengths, TokenBudget(9), 2, work=Work(per_step=1, crossover=math.inf))
+    assert [batch.tolist() for batch in rows][:2] == [[0], [1]]
+    assert sorted(np.concatenate(list(rows)).tolist()) == list(range(8))
+
+
+def test_runs_are_split_where_the_dearer_part_is_least() -> None:
+    window = SortedWindow.of(np.array([8.0, 8.0, 1.0, 1.0, 1.0, 1.0]), np.arange(6, 0, -1), None)
+    assert split_dearest(window, np.array([0, 6]), 2).tolist() == [0, 2, 6]
+    assert split_dearest(window, np.array([0, 6]), 9).tolist() == list(range(7))
+    rounded = SortedWindow.of(np.ones(16), np.arange(16, 0, -1), multiple_of(8))
+    assert split_dearest(rounded, np.array([0, 16]), 2).tolist() == [0, 8, 16]
+
+
+def test_halving_makes_a_multiple_and_touches_the_largest() -> None:
+    batches = Batches(np.arange(12), np.array([0, 2, 4, 12]))
+    assert even_out(batches, 4).sizes.tolist() == [2, 2, 4, 4]
+    assert even_out(batches, 5).sizes.tolist() == [2, 2, 4, 2, 2]
+    singles = Batches(np.arange(2), np.array([0, 1, 2]))
+    assert even_out(singles, 5).sizes.tolist() == [1, 1]
+
+
+def test_an_update_is_balanced_over_its_rows() -> None:
+    window = {"tokens": np.full(30, 10, np.int32)}
+    assert sorted(cut_rows(window, TokenBudget(100), 4).sizes.tolist()) == [6, 8, 8, 8]  # not 10, 10, 5, 5
+
+
+def test_a_multiple_of_samples_survives_being_divided_over_ranks() -> None:
+    window = {"tokens": np.random.default_rng(0).integers(1, 200, 4096).astype(np.int32)}
+    sizes = cut_rows(window, TokenBudget(8192), 7, round_batch=multiple_of(8)).sizes
+    assert len(sizes) % 7 == 0
+    assert not (sizes[sizes > 8] % 8).any()
