@@ -98,7 +98,7 @@ def test_shuffled_epochs_share_hardly_a_batch_and_lead_with_the_longest() -> Non
     plans = [planner.plan(epoch, 2) for epoch in range(3)]
     for plan in plans:
         assert any(int(values.argmax()) in batch for batch in plan.rows[0])
-    groups = [{tuple(sorted(b)) for row in plan.rows for b in row if len(b) > 1} for plan in plans]
+    groups = [{tuple(sorted(b)) for row in plan.rows for b in row if len(b) > 3} for plan in plans]
     assert len(groups[0] & groups[1]) <= 1  # two long samples may meet again
     assert len(groups[1] & groups[2]) <= 1
     assert plans[0].statistics["efficiency"] > 0.9
@@ -109,8 +109,8 @@ def test_hardest_first_counts_rows() -> None:
     plan = Planner({"tokens": values}, TokenBudget(1000), PlanConfig(shuffle=True, window=400, hardest_first=3)).plan(
         1, 2
     )
-    longest = [max(values[i] for i in batch) for row in plan.rows for batch in row]
-    assert longest[:6] == sorted(longest, reverse=True)[:6]
+    longest = [max(values[i] for batch in row for i in batch) for row in plan.rows]
+    assert longest[:3] == sorted(longest, reverse=True)[:3]
     assert longest != sorted(longest, reverse=True)
 
 
@@ -190,7 +190,7 @@ def test_fingerprint_changes_with_every_input() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "`window` must be an int of at least 1, or None, but is 0"),
+        ({"window": 0}, "`window` must be an int of at least 1, but is 0 (or None)"),
         ({"samples_per_update": 2.0}, "`samples_per_update` must be an int of at least 1"),
         ({"seed": -1}, "`seed` must be an int of at least 0, but is -1"),
         ({"hardest_first": True}, "`hardest_first` must be an int of at least 0, but is True"),
