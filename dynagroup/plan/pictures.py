@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dynagroup.plan.compare import Comparison
     from dynagroup.plan.plan import BatchPlan
 
 __all__ = [
@@ -29,13 +30,14 @@ __all__ = [
     "draw_padding",
     "draw_work",
     "new_figure",
+    "plot_comparison",
     "plot_plan",
 ]
 
 REAL, PADDING, LINE = "#2f5d8a", "#f3c9ae", "#333333"
 STYLES = ("-", "--", "-.", ":", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # lines are told apart by dashes, not by colour
 SAMPLES_SHOWN = 2000  # more are thinner than a pixel of a page
-STEPS_SHOWN = 400
+STEPS_SHOWN = 150
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -267,3 +269,28 @@ def _step_of_samples(plan: BatchPlan) -> IntArray:
         batch_step[plan.table.reshape(-1)] = np.repeat(np.arange(plan.num_steps), plan.world_size)
         step[plan.batches.order] = np.repeat(batch_step, plan.batches.sizes)
     return step
+
+
+def plot_comparison(comparison: Comparison) -> Figure:
+    """Padding as it is and as dynagroup makes it, side by side; predicted times; and how evenly ranks are laden."""
+    figure = new_figure(13, 7)
+    places = figure.subplots(2, 3)
+    tokens = comparison.lengths[TOKENS]
+    shown = [comparison.ways[0], *comparison.ways[2:4]]  # as it is, the same updates, and free updates
+    for place, way in zip(places[0], shown, strict=True):
+        draw_padding([tokens[batch] for batch in way.batches], ax=place)
+        place.set_title(f"{way.name}: {way.padding:.0%} padding, {way.num_steps:,} steps", fontsize=10)
+        place.set_ylim(0, None)
+    _draw_times(comparison, places[1, 0])
+    for place, way in zip(places[1, 1:], shown, strict=False):
+        draw_work(way.rank_work, ax=place)
+        place.set_title(f"{way.name}: {place.get_title()}", fontsize=9)
+    return figure
+
+
+def _draw_times(comparison: Comparison, axes: Axes) -> None:
+    names = [way.name for way in comparison.ways][::-1]
+    shares = [100 * way.time / max(comparison.ways[0].time, 1e-9) for way in comparison.ways][::-1]
+    bars = axes.barh(names, shares, color=[REAL if "dynagroup" in name else PADDING for name in names], edgecolor=LINE)
+    axes.bar_label(bars, labels=[f"{share:.0f}" for share in shares], padding=3)
+    axes.set(xlabel=f"predicted time, % of {comparison.ways[0].name}", xlim=(0, 115))

@@ -1,0 +1,61 @@
+"""``dynagroup compare``: what fixed batches, group_by_length and dynagroup make of the same lengths."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from dynagroup.cli.inputs import add_lengths, lengths_of, save_picture, tokens
+
+if TYPE_CHECKING:
+    from dynagroup.plan.compare import Comparison
+
+__all__ = ["add_arguments", "add_setting", "comparison_of"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_setting(parser)
+    parser.add_argument("--picture", metavar="PNG", help="also save a picture")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=run)
+
+
+def add_setting(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what a user's training is like today."""
+    add_lengths(parser)
+    parser.add_argument("--batch-size", type=int, required=True, metavar="N", help="samples of a batch on one rank")
+    parser.add_argument(
+        "--accumulation", type=int, default=1, metavar="N", help="such batches of an update (default: 1)"
+    )
+    parser.add_argument("--world-size", type=int, default=1, metavar="R", help="ranks (default: 1)")
+    parser.add_argument(
+        "--max-tokens", type=tokens, metavar="T", help="tokens that fit; default: batch size times the longest sample"
+    )
+    parser.add_argument("--layout", choices=["padded", "packed"], default="padded", help="of dynagroup's batches")
+    parser.add_argument("--pad-to-multiple-of", type=int, default=1, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def comparison_of(args: argparse.Namespace) -> Comparison:
+    from dynagroup.budget.tokens import TokenBudget
+    from dynagroup.plan.compare import compare
+
+    lengths = lengths_of(args)
+    most = args.batch_size * max(int(lengths["tokens"].max()), 1) if args.max_tokens is None else args.max_tokens
+    budget = TokenBudget(max(most, 1), layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
+    return compare(
+        lengths,
+        args.batch_size,
+        world_size=args.world_size,
+        accumulation=args.accumulation,
+        budget=budget,
+        seed=args.seed,
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    found = comparison_of(args)
+    print(json.dumps(found.figures(), indent=1) if args.json else found.report())
+    if args.picture:
+        save_picture(found.plot(), args.picture)

@@ -1,0 +1,105 @@
+"""Draws the pictures of docs/concepts.md from small plans. usage: python scripts/doc_pictures.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynagroup import LengthAwareBatchSampler, TokenBudget
+from dynagroup.plan.pictures import LINE, PADDING, REAL, draw_padding, new_figure
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+LENGTHS = np.random.default_rng(3).lognormal(4, 0.8, 64).clip(8, 400).astype(np.int32)
+BUDGET = TokenBudget(1600)
+
+
+def budget() -> Any:
+    """Two batches of one budget: few long samples, many short ones; both are 1,600 tokens at most."""
+    figure = new_figure(8, 2.8)
+    left, right = figure.subplots(1, 2, sharey=True)
+    ordered = np.sort(LENGTHS)[::-1]
+    short = ordered[28:]
+    short = short[: 1600 // int(short[0])]
+    for axes, batch, name in ((left, ordered[:4], "4 long samples"), (right, short, f"{len(short)} short samples")):
+        draw_padding([batch], ax=axes)
+        padded = len(batch) * int(batch.max())
+        axes.set_title(f"{name}: {padded:,} of 1,600 tokens")
+        axes.set(xlabel="samples of the batch", xlim=(0, len(short) + 2))
+    return figure
+
+
+def window() -> Any:
+    """The same samples in their order, and sorted inside windows."""
+    figure = new_figure(8, 2.8)
+    left, right = figure.subplots(1, 2, sharey=True)
+    fixed = [LENGTHS[start : start + 8] for start in range(0, 64, 8)]
+    draw_padding(fixed, ax=left)
+    left.set_title("batches of 8, as the samples come")
+    sampler = LengthAwareBatchSampler(LENGTHS, BUDGET, shuffle=True, window=32, hardest_first=0, rank=0, world_size=1)
+    draw_padding([LENGTHS[batch] for batch in sampler.plan.batches], ax=right)
+    right.set_title("sorted inside windows of 32, cut to fit")
+    right.axvline(32, color=LINE, linestyle="--")
+    return figure
+
+
+def steps() -> Any:
+    """An update on two ranks: rows are steps, and a rank with nothing left idles."""
+    figure = new_figure(8, 2.6)
+    axes = figure.subplots()
+    widths = {0: [24, 6, 10, 36, 8], 1: [22, 7, 9, 34, 0]}
+    for rank, sizes in widths.items():
+        for step, size in enumerate(sizes):
+            axes.barh(
+                rank,
+                0.9,
+                left=step,
+                height=0.7,
+                color=REAL if size else "white",
+                edgecolor=LINE,
+                hatch="" if size else "////",
+            )
+            text, color = (f"{size} samples", "white") if size else ("idle\nweight 0", LINE)
+            axes.text(
+                step + 0.45,
+                rank,
+                text,
+                ha="center",
+                va="center",
+                color=color,
+                fontsize=9,
+                backgroundcolor=REAL if size else "white",
+            )
+    for start, stop, name in ((0, 3, "update 1: 78 samples"), (3, 5, "update 2: 78 samples")):
+        axes.annotate("", (start, 1.75), (stop - 0.1, 1.75), arrowprops={"arrowstyle": "<->", "color": LINE})
+        axes.text((start + stop - 0.1) / 2, 1.85, name, ha="center", va="bottom", fontsize=9)
+    axes.set(yticks=[0, 1], yticklabels=["rank 0", "rank 1"], ylim=(-0.5, 2.3), xlabel="step")
+    axes.set_xticks([s + 0.45 for s in range(5)], [str(s) for s in range(5)])
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def layouts() -> Any:
+    """The same four samples padded and packed."""
+    figure = new_figure(8, 2.4)
+    left, right = figure.subplots(1, 2)
+    lengths = [300, 190, 120, 60]
+    for row, length in enumerate(lengths):
+        left.barh(row, 300, color=PADDING, edgecolor=LINE, hatch="////")
+        left.barh(row, length, color=REAL, edgecolor=LINE)
+    left.set(title="padded: 4 x 300 = 1,200 tokens", yticks=range(4), ylabel="sample", xlabel="tokens")
+    left.invert_yaxis()
+    start = 0
+    for row, length in enumerate(lengths):
+        right.barh(0, length, left=start, color=REAL, edgecolor="white", linewidth=2)
+        right.text(start + length / 2, 0, str(row), color="white", ha="center", va="center")
+        start += length
+    right.set(title=f"packed: {start} tokens, end to end", yticks=[], xlabel="tokens", ylim=(-1, 1))
+    return figure
+
+
+if __name__ == "__main__":
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for name, draw in {"budget": budget, "window": window, "steps": steps, "layouts": layouts}.items():
+        draw().savefig(IMAGES / f"concept_{name}.png", dpi=90)
