@@ -16,6 +16,7 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.cli import main
 from dynagroup.demo.corpus import train_tokenizer
 from dynagroup.lengths import measure_lengths
+from dynagroup.plan.compare import compare
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
@@ -261,3 +262,75 @@ def test_a_shape_is_samples_x_tokens(capsys):
 def test_python_m_dynagroup_runs():
     shown = subprocess.run([sys.executable, "-m", "dynagroup", "--help"], capture_output=True, text=True, check=True)
     assert all(command in shown.stdout for command in ("plan", "profile", "demo"))
+
+
+def test_compare_shows_every_way_and_its_picture(lengths_file, tmp_path, capsys):
+    picture = tmp_path / "new" / "compare.png"
+    arguments = [lengths_file, "--batch-size", "8", "--world-size", "2"]
+    assert main(["compare", *arguments, "--picture", str(picture)]) == 0
+    assert capsys.readouterr().out == compare(LENGTHS, 8, world_size=2).report() + f"\npicture: {picture}\n"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["compare", *arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == compare(LENGTHS, 8, world_size=2).figures()
+
+
+def test_doctor_says_it_in_five_lines(lengths_file, capsys):
+    assert main(["doctor", lengths_file, "--batch-size", "8", "--world-size", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["waste", "ranks", "memory", "change", "gain"]
+    found = compare(LENGTHS, 8, world_size=4)
+    assert f"{found.ways[0].padding:.0%} of the tokens" in lines[0]
+    assert f"{found.ways[0].waiting:.0%} of their time" in lines[1]
+    assert f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=32" in lines[3]
+
+
+def test_doctor_has_nothing_to_change_where_lengths_are_equal(tmp_path, capsys):
+    (tmp_path / "equal.txt").write_text("64\n" * 200)
+    assert main(["doctor", str(tmp_path / "equal.txt"), "--batch-size", "8"]) == 0
+    assert "nothing: lengths vary too little" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("memory", "message"), [("1MB", "do not fit 1MB: 0 do"), ("80GB", "fit 80GB, and")])
+def test_doctor_asks_whether_the_largest_batch_fits(lengths_file, model_folder, memory, message, capsys):
+    arguments = ["--batch-size", "8", "--max-length", "96", "--model", model_folder, "--gpu-memory", memory]
+    assert main(["doctor", lengths_file, *arguments]) == 0
+    assert message in capsys.readouterr().out
+
+
+def test_doctor_needs_the_model_and_its_device_together(lengths_file, capsys):
+    assert main(["doctor", lengths_file, "--batch-size", "8", "--gpu-memory", "24GB"]) == 2
+    assert "belong together" in capsys.readouterr().err
+
+
+def test_fit_says_what_what_fits_says(model_folder, tmp_path, capsys):
+    from dynagroup.memory.fits import what_fits
+
+    picture = tmp_path / "new" / "fit.png"
+    arguments = ["--gpu-memory", "2GB", "--dtype", "bfloat16", "--lengths", "32", "96"]
+    assert main(["fit", model_folder, *arguments, "--picture", str(picture)]) == 0
+    expected = what_fits(model_folder, "2GB", lengths=[32, 96], dtype="bfloat16")
+    assert capsys.readouterr().out == f"{expected}\npicture: {picture}\n"
+    assert main(["fit", model_folder, *arguments, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["samples"] == {"32": expected.samples[0], "96": expected.samples[1]}
+    assert figures["code"] == expected.code
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_fit_knows_sharding_and_adapters(model_folder, capsys):
+    arguments = ["--gpu-memory", "2GB", "--lengths", "96", "--json"]
+    static = []
+    for extra in ([], ["--fsdp", "8"], ["--lora"]):
+        assert main(["fit", model_folder, *arguments, *extra]) == 0
+        static.append(json.loads(capsys.readouterr().out)["static_bytes"])
+    assert static[1] < static[0]
+    assert static[2] < static[0]
+
+
+def test_fit_refuses_what_makes_no_sense(model_folder, capsys):
+    assert main(["fit", model_folder, "--gpu-memory", "lots"]) == 2
+    assert "'lots'" in capsys.readouterr().err
+    assert main(["fit", "no/such/model/here"]) == 2
+    error = capsys.readouterr().err
+    assert "no/such/model/here" in error
+    assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The command line: ``dynagroup plan | compare | doctor | profile | demo``. One file a command; reading is in ``inputs``."""
+"""The command line: ``dynagroup plan | compare | doctor | fit | profile | demo``. One file a command; ``inputs`` reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import dynagroup
-from dynagroup.cli import compare, demo, doctor, plan, profile
+from dynagroup.cli import compare, demo, doctor, fit, plan, profile
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
 
 __all__ = ["main"]
@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": (plan, "plan an epoch and show its figures"),
     "compare": (compare, "fixed batches, group_by_length and dynagroup on your lengths"),
     "doctor": (doctor, "what your batches waste, and what to change, in five lines"),
+    "fit": (fit, "how much of a model fits a device, and the line of code for it"),
     "profile": (profile, "how many samples of each length fit a device"),
     "demo": (demo, "train a small model with fixed batches and with dynagroup"),
 }

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fsdp", type=int, metavar="R", help="parameters, gradients and optimizer spread over R ranks")
     add_workload(parser)
     parser.add_argument("--pad-to-multiple-of", type=int, default=1, metavar="N")
-    parser.add_argument("--lengths", nargs="+", type=tokens, metavar="T", help="tokens of the longest sample: 512 2k 8k")
+    parser.add_argument(
+        "--lengths", nargs="+", type=tokens, metavar="T", help="tokens of the longest sample: 512 2k 8k"
+    )
     parser.add_argument("--picture", metavar="PNG", help="also save a picture")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=run)

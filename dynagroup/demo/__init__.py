@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,11 +89,12 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     _train_both(config, texts, tokenizer, runs, held_out, lengths, device)
     figures = _figures(config, runs, lengths, str(device))
     print("\n" + _table(figures, runs))
+    Path(config.picture).parent.mkdir(parents=True, exist_ok=True)
     _draw(runs, lengths, config.picture)
     print(f"picture: {config.picture}")
     if config.results:
-        with open(config.results, "w", encoding="utf-8") as file:
-            json.dump(figures, file, indent=1)
+        Path(config.results).parent.mkdir(parents=True, exist_ok=True)
+        Path(config.results).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return figures
 
 
@@ -267,14 +269,14 @@ def _table(figures: dict[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _draw(runs: Sequence[Run], lengths: NDArray[np.int32], path: str) -> None:
+    """The first update of both runs: the same samples, so that the eye can compare them."""
     from dynagroup.plan.pictures import draw_padding, new_figure
 
     figure = new_figure(12, 3.8)
     for axes, run in zip(figure.subplots(1, len(runs), sharey=True), runs, strict=True):
-        draw_padding([lengths[batch] for batch in run.batches], ax=axes)
+        draw_padding([lengths[batch] for batch in run.updates[0]], ax=axes)
         found = _run_figures(run, lengths)
-        axes.set_title(
-            f"{run.name}: {found['padding']:.0%} padding, {found['steps']:,} steps, {found['wall_s']:.0f} s",
-            fontsize=10,
-        )
+        axes.set(xlabel="samples of the first update, batch after batch")
+        title = f"{run.name}: {found['padding']:.0%} padding, {found['steps']:,} steps, {found['wall_s']:.0f} s in all"
+        axes.set_title(title, fontsize=10)
     figure.savefig(path, dpi=110)

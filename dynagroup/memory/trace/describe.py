@@ -66,6 +66,8 @@ def run(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) 
     sizes = {id(p): (p.numel(), p.requires_grad) for p in model.parameters()}
     total = sum(n for n, _ in sizes.values())
     dtype = known.get("dtype") or _dtype_of(model_or_config, config)
+    if dtype not in ELEMENT_BYTES:
+        raise ConfigError(f"`dtype` must be one of {', '.join(map(repr, ELEMENT_BYTES))} or None, but is {dtype!r}")
     trained = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
     count = max(sum(p.numel() for p in trained), 1)
     state = (
