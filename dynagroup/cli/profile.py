@@ -41,7 +41,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 def known(args: argparse.Namespace) -> dict[str, Any]:
     """What was said about the work, as arguments of ``Workload.from_model``."""
-    said = {"dtype": args.dtype, "autocast": args.autocast, "gradient_checkpointing": args.gradient_checkpointing or None}
+    said = {
+        "dtype": args.dtype,
+        "autocast": args.autocast,
+        "gradient_checkpointing": args.gradient_checkpointing or None,
+    }
     if args.mode == "generate":
         said["max_new_tokens"] = args.max_new_tokens
     return {name: value for name, value in said.items() if value is not None}
