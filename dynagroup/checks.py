@@ -215,12 +215,12 @@ def check_state(
     >>> check_state(state, "K", 1, {"epoch": an_int()}, {"seed": 0})["epoch"]
     2
     """
+    if isinstance(state, Mapping) and state.get("kind", kind) != kind:
+        raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
     needed = ("kind", "version", "identity", *schema)
     missing = [key for key in needed if key not in state] if isinstance(state, Mapping) else list(needed)
     if missing:
         raise StateError(f"this is no state of {kind}: {', '.join(missing)} missing")
-    if state["kind"] != kind:
-        raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
     if state["version"] != version:
         raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {version}")
     if not isinstance(state["identity"], Mapping):

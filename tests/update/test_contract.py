@@ -1,0 +1,566 @@
+"""The laws of loaders, written once and run against every loader: planned and online, with updates of a set size and free."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
+from dynagroup.checks import seal_of
+from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
+from dynagroup.update.schedule import linear_ramp
+from dynagroup.update.stats import LoaderStats
+from tests.online.helpers import Tokens, collate, lengths_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
+LENGTHS = lengths_of(37, seed=2, top=40)
+Make = Callable[..., StepLoader[Any]]
+
+
+def planned(world: Any = None, lengths: Any = LENGTHS, *, max_tokens: int = 80, **options: Any) -> StepLoader[Any]:
+    options = {"collate_fn": collate, **options}
+    return PlannedDataLoader(Tokens(lengths), lengths, TokenBudget(max_tokens), world=world, **options)
+
+
+def online(world: Any = None, lengths: Any = LENGTHS, *, max_tokens: int = 80, **options: Any) -> StepLoader[Any]:
+    options = {"collate_fn": collate, "shuffle": True, "window": 8, **options}
+    return OnlineDataLoader(Tokens(lengths), TokenBudget(max_tokens), world=world, **options)
+
+
+LOADERS: dict[str, Make] = {"planned": planned, "online": online}
+SIZES: dict[str, dict[str, Any]] = {
+    "fixed": {"samples_per_update": 7},
+    "ramp": {"samples_per_update": linear_ramp(3, 11, num_updates=6)},
+    "free": {"accumulation": 2},
+}
+
+
+@pytest.fixture(params=LOADERS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return LOADERS[request.param]
+
+
+@pytest.fixture(params=SIZES)
+def sizes(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return SIZES[request.param]
+
+
+def samples_of(step: Any) -> list[int]:
+    """What the batch really holds."""
+    found = [] if step.idle else step.batch["input_ids"][:, 0].tolist()
+    assert step.idle or found == list(step.indices)
+    return found
+
+
+# Conservation, equal steps, exact weights.
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    ranks=st.integers(1, 4),
+    size=st.one_of(st.none(), st.integers(1, 15)),
+    kind=st.sampled_from(sorted(LOADERS)),
+    epochs=st.integers(1, 2),
+)
+def test_every_sample_once_an_epoch_in_equal_steps(lengths, ranks, size, kind, epochs):
+    def run(world: Any) -> list[list[Any]]:
+        loader = LOADERS[kind](world, lengths, max_tokens=64, samples_per_update=size)
+        return [list(loader) for _ in range(epochs)]
+
+    by_rank = run_ranks(ranks, run)
+    for epoch in range(epochs):
+        rows = list(zip(*(found[epoch] for found in by_rank), strict=True))  # strict: equal steps
+        assert_conserves((samples_of(step) for row in rows for step in row), range(len(lengths)))
+        update: list[Any] = []
+        for row in rows:
+            assert len({step.ends_update for step in row}) == 1
+            assert all(len(s.indices) * max(lengths[i] for i in s.indices) <= 64 or len(s.indices) == 1 for s in row)
+            update += row
+            if row[0].ends_update:
+                assert {step.samples.total for step in update} == {sum(step.samples.local for step in update)}
+                assert {step.weight.total for step in update} == {sum(step.weight.local for step in update)}
+                assert all(step.weight.local == 0.0 == step.loss_scale for step in update if step.idle)
+                update = []
+        assert not update, "an epoch ends with an update"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_by_hand(make, ranks):
+    """Literal: 6 samples, updates of 3; what one rank or two get adds up to each update's labels."""
+    lengths = [9, 2, 8, 3, 9, 3]
+
+    def run(world: Any) -> list[list[Any]]:
+        return list(make(world, lengths, max_tokens=18, samples_per_update=3).updates())
+
+    by_rank = run_ranks(ranks, run)
+    for parts in zip(*by_rank, strict=True):
+        steps = [step for part in parts for step in part]
+        drawn = [i for step in steps for i in samples_of(step)]
+        assert len(drawn) == 3
+        labels = sum(lengths[i] - 1 for i in drawn)  # a causal model does not predict the first
+        assert all(step.weight.total == labels for step in steps)
+        assert sum(step.loss_scale for step in steps) == pytest.approx(ranks)
+
+
+def causal_lm() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0, attn_implementation="eager",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).double()
+
+
+def token_mean(model: Any, batch: Any) -> torch.Tensor:
+    """The mean over predicted labels, in float64 (transformers' own casts to float32)."""
+    ids, labels = batch["input_ids"].clamp(min=0), batch["labels"]
+    logits = model(ids, attention_mask=(labels != -100).long()).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=-100)
+
+
+def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return torch.cat([torch.zeros(p.numel(), dtype=p.dtype) if g is None else g.flatten()
+                      for g, p in zip(found, model.parameters(), strict=True)])  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gradients_are_those_of_one_batch_over_epochs(make, sizes, ranks):
+    """Law 5 with a real causal model, token-mean loss and the default `weigh`, in every update of two epochs."""
+    lengths = [max(n, 2) for n in lengths_of(24, seed=5, top=30)]
+    data, model = Tokens(lengths), causal_lm()
+
+    def run(world: Any) -> list[list[Any]]:
+        loader = make(world, lengths, **sizes)
+        return [update for _ in range(2) for update in loader.updates()]
+
+    for parts in zip(*run_ranks(ranks, run), strict=True):
+        steps = [step for part in parts for step in part]
+        whole = gradient(model, token_mean(model, collate([data[i] for step in steps for i in samples_of(step)])))
+        ours = torch.stack(
+            [gradient(model, token_mean(model, s.batch) * s.loss_scale) for s in steps if s.loss_scale]
+        ).sum(0)
+        assert (ours / ranks - whole).norm() <= 1e-10 * whole.norm()
+
+
+@pytest.mark.parametrize("unit", [1e-10, 1e-5, 0.3, 1.0, 6e8, 1e12])
+def test_weights_of_any_size_travel_as_they_are(make, sizes, unit):
+    def run(world: Any) -> list[list[Any]]:
+        return list(make(world, weigh=lambda batch: unit * batch["input_ids"].shape[0], **sizes).updates())
+
+    for parts in zip(*run_ranks(2, run), strict=True):
+        steps = [step for part in parts for step in part]
+        samples = sum(step.samples.local for step in steps)
+        for step in steps:
+            assert step.weight.total == pytest.approx(unit * samples, rel=1e-12)
+            assert step.loss_scale == pytest.approx(2 * step.samples.local / samples, rel=1e-12)
+
+
+def test_a_batch_without_labels_needs_another_weight(make):
+    loader = make(collate_fn=lambda rows: {"input_ids": collate(rows)["input_ids"]})
+    with pytest.raises(ConfigError, match="weigh='tokens' counts a batch's 'labels'.*pass weigh='samples'"):
+        next(iter(loader))
+
+
+# Epochs and iterations.
+
+
+def epochs_of(loader: StepLoader[Any], number: int) -> list[list[list[int]]]:
+    """The samples of each update; of an online loader without a set size, whose later epochs are planned by the lengths that
+    it has seen by then, all that is sure: every sample."""
+    learns = isinstance(loader, OnlineDataLoader) and loader.sizes is None
+    found = [[sorted(i for s in update for i in samples_of(s)) for update in loader.updates()] for _ in range(number)]
+    return [[sorted(sum(epoch, []))] for epoch in found] if learns else found
+
+
+def draws(make: Make, sizes: dict[str, Any]) -> bool:
+    """Whether epochs differ in what :func:`epochs_of` says."""
+    return make is planned or "samples_per_update" in sizes
+
+
+def test_epochs_differ_are_numbered_and_come_again(make, sizes):
+    first = epochs_of(make(**sizes), 3)
+    assert (first[0] != first[1] != first[2]) == draws(make, sizes)
+    loader = make(**sizes)
+    assert loader.epoch == 0
+    loader.set_epoch(2)
+    assert loader.epoch == 2
+    for step in loader:
+        assert loader.epoch == 2, "running"
+        loader.set_epoch(0)  # of the next iteration
+        samples_of(step)
+    assert loader.epoch == 0
+    assert epochs_of(loader, 1) == first[:1]
+    assert loader.epoch == 1
+    loader.set_epoch(2)
+    loader.set_epoch(2)
+    assert epochs_of(loader, 1) == first[2:]
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "1"])
+def test_an_epoch_is_a_number(make, wrong):
+    with pytest.raises(ConfigError, match="`epoch` must be an int of at least 0"):
+        make().set_epoch(wrong)
+
+
+def test_another_iteration_ends_the_one_before(make, sizes):
+    loader = make(**sizes)
+    old = iter(loader)
+    first = samples_of(next(old))
+    loader.restart_epoch()
+    again = [samples_of(step) for step in loader]
+    assert again[0] == first
+    assert_conserves(again, range(37))
+    with pytest.raises(ConfigError, match="this iteration of the loader has ended: another one was begun"):
+        next(old)
+
+
+def test_an_epoch_left_early_is_followed_by_the_next(make, sizes):
+    expected = epochs_of(make(**sizes), 2)
+    loader = make(**sizes)
+    for _ in loader:
+        break
+    assert loader.epoch == 1
+    assert epochs_of(loader, 1) == expected[1:]
+
+
+def test_updates_are_the_same_steps(make, sizes):
+    steps = [samples_of(step) for step in make(**sizes)]
+    updates = list(make(**sizes).updates())
+    assert [samples_of(step) for update in updates for step in update] == steps
+    assert all([step.ends_update for step in update] == [False] * (len(update) - 1) + [True] for update in updates)
+
+
+# Books.
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("name", ["fixed", "ramp"])
+def test_updates_are_counted_exactly(make, name, drop_last, ranks):
+    def run(world: Any) -> None:
+        loader = make(world, **SIZES[name], drop_last=drop_last)
+        announced = [loader.num_updates_in(epoch) for epoch in range(3)]
+        done = samples = 0
+        for epoch in range(3):
+            assert loader.num_updates == announced[epoch]
+            for update in loader.updates():
+                done, samples = done + 1, samples + int(update[0].samples.total)
+                cursor = loader.cursor
+                assert (cursor.epoch, cursor.update, cursor.samples_seen) == (epoch, done, samples)
+                assert loader.samples_after(done) == samples
+                assert loader.updates_until(samples) == done
+                assert loader.updates_until(samples - int(update[0].samples.total) + 1) == done
+            assert done == sum(announced[: epoch + 1])
+        assert (loader.stats.updates, loader.stats.update_samples) == (done, samples)
+
+    run_ranks(ranks, run)
+
+
+def test_a_planned_loader_has_a_length_and_an_online_one_says_what_it_has_instead(sizes):
+    loader = planned(**sizes)
+    for _ in range(2):
+        assert len(loader) == len(loader) == len(list(loader))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="num_updates"):
+        len(online(**sizes))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="samples_per_update"):
+        _ = online().num_updates
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 4]])
+def test_what_is_never_reached_is_an_error(make, lengths):
+    loader = make(None, lengths, samples_per_update=5, drop_last=True)
+    assert loader.num_updates == 0
+    assert list(loader) == []
+    with pytest.raises(ConfigError, match="epoch 0 has no update"):
+        loader.updates_until(1)
+
+
+def test_statistics_add_up_subtract_and_merge(make, sizes):
+    def run(world: Any) -> tuple[LoaderStats, LoaderStats, LoaderStats]:
+        loader = make(world, **sizes)
+        first = list(loader)
+        before = loader.stats.copy()
+        second = list(loader)
+        since = loader.stats - before
+        for found, steps in ((before, first), (since, second)):
+            used = [step for step in steps if not step.idle]
+            assert (found.steps, found.batches, found.idle_steps) == (len(steps), len(used), len(steps) - len(used))
+            assert found.samples == sum(step.samples.local for step in steps)
+            assert found.updates == sum(step.ends_update for step in steps)
+            assert found.largest_batch == max(len(step.indices) for step in used)
+            assert found.smallest_batch == min(len(step.indices) for step in used)
+            assert found.real_tokens == sum(LENGTHS[i] for step in used for i in step.indices)
+            assert found.padded_tokens == sum(step.batch["input_ids"].numel() for step in used)
+        assert before + since == loader.stats
+        return before, since, loader.stats.merged(world)
+
+    by_rank = run_ranks(2, run)
+    merged = by_rank[0][2]
+    assert merged.samples == 2 * 37
+    assert merged.real_tokens == 2 * sum(LENGTHS)
+    assert merged.batch_sizes == sum((s.batch_sizes for run in by_rank for s in run[:2]), Counter())
+    assert 0 <= merged.padding < 1
+
+
+# Places.
+
+
+@pytest.mark.parametrize(("ranks", "resumed"), [(1, 1), (2, 2), (1, 2), (3, 2), (2, 1)])
+def test_a_run_goes_on_from_every_step(make, sizes, ranks, resumed):
+    assert_resumes_exactly(
+        lambda world: make(world, **sizes), world_size=ranks, resume_world_size=resumed, indices_of=samples_of
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_remains_of_an_update_weighs_what_it_would_have(make, sizes, ranks):
+    def whole(world: Any) -> list[tuple[Any, ...]]:
+        return [(s.samples, s.weight, s.loss_scale, s.ends_update) for s in make(world, **sizes)]
+
+    expected = run_ranks(ranks, whole)
+    for stop in range(0, len(expected[0]), 3):
+
+        def rest(world: Any, stop: int = stop) -> list[tuple[Any, ...]]:
+            first = make(world, **sizes)
+            for number, _ in enumerate(first, start=1):
+                if number == stop:
+                    break
+            again = make(world, **sizes)
+            if stop:
+                again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            return [(s.samples, s.weight, s.loss_scale, s.ends_update) for s in again]
+
+        for found, steps in zip(run_ranks(ranks, rest), expected, strict=True):
+            assert found == steps[stop:], "to the last bit"
+
+
+def test_several_resumes_on_changing_ranks_lose_nothing(make, sizes):
+    """2 ranks, then 3, then 1, a few steps each, twice over within one epoch: each sample once."""
+    states: Any = None
+    emitted: list[int] = []
+    for ranks, steps in ((2, 1), (3, 1), (1, 2), (2, 2), (1, None)):
+
+        def some(world: Any, states: Any = states, steps: int | None = steps) -> tuple[list[int], Any]:
+            loader = make(world, max_tokens=40, **sizes)
+            if states is not None:
+                loader.load_state_dict(states)
+            used: list[int] = []
+            for number, step in enumerate(loader, start=1):
+                used += samples_of(step)
+                if number == steps:
+                    break
+            return used, json.loads(json.dumps(loader.state_dict()))
+
+        found = run_ranks(ranks, some)
+        emitted += [i for used, _ in found for i in used]
+        states = [state for _, state in found]
+    assert_conserves([emitted], range(37))
+
+
+def test_books_go_on_after_resuming_on_other_ranks(make, sizes):
+    """Updates and samples done are facts: they are not counted again by the new number of ranks."""
+
+    def run(world: Any) -> Any:
+        loader = make(world, **sizes)
+        for _ in range(3):
+            list(loader)
+        updates = loader.updates()
+        done = [next(updates) for _ in range(2)]
+        return loader.state_dict(), loader.cursor, len(done)
+
+    states = run_ranks(1, run)
+    _, cursor, _ = states[0]
+
+    def go_on(world: Any) -> None:
+        loader = make(world, **sizes)
+        loader.load_state_dict([state for state, *_ in states])
+        here = loader.cursor
+        assert (here.epoch, here.update, here.samples_used, here.samples_seen) == (
+            3, cursor.update, cursor.samples_used, cursor.samples_seen
+        )  # fmt: skip
+        assert loader.epoch == 3
+        rest = [int(update[0].samples.total) for update in loader.updates()]
+        after = loader.cursor
+        assert after.update == cursor.update + len(rest)
+        assert after.samples_seen == cursor.samples_seen + sum(rest) == 4 * 37
+        list(loader)
+        assert loader.cursor.samples_seen == 5 * 37
+
+    run_ranks(3, go_on)
+
+
+def test_a_state_at_an_epochs_end_goes_on_with_the_next(make, sizes):
+    first = make(**sizes)
+    expected = epochs_of(first, 1)
+    again = make(**sizes)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert again.epoch == 1
+    found = epochs_of(again, 1)
+    assert found == epochs_of(first, 1)
+    assert (found != expected) == draws(make, sizes)
+
+
+def test_a_loaded_place_is_kept_by_its_epoch_and_forgotten_by_others(make, sizes):
+    loader = make(**sizes)
+    steps = iter(loader)
+    used = [samples_of(next(steps)) for _ in range(3)]
+    state = loader.state_dict()
+    whole = [samples_of(step) for step in make(**sizes)]
+    again = make(**sizes)
+    again.load_state_dict(state)
+    again.set_epoch(0)
+    assert again.epoch == 0
+    assert used + [samples_of(step) for step in again] == whole
+    again.load_state_dict(state)
+    again.restart_epoch()
+    assert [samples_of(step) for step in again] == whole
+
+
+# States that do not belong, or are not whole.
+
+FOREIGN: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "both": [
+        ({"samples_per_update": 7}, {"samples_per_update": 8}),
+        ({"samples_per_update": 7}, {"samples_per_update": linear_ramp(7, 7, num_updates=3)}),
+        ({"samples_per_update": lambda update, current: 7}, {"samples_per_update": lambda update, current: 6}),
+        ({"samples_per_update": 7}, {"accumulation": 7}),
+        ({"samples_per_update": 7}, {"samples_per_update": 7, "drop_last": True}),
+        ({"accumulation": 2}, {"accumulation": 3}),
+        ({"seed": 0}, {"seed": 1}),
+        ({"weigh": "tokens"}, {"weigh": "samples"}),
+        ({"weigh": lambda batch: 1.0}, {"weigh": lambda batch: 2.0}),
+        ({"max_tokens": 80}, {"max_tokens": 90}),
+        ({"lengths": LENGTHS}, {"lengths": LENGTHS[:-1]}),
+        ({"samples_per_update": 7, "shuffle": True}, {"samples_per_update": 7, "shuffle": False}),
+        (
+            {"samples_per_update": 7, "sampler": list(range(37)), "shuffle": False},
+            {"samples_per_update": 7, "sampler": list(range(36, -1, -1)), "shuffle": False},
+        ),
+        (
+            {"samples_per_update": 7, "sampler": list(range(37)), "shuffle": False},
+            {"samples_per_update": 7, "shuffle": False},
+        ),
+    ],
+    "planned": [
+        ({"lengths": LENGTHS}, {"lengths": [*LENGTHS[:-1], LENGTHS[-1] + 1]}),
+        ({"plan": {"window": 8}}, {"plan": {"window": 9}}),
+        ({"samples_per_update": 7}, {"samples_per_update": 7, "plan": {"oversize": "drop"}}),
+    ],
+    "online": [({"window": 8}, {"window": 9}), ({}, {"length_hint": LENGTHS}), ({}, {"uneven": "stop"})],
+}
+
+
+def facts_of(loader: StepLoader[Any]) -> Any:
+    return copy.deepcopy((loader.state_dict(), loader.epoch, loader.cursor, loader.budget.fingerprint))
+
+
+def refuses(loader: StepLoader[Any], state: Any, match: str | None = None) -> None:
+    before = facts_of(loader)
+    with pytest.raises(StateError, match=match):
+        loader.load_state_dict(state)
+    assert facts_of(loader) == before, "a refused state changes nothing"
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_states_of_other_settings_are_refused(kind):
+    make = LOADERS[kind]
+    for theirs, ours in FOREIGN["both"] + FOREIGN[kind]:
+        first, own = make(**theirs), make(**ours)
+        steps, own_steps = iter(first), iter(own)
+        next(steps), next(own_steps)
+        refuses(own, first.state_dict())
+        twin = make(**ours)
+        twin_steps = iter(twin)
+        next(twin_steps)
+        rest = [samples_of(step) for step in own_steps]
+        assert rest == [samples_of(step) for step in twin_steps], "the iteration under way goes on"
+        same = make(**theirs)
+        same.load_state_dict(first.state_dict())
+
+
+def test_states_of_the_other_loader_are_refused(sizes):
+    refuses(planned(**sizes), online(**sizes).state_dict(), "'OnlineDataLoader', not of PlannedDataLoader")
+    refuses(online(**sizes), planned(**sizes).state_dict(), "'PlannedDataLoader', not of OnlineDataLoader")
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    if isinstance(value, dict):
+        for key, element in value.items():
+            yield from places_in(element, (*path, key))
+    elif isinstance(value, list):
+        for number, element in enumerate(value[:3]):
+            yield from places_in(element, (*path, number))
+
+
+def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    found = copy.deepcopy(state)
+    inner = found
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return found
+
+
+MUTATIONS = [None, -1, 10**12, 2**70, 1.5, float("nan"), "x", [], {}, [[1]], True]
+
+
+def test_damaged_states_are_refused_and_forged_ones_do_no_harm(make, sizes):
+    """Every part of a state, each way: the seal finds what was not sealed again; of what was, the schema and what is known of
+    the run refuse the rest, or it is a place that could have been: then the epoch ends, and nothing comes twice."""
+
+    def state_after(steps: int) -> Any:
+        loader = make(**sizes)
+        for number, _ in enumerate(loader, start=1):
+            if number == steps:
+                break
+        return json.loads(json.dumps(loader.state_dict()))
+
+    rng, state, loader = np.random.default_rng(0), state_after(4), make(**sizes)
+    paths = [path for path in places_in(state) if path and path[0] != "learned"]
+    for path in paths:
+        for wrong in rng.choice(len(MUTATIONS), 4, replace=False):
+            broken = changed(state, path, MUTATIONS[wrong])
+            if broken == state:
+                continue
+            refuses(loader, broken)
+            if path == ("seal",) or not isinstance(broken, dict):
+                continue
+            fresh = make(**sizes)
+            try:
+                fresh.load_state_dict({**broken, "seal": seal_of(broken)})
+            except StateError:
+                continue
+            found = [i for step in fresh for i in samples_of(step)]
+            assert len(found) == len(set(found)), f"{path} as {MUTATIONS[wrong]!r} is accepted and repeats samples"
+    for nothing in (None, 3, "state", [], {}, [None], [{}], [state, {**state, "epoch": 1, "cursor": {}}]):
+        refuses(loader, nothing)
+    for key in state:
+        refuses(loader, {k: v for k, v in state.items() if k != key}, f"{key}.* missing")
+    loader.load_state_dict(state)
+
+
+def test_a_world_of_a_million_million_ranks_is_refused(make, sizes):
+    loader = make(**sizes)
+    steps = iter(loader)
+    for _ in range(3):
+        next(steps)
+    text = json.dumps(loader.state_dict())
+    for claim in ('"world_size": 1,', '"segments": [[1,'):
+        if claim in text:
+            forged = json.loads(text.replace(claim, claim[:-2] + str(10**12) + ","))
+            refuses(loader, {**forged, "seal": seal_of(forged)})
