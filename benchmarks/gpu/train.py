@@ -40,7 +40,7 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
             continue
         figures[name] = _case(machine, size, lengths, with_lora, seconds)
         yield figures
-        if machine.dry and number:
+        if machine.dry:
             break
     yield figures
 

@@ -7,6 +7,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -206,7 +207,8 @@ class PlannedDataLoader(StepLoader[B]):
             ]
         except Exception:
             if self._feed.first is not None and self._exchanges_weights:
-                self.world.all_sum([math.nan] * len(self._feed.first.batches))
+                with suppress(AlignmentError):  # this rank's own error says more
+                    self.world.all_sum([math.nan] * len(self._feed.first.batches))
             raise
         finally:
             self.stats.wait_s += time.perf_counter() - began
