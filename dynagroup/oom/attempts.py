@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import PeakWatch
 from dynagroup.errors import ConfigError
+from dynagroup.oom.fields import describe, longest_of
 from dynagroup.oom.gradients import GradientExchange, RngState, local_gradients
 from dynagroup.oom.parts import Part, Update, Verdict
 from dynagroup.oom.retry import attempt, halves
-from dynagroup.oom.split import Splitter, describe, longest_of
+from dynagroup.oom.split import Splitter
 from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -16,19 +15,17 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
-from dynagroup.fingerprint import hashed
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.memory.model import PaddedTokens
 from dynagroup.memory.run import Mode
 from dynagroup.oom.generate import check_options, generate_with_oom_retry, generation_option
-from dynagroup.oom.identity import identity_of
 from dynagroup.oom.inference import Pass, Process
-from dynagroup.oom.output import Output
+from dynagroup.oom.job import Job
 from dynagroup.oom.positions import longest_input
-from dynagroup.oom.results import TEXTS, VECTORS, Kind
+from dynagroup.oom.results import TEXTS, VECTORS
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
-from dynagroup.world import World, current_world
+from dynagroup.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +44,6 @@ Pooling: TypeAlias = Literal["mean", "first", "last"]
 
 _memory_by_model: WeakKeyDictionary[Any, dict[tuple[str, int], MemoryRegressor]] = WeakKeyDictionary()
 _NEW_TOKENS = 128
-_PATIENCE_S = 30 * 24 * 3600.0
-"""Ranks wait so long for each other's batches. One that has died is noticed at once: its connections close."""
 
 
 def generate_dataset(
@@ -96,7 +91,7 @@ def generate_dataset(
     job = _generation(
         model, tokenizer, texts, _Common(batch_size, budget, max_length, progress), max_new_tokens, learned, generate_kwargs
     )  # fmt: skip
-    return _whole(job, output, world)
+    return job.whole(output, world)
 
 
 def iter_generate(
@@ -121,7 +116,7 @@ def iter_generate(
     job = _generation(
         model, tokenizer, texts, _Common(batch_size, budget, max_length, progress), max_new_tokens, learned, generate_kwargs
     )  # fmt: skip
-    return _as_they_come(job, skip)
+    return job.as_they_come(skip)
 
 
 def embed_dataset(
@@ -149,7 +144,7 @@ def embed_dataset(
             texts that shortens is logged).
     """
     common = _Common(batch_size, budget, max_length, progress)
-    return _whole(_embedding(model, tokenizer, texts, common, pooling, normalize), output, world)
+    return _embedding(model, tokenizer, texts, common, pooling, normalize).whole(output, world)
 
 
 def iter_embed(
@@ -171,7 +166,7 @@ def iter_embed(
         skip: indices of texts that are done already.
     """
     common = _Common(batch_size, budget, max_length, progress)
-    return _as_they_come(_embedding(model, tokenizer, texts, common, pooling, normalize), skip)
+    return _embedding(model, tokenizer, texts, common, pooling, normalize).as_they_come(skip)
 
 
 def classify_dataset(
@@ -187,8 +182,8 @@ def classify_dataset(
     world: World | None = None,
 ) -> np.ndarray:
     """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`embed_dataset`."""
-    return _whole(
-        _classification(model, tokenizer, texts, _Common(batch_size, budget, max_length, progress)), output, world
+    return _classification(model, tokenizer, texts, _Common(batch_size, budget, max_length, progress)).whole(
+        output, world
     )
 
 
@@ -204,8 +199,8 @@ def iter_classify(
     skip: Collection[int] = (),
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(index, float32 logits) as they come, longest texts first; nothing is kept. Arguments as for :func:`iter_embed`."""
-    return _as_they_come(
-        _classification(model, tokenizer, texts, _Common(batch_size, budget, max_length, progress)), skip
+    return _classification(model, tokenizer, texts, _Common(batch_size, budget, max_length, progress)).as_they_come(
+        skip
     )
 
 
@@ -246,16 +241,6 @@ def _memory_of(model: Any, mode: Mode, max_new_tokens: int) -> MemoryRegressor:
     return known[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A pass, what its results are, and what they depend on beside model, tokenizer and texts."""
-
-    run: Pass
-    kind: Kind
-    settings: Mapping[str, Any]
-    progress: bool
-
-
 def _generation(
     model: Any,
     tokenizer: Any,
@@ -264,7 +249,7 @@ def _generation(
     max_new_tokens: int | None,
     learned: LearningBudget | None,
     kwargs: dict[str, Any],
-) -> _Job:
+) -> Job:
     check_options(model, kwargs)
     known = learned if learned is not None else LearningBudget()
     new = max_new_tokens if max_new_tokens is not None else generation_option("max_new_tokens", model, kwargs)
@@ -284,12 +269,12 @@ def _generation(
         learned=known, padding_side="left" if causal else "right", grows=(copies, new), progress=common.progress,
     )  # fmt: skip
     settings = {"task": "generate", "max_length": common.max_length, "max_new_tokens": new, "arguments": kwargs}
-    return _Job(run, TEXTS, settings, common.progress)
+    return Job(run, TEXTS, settings, common.progress)
 
 
 def _embedding(
     model: Any, tokenizer: Any, texts: Sequence[str], common: _Common, pooling: Pooling, normalize: bool
-) -> _Job:
+) -> Job:
     check_choice("pooling", pooling, ("mean", "first", "last"))
 
     def vectors(batch: dict[str, Any]) -> torch.Tensor:
@@ -301,13 +286,13 @@ def _embedding(
     return _forward(model, tokenizer, texts, common, vectors, {"task": f"embed {pooling}", "normalize": int(normalize)})
 
 
-def _classification(model: Any, tokenizer: Any, texts: Sequence[str], common: _Common) -> _Job:
+def _classification(model: Any, tokenizer: Any, texts: Sequence[str], common: _Common) -> Job:
     return _forward(model, tokenizer, texts, common, lambda batch: model(**batch).logits.float(), {"task": "classify"})
 
 
 def _forward(
     model: Any, tokenizer: Any, texts: Sequence[str], common: _Common, outputs: Any, settings: dict[str, Any]
-) -> _Job:
+) -> Job:
     """A forward pass without gradients; one row of its output a text."""
     learned = LearningBudget()
     max_length = common.max_length or longest_input(model, tokenizer)
@@ -316,7 +301,7 @@ def _forward(
         max_length=max_length, learned=learned, padding_side="right",
         says_max_length=common.max_length is None, progress=common.progress,
     )  # fmt: skip
-    return _Job(run, VECTORS, {**settings, "max_length": max_length}, common.progress)
+    return Job(run, VECTORS, {**settings, "max_length": max_length}, common.progress)
 
 
 def _rows_of(outputs: Any, learned: LearningBudget) -> Process:
@@ -342,65 +327,3 @@ def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.T
         return total / num_tokens.clamp(min=1).unsqueeze(-1)
     position = torch.zeros_like(num_tokens) if pooling == "first" else (num_tokens - 1).clamp(min=0)
     return states[torch.arange(len(states), device=states.device), position].float()
-
-
-def _as_they_come(job: _Job, skip: Collection[int]) -> Iterator[tuple[int, Any]]:
-    job.run.prepare()
-    done = set(skip)
-    samples = [i for i in range(len(job.run.texts)) if i not in done]
-    for indices, results in job.run.results(samples, shown=job.progress):
-        yield from zip(indices, results, strict=True)
-
-
-def _whole(job: _Job, output: str | Path | None, world: World | None) -> Any:
-    world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
-    num_texts, shown = len(job.run.texts), job.progress and world.rank == 0
-    if output is None:
-        if world.size > 1:
-            raise ConfigError("on several ranks `output` must name a file that all of them can reach")
-        job.run.prepare()
-        return job.kind.gather(num_texts, job.run.results(range(num_texts), shown=shown))
-    identity = identity_of(job.run.model, job.run.tokenizer, job.run.texts, job.settings)
-    out = Output(Path(output), identity, num_texts, job.kind)
-    _same_job_everywhere(identity, world)
-    if not world.all_max([int(_on_all(world, out.is_finished))])[0]:
-        _finish(job, out, world, shown)
-    return out.read()
-
-
-# Ranks that share a job meet three times: when each knows what was finished before (then any may add to it), when all have
-# finished (then one writes the output), when the output is there. An error before any of them is raised on every rank. Each
-# sample is in one rank's share, so in one journal; which rank that was does not matter to the next run.
-def _finish(job: _Job, out: Output, world: World, shown: bool) -> None:
-    finished = _on_all(world, out.journal.finished)
-    job.run.prepare()
-    _on_all(world, lambda: out.journal.open(world.rank))
-    samples = [i for i in range(len(job.run.texts)) if i not in finished]
-    with closing(out.journal):
-        for indices, results in job.run.results(samples, world.rank, world.size, shown):
-            out.journal.append(indices, results)
-    world.all_max([0])
-    _on_all(world, out.publish if world.rank == 0 else lambda: None)
-
-
-def _on_all(world: World, act: Any) -> Any:
-    """What ``act`` gives on this rank; an error on one rank ends it on every rank. A barrier."""
-    error, value = None, None
-    try:
-        value = act()
-    except Exception as caught:  # noqa: BLE001 - raised again, when all ranks know
-        error = caught
-    failed = world.all_max([world.rank if error is not None else -1])[0]
-    if error is not None:
-        raise error
-    if failed >= 0:
-        raise ConfigError(f"rank {failed} of {world.size} could not go on with the job; see its error")
-    return value
-
-
-def _same_job_everywhere(identity: Mapping[str, Any], world: World) -> None:
-    numbers = [int(hashed(repr(value), 12), 16) for value in identity.values()]
-    highest, lowest = world.all_max(numbers), [-n for n in world.all_max([-n for n in numbers])]
-    differing = [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != b]
-    if differing:
-        raise ConfigError(f"ranks were given different jobs: {', '.join(differing)} differ; give all ranks the same")

@@ -12,9 +12,10 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache
+from dynagroup.oom.fields import describe, longest_of
 from dynagroup.oom.merge import Layout, merge_outputs
 from dynagroup.oom.retry import check_min_samples, cut_beforehand, give_up, run_ranges
-from dynagroup.oom.split import BatchSplitter, describe, longest_of
+from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.vision import VisionTokens
 from dynagroup.shapes import BatchShape
 

@@ -92,8 +92,12 @@ class Pass:
             )  # fmt: skip
 
     def results(self, samples: Sequence[int], rank: int = 0, size: int = 1, shown: bool = False) -> Results:
-        """(indices, their results) of this rank's share of ``samples``, batch by batch as they come."""
-        shares = list(self._batches(samples))[rank::size]
+        """(indices, their results) of this rank's share of ``samples``, batch by batch as they come.
+
+        Shares depend on lengths alone: ranks may have learned different things, and have other budgets.
+        """
+        dealt = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
+        shares = list(self._batches(dealt))
         num_before = len(self.texts) - len(samples)
         with evaluating(self.model), _Bar(self.lengths, num_before, [i for b in shares for i in b], shown) as bar:
             for indices, results in self._run(shares):

@@ -50,15 +50,15 @@ class Journal:
         """Whether an earlier run has begun."""
         return bool(self._paths())
 
-    def finished(self) -> dict[int, tuple[Path, int]]:
-        """Samples that any run has finished: index -> where its record is.
+    def finished(self, *, warn: bool = True) -> dict[int, tuple[Path, int]]:
+        """Samples that any run has finished: index -> where its record is. Warns of what is not whole.
 
         Raises:
             StateError: the journal belongs to another job, or cannot be read; names the file.
         """
         found: dict[int, tuple[Path, int]] = {}
         for path in self._paths():
-            for index, at in self._records(path)[0]:
+            for index, at in self._records(path, warn)[0]:
                 found.setdefault(index, (path, at))
         return found
 
@@ -74,8 +74,12 @@ class Journal:
             raise ConfigError(f"{self._folder.name!r} is not a folder, but finished samples are kept there") from None
         path = self._folder / f"rank-{rank}.journal"
         self._file = path.open("ab")
-        _lock(self._file, path)
-        os.truncate(path, self._records(path)[1])
+        try:
+            _lock(self._file, path)
+            os.truncate(path, self._records(path, False)[1])
+        except BaseException:
+            self.close()
+            raise
         self._file.seek(0, os.SEEK_END)
 
     def append(self, indices: Sequence[int], results: Sequence[Any]) -> None:
@@ -99,7 +103,7 @@ class Journal:
         Raises:
             StateError: samples are missing, or a file has changed since it was read; names it.
         """
-        where = self.finished()
+        where = self.finished(warn=False)
         missing = self._num_samples - len(where)
         if missing:
             raise StateError(
@@ -116,6 +120,8 @@ class Journal:
 
     def remove(self) -> None:
         """Delete the journal's own files, and the folder if nothing else is in it."""
+        if not self._folder.is_dir():
+            return
         try:
             for path in self._paths():
                 path.unlink()
@@ -128,34 +134,34 @@ class Journal:
             return []
         return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name) and path.is_file())
 
-    def _records(self, path: Path) -> tuple[list[tuple[int, int]], int]:
+    def _records(self, path: Path, warn: bool) -> tuple[list[tuple[int, int]], int]:
         """(index, position) of the whole records of a file, and where they end."""
         try:
             with path.open("rb") as file:
                 if not self._is_ours(file.readline(_LONGEST_HEADER), path):
                     return [], 0
-                return self._whole_records(file, path)
+                records, end, size = self._whole_records(file)
         except OSError as error:
             raise StateError(f"{path} cannot be read ({error}); {_way_out(path)}") from error
+        if warn and end < size:
+            _log.warning(
+                "%s: its last %d of %d bytes are no whole results (a run was killed while writing, or the file was damaged); "
+                "those samples are done again", path, size - end, size,
+            )  # fmt: skip
+        return records, end
 
-    def _whole_records(self, file: Any, path: Path) -> tuple[list[tuple[int, int]], int]:
+    def _whole_records(self, file: Any) -> tuple[list[tuple[int, int]], int, int]:
         records: list[tuple[int, int]] = []
         end, size = file.tell(), os.fstat(file.fileno()).st_size
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             length, checksum, index = _HEAD.unpack(head)
             if end + len(head) + length > size or not 0 <= index < self._num_samples:
                 break
-            data = file.read(length)
-            if _checksum(index, data) != checksum:
+            if _checksum(index, file.read(length)) != checksum:
                 break
             records.append((index, end))
             end += len(head) + length
-        if end < size:
-            _log.warning(
-                "%s: its last %d of %d bytes are no whole results (a run was killed while writing, or the file was damaged); "
-                "those samples are done again", path, size - end, size,
-            )  # fmt: skip
-        return records, end
+        return records, end, size
 
     def _is_ours(self, header: bytes, path: Path) -> bool:
         if header == self._header:
@@ -203,7 +209,6 @@ def _lock(file: Any, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
         raise ConfigError(
             f"another process is writing {path}: this job is running already; wait for it, or end it"
         ) from None

@@ -13,7 +13,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import is_out_of_memory
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of
+from dynagroup.oom.fields import describe, longest_of
+from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.shapes import BatchShape
 
 __all__ = ["Outcome", "attempt", "cut_beforehand", "free_memory", "halves", "run_ranges", "run_with_oom_retry"]

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom.cache import cache_samples, is_cache, take_cache
+from dynagroup.oom.cache import is_cache
+from dynagroup.oom.fields import (
+    agreed,
+    as_wide,
+    cut,
+    fields_of,
+    first_dim,
+    has_columns,
+    holds_fields,
+    is_array,
+    rebuild,
+    to_numpy,
+)
+from dynagroup.oom.trim import labels_allow, trim_targets
 from dynagroup.oom.vision import VISION_KEYS, VisionTokens, take_vision
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["BatchSplitter", "KeyRule", "Splitter", "Trim", "describe", "longest_of"]
+__all__ = ["BatchSplitter", "KeyRule", "Splitter", "Trim"]
 
 B = TypeVar("B")
 Trim: TypeAlias = Literal["both", "left", "right", "none"]
@@ -36,7 +44,6 @@ SHARED_KEYS = frozenset({"cache_position", "num_items_in_batch", "logits_to_keep
 _SIZED_BY = (
     "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
 )  # fmt: skip
-_IGNORED_LABEL = -100
 
 
 class Splitter(Protocol[B]):
@@ -91,14 +98,14 @@ class BatchSplitter:
         """Samples in the batch, from its first dimension."""
         if isinstance(batch, Mapping):
             return self._num_samples_by_key(batch)
-        if _is_array(batch):
+        if is_array(batch):
             return len(batch)
-        if isinstance(batch, list) and not _holds_fields(batch):
+        if isinstance(batch, list) and not holds_fields(batch):
             return len(batch)
-        fields = _fields_of(batch)
+        fields = fields_of(batch)
         if fields is None:
             raise ConfigError(f"a {type(batch).__name__} as batch cannot be split; give `split` an object that can")
-        return _agree({str(name): _first_dim(value) for name, value in fields.items()})
+        return agreed({str(name): first_dim(value) for name, value in fields.items()})
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Samples ``start`` to ``stop - 1``, trimmed. Tensors are views of the batch's."""
@@ -107,43 +114,43 @@ class BatchSplitter:
             raise ConfigError(f"`start`:`stop` must lie within {num_samples} samples, but is {start}:{stop}")
         if isinstance(batch, Mapping):
             return self._take_mapping(batch, num_samples, start, stop)
-        if _is_array(batch) or (isinstance(batch, list) and not _holds_fields(batch)):
+        if is_array(batch) or (isinstance(batch, list) and not holds_fields(batch)):
             return batch[start:stop]
-        fields = _fields_of(batch) or {}
-        return _rebuild(batch, {k: _cut(v, str(k), num_samples, start, stop) for k, v in fields.items()}, start, stop)
+        fields = fields_of(batch) or {}
+        return rebuild(batch, {k: cut(v, str(k), num_samples, start, stop) for k, v in fields.items()}, start, stop)
 
     def columns(self, batch: Any, start: int, stop: int, /) -> tuple[int, int]:
         """Token columns of the batch that a part keeps: ``first, last + 1``."""
         num_samples = self.num_samples(batch)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if not _is_array(mask) or mask.ndim != 2:
-            width = next((batch[k].shape[1] for k in ("input_ids", "inputs_embeds") if _has_columns(batch, k)), 0)
+        if not is_array(mask) or mask.ndim != 2:
+            width = next((batch[k].shape[1] for k in ("input_ids", "inputs_embeds") if has_columns(batch, k)), 0)
             return 0, width
         width = int(mask.shape[1])
         if self.trim == "none" or not self._may_trim(batch, num_samples, width):
             return 0, width
         first, last = self._span(mask[start:stop], width)
-        return (first, last) if _labels_allow(batch, start, stop, first, last) else (0, width)
+        return (first, last) if labels_allow(batch, start, stop, first, last) else (0, width)
 
     def _num_samples_by_key(self, batch: Mapping[str, Any]) -> int:
         for key in _SIZED_BY:
             if batch.get(key) is not None and key not in self.rules:
                 return len(batch[key])
         own = {*self.rules, *self.shared_keys, *SHARED_KEYS, *VISION_KEYS}
-        return _agree({k: _first_dim(v) for k, v in batch.items() if k not in own})
+        return agreed({k: first_dim(v) for k, v in batch.items() if k not in own})
 
     def _take_mapping(self, batch: Mapping[str, Any], num_samples: int, start: int, stop: int) -> Any:
         first, last = self.columns(batch, start, stop)
         parts = {key: self._take_key(batch, key, num_samples, start, stop) for key in batch}
         mask = batch.get("attention_mask")
-        if _is_array(mask) and (first, last) != (0, mask.shape[1]):
+        if is_array(mask) and (first, last) != (0, mask.shape[1]):
             for key in parts.keys() & (TOKEN_KEYS | self.token_keys):
                 if self._per_token(batch, key, num_samples, mask.shape[1]):
                     value = parts[key]
                     parts[key] = value[..., first:last] if key == "position_ids" else value[:, first:last]
         if self.trim in ("both", "right"):
-            _trim_targets(parts, batch)
-        return _rebuild(batch, parts, start, stop)
+            trim_targets(parts, batch)
+        return rebuild(batch, parts, start, stop)
 
     def _take_key(self, batch: Mapping[str, Any], key: str, num_samples: int, start: int, stop: int) -> Any:
         value = batch[key]
@@ -153,24 +160,24 @@ class BatchSplitter:
             return value
         if key in VISION_KEYS and any(name in batch for name in ("image_grid_thw", "video_grid_thw")):
             return take_vision(batch, key, start, stop, self.vision)
-        if key == "position_ids" and _is_array(value):
+        if key == "position_ids" and is_array(value):
             if value.ndim == 3 and value.shape[1] == num_samples:  # one plane each for time, height, width
                 return value[:, start:stop]
             if value.ndim == 1 or value.shape[0] == 1:
                 return value
-        return _cut(value, key, num_samples, start, stop)
+        return cut(value, key, num_samples, start, stop)
 
     def _may_trim(self, batch: Mapping[str, Any], num_samples: int, width: int) -> bool:
         """Every field as wide as the mask is known to hold one entry per token, so all of them can be trimmed alike."""
         known = TOKEN_KEYS | self.token_keys | self.rules.keys() | self.shared_keys | SHARED_KEYS
         if any(is_cache(value) or key == "past_key_values" and value is not None for key, value in batch.items()):
             return False
-        return not any(_as_wide(value, num_samples, width) for key, value in batch.items() if key not in known)
+        return not any(as_wide(value, num_samples, width) for key, value in batch.items() if key not in known)
 
     @staticmethod
     def _per_token(batch: Mapping[str, Any], key: str, num_samples: int, width: int) -> bool:
         value = batch[key]
-        if not _is_array(value):
+        if not is_array(value):
             return False
         if key == "position_ids":
             return value.shape[-1] == width
@@ -179,7 +186,7 @@ class BatchSplitter:
         return not (key == "labels" and "decoder_input_ids" in batch)
 
     def _span(self, mask: Any, width: int) -> tuple[int, int]:
-        used = np.flatnonzero(_to_numpy((mask != 0).any(0)))
+        used = np.flatnonzero(to_numpy((mask != 0).any(0)))
         if not len(used):
             return 0, width
         first = int(used[0]) if self.trim in ("both", "left") else 0
@@ -187,172 +194,3 @@ class BatchSplitter:
         wanted = min(width, -(-(last - first) // self.pad_to_multiple_of) * self.pad_to_multiple_of)
         last = min(width, first + wanted)
         return last - wanted, last
-
-
-def _trim_targets(parts: dict[str, Any], batch: Mapping[str, Any]) -> None:
-    """A sequence-to-sequence batch's other side: right padding shown by its own mask, or by ignored labels."""
-    mask, labels = parts.get("decoder_attention_mask"), parts.get("labels")
-    source = parts.get("attention_mask")
-    if _is_array(mask) and mask.ndim == 2:
-        used = (mask != 0).any(0)
-    elif _is_array(labels) and labels.ndim == 2 and _is_array(source) and _widths_differ(batch):
-        used = (labels != _IGNORED_LABEL).any(0)
-    else:
-        return
-    columns = np.flatnonzero(_to_numpy(used))
-    last = int(columns[-1]) + 1 if len(columns) else 1
-    width = len(used)
-    for key in ("labels", "decoder_input_ids", "decoder_attention_mask"):
-        value = parts.get(key)
-        if not _is_array(value) or value.ndim < 2 or value.shape[1] != width:
-            continue
-        if key != "labels" or bool((value[:, last:] == _IGNORED_LABEL).all()):
-            parts[key] = value[:, :last]
-
-
-def _widths_differ(batch: Mapping[str, Any]) -> bool:
-    return batch["labels"].shape[1] != batch["attention_mask"].shape[1]
-
-
-def _labels_allow(batch: Mapping[str, Any], start: int, stop: int, first: int, last: int) -> bool:
-    """Whether no label is lost. Labels as wide as the mask may also be a target side of the same width by accident."""
-    labels, width = batch.get("labels"), batch["attention_mask"].shape[1]
-    if not _is_array(labels) or labels.ndim != 2 or labels.shape[1] != width or "decoder_input_ids" in batch:
-        return True
-    rows = labels[start:stop]
-    return all(bool((side == _IGNORED_LABEL).all()) for side in (rows[:, :first], rows[:, last:]))
-
-
-def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
-    """One field's entries of the samples ``start`` to ``stop - 1``."""
-    if value is None or isinstance(value, (str, bytes, int, float, complex, np.generic)):
-        return value
-    if is_cache(value):
-        return take_cache(value, start, stop)
-    if _is_array(value):
-        if value.ndim == 0:
-            return value
-        if len(value) == num_samples:
-            return value[start:stop]
-    elif isinstance(value, (list, tuple)) and len(value) == num_samples and not _nested(value, name):
-        return _same_kind(value, list(value[start:stop]))
-    else:
-        fields = _fields_of(value)
-        if fields is not None:
-            parts = {k: _cut(v, f"{name}.{k}", num_samples, start, stop) for k, v in fields.items()}
-            return _rebuild(value, parts, start, stop)
-    raise ConfigError(
-        f"`{name}` ({_describe_one(value)}) has no entry per sample in a batch of {num_samples} and cannot be split; "
-        f"give BatchSplitter(rules={{{name!r}: lambda value, batch, start, stop: ...}}) or shared_keys={{{name!r}}}"
-    )
-
-
-def _nested(value: Sequence[Any], name: str) -> bool:
-    """A sequence of layers, not of samples: ``past_key_values`` of older models, hidden states per layer."""
-    return name.endswith(("past_key_values", "hidden_states", "attentions"))
-
-
-def _fields_of(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (tuple, list)):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return None
-
-
-def _rebuild(like: Any, parts: dict[Any, Any], start: int, stop: int) -> Any:
-    """The same kind of container with other contents."""
-    if isinstance(like, (tuple, list)):
-        return _same_kind(like, list(parts.values()))
-    if dataclasses.is_dataclass(like):  # ModelOutput too
-        return cast(Any, type(like))(**parts)
-    encodings = getattr(like, "encodings", None)
-    if encodings is not None:  # BatchEncoding of a fast tokenizer: offsets and words per sample
-        return type(like)(parts, encoding=encodings[start:stop], n_sequences=like.n_sequences)
-    new = copy.copy(like)
-    if not isinstance(new, MutableMapping):
-        raise ConfigError(f"a batch of type {type(like).__name__} cannot be rebuilt; give `split` an object that can")
-    new.update(parts)
-    return new
-
-
-def _same_kind(like: Sequence[Any], values: list[Any]) -> Any:
-    if isinstance(like, tuple) and hasattr(like, "_fields"):  # namedtuple
-        return type(like)(*values)
-    return type(like)(values)  # type: ignore[call-arg]
-
-
-def _is_array(value: Any) -> TypeGuard[Any]:
-    """A tensor or an array (both slice, compare and reduce alike)."""
-    return isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")
-
-
-def _to_numpy(value: torch.Tensor | np.ndarray) -> np.ndarray:
-    return value if isinstance(value, np.ndarray) else value.cpu().numpy()
-
-
-def _holds_fields(batch: list[Any]) -> bool:
-    return bool(batch) and all(_is_array(v) and v.ndim for v in batch) and len({len(v) for v in batch}) == 1
-
-
-def _has_columns(batch: Any, key: str) -> bool:
-    return isinstance(batch, Mapping) and _is_array(batch.get(key)) and batch[key].ndim >= 2
-
-
-def _as_wide(value: Any, num_samples: int, width: int) -> bool:
-    if _is_array(value):
-        return tuple(value.shape[:2]) == (num_samples, width)
-    fields = None if isinstance(value, (str, bytes)) else _fields_of(value)
-    return fields is not None and any(_as_wide(part, num_samples, width) for part in fields.values())
-
-
-def _first_dim(value: Any) -> int | None:
-    if is_cache(value):
-        return cache_samples(value)
-    if _is_array(value):
-        return len(value) if value.ndim else None
-    return len(value) if isinstance(value, (list, tuple)) else None
-
-
-def _agree(sizes: dict[str, int | None]) -> int:
-    known = {name: size for name, size in sizes.items() if size is not None}
-    if len(set(known.values())) != 1:
-        raise ConfigError(
-            "how many samples the batch holds is not clear from the first dimensions of its fields: "
-            f"{known or 'no tensors'}; "
-            "give `split` an object with `num_samples` and `take`, or BatchSplitter(rules=..., shared_keys=...)"
-        )
-    return next(iter(known.values()))
-
-
-def longest_of(batch: Any) -> int:
-    """Width of a padded batch: its token columns, else the second dimension of its first tensor that has one, else 1."""
-    if isinstance(batch, Mapping):
-        for key in ("input_ids", "inputs_embeds", "attention_mask"):
-            if _has_columns(batch, key):
-                return int(batch[key].shape[1])
-    fields = [batch] if _is_array(batch) else (_fields_of(batch) or {}).values()
-    return next((int(value.shape[1]) for value in fields if _is_array(value) and value.ndim >= 2), 1)
-
-
-def describe(batch: Any) -> str:
-    """The shapes in a batch, short enough for a message.
-
-    >>> describe({"input_ids": np.zeros((2, 7)), "names": ["a", "b"]})
-    'input_ids: (2, 7), names: list of 2'
-    """
-    fields = _fields_of(batch) if not _is_array(batch) else None
-    if fields is None or (isinstance(batch, list) and not _holds_fields(batch)):
-        return _describe_one(batch)
-    shown = [f"{name}: {_describe_one(value)}" for name, value in list(fields.items())[:6]]
-    return ", ".join(shown) + (", ..." if len(fields) > len(shown) else "")
-
-
-def _describe_one(value: Any) -> str:
-    if _is_array(value):
-        return str(tuple(value.shape))
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} of {len(value)}"
-    return type(value).__name__

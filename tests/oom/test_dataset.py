@@ -20,12 +20,12 @@ from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.oom import (
     LearningBudget,
     classify_dataset,
-    dataset,
     embed_dataset,
     generate_dataset,
     iter_classify,
     iter_embed,
     iter_generate,
+    job,
 )
 from dynagroup.oom.inference import Pass
 from dynagroup.oom.journal import Journal
@@ -282,7 +282,7 @@ def test_ranks_wait_for_each_other_however_long_it_takes(model: Any, tokenizer: 
         asked.append(timeout_s)
         return SingleProcess()
 
-    monkeypatch.setattr(dataset, "current_world", world)
+    monkeypatch.setattr(job, "current_world", world)
     generate_dataset(model, tokenizer, TEXTS[:1], max_new_tokens=1, **SMALL)
     assert asked[0] > 7 * 24 * 3600
 

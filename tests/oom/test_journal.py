@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.journal import Journal
+from dynagroup.oom.output import Output
 from dynagroup.oom.results import TEXTS, VECTORS
 
 JOB = {"task": "test", "texts": 4}
@@ -167,6 +169,83 @@ def test_two_runs_of_one_job_are_told_apart(tmp_path: Path) -> None:
     second.open(0)
     second.close()
     assert set(journal(tmp_path).finished()) == {0, 1}
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Crashing:
+    """Ends the process before its n-th operation on files; a write leaves half of itself behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
+        self.left = operation
+        for owner, name in ((os, "fsync"), (os, "replace"), (os, "truncate"), (Path, "unlink"), (Path, "rmdir")):
+            monkeypatch.setattr(owner, name, self.before(getattr(owner, name)))
+
+    def before(self, act: Any) -> Any:
+        def acting(*args: Any, **kwargs: Any) -> Any:
+            self.count()
+            return act(*args, **kwargs)
+
+        return acting
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Crash
+
+    def write(self, file: Any) -> Any:
+        crashing = self
+
+        class File:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(file, name)
+
+            def write(self, data: bytes) -> int:
+                try:
+                    crashing.count()
+                except Crash:
+                    file.write(data[: len(data) // 2])
+                    file.flush()
+                    raise
+                return file.write(data)
+
+        return File()
+
+
+def run(folder: Path, crashing: Crashing, done: list[int]) -> Any:
+    """A job of twenty samples in batches of three; ``done`` is what was worked on."""
+    out = Output(folder / "out.jsonl", JOB, 20, TEXTS)
+    if not out.is_finished():
+        finished = out.journal.finished()
+        out.journal.open(0)
+        with closing(out.journal):
+            out.journal._file = crashing.write(out.journal._file)
+            missing = [i for i in range(20) if i not in finished]
+            for batch in (missing[i : i + 3] for i in range(0, len(missing), 3)):
+                done += batch
+                out.journal.append(batch, [f"result {i}" for i in batch])
+        out.publish()
+    out.journal.remove()
+    return out.read()
+
+
+def test_a_crash_at_any_operation_loses_nothing_and_repeats_at_most_the_batch_it_was_in(tmp_path: Path) -> None:
+    for operation in range(1, 40):
+        folder, done = tmp_path / str(operation), []
+        folder.mkdir()
+        for _ in range(2):  # and the run after the crash crashes at its own operation of that number
+            with pytest.MonkeyPatch.context() as patched:
+                try:
+                    run(folder, Crashing(patched, operation), done)
+                except Crash:
+                    pass
+        with pytest.MonkeyPatch.context() as patched:
+            assert run(folder, Crashing(patched, 10**9), done) == [f"result {i}" for i in range(20)]
+        assert set(done) == set(range(20))
+        assert len(done) <= 20 + 2 * 3
+        assert sorted(p.name for p in folder.iterdir()) == ["out.jsonl", "out.jsonl.job"]
 
 
 def test_vectors_are_kept_in_four_bytes_a_number(tmp_path: Path) -> None:
