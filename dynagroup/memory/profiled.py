@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.needs import needed
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
 
 __all__ = ["ProfiledMemory"]
@@ -25,7 +28,8 @@ class ProfiledMemory:
     """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
 
     A training step's peak is in its loss, in a layer's backward, or in the gradient of the embedding; inside each the form is
-    exact. Make it with :meth:`fit`.
+    exact, and beyond what was measured it is a guess: asked about more than twice the longest row, it warns once. Make it with
+    :meth:`fit`. For a model that can be traced, ``MemoryBudget.from_model`` is right at any length.
 
     >>> from dynagroup.memory.measurements import Measurement
     >>> from dynagroup.memory.workload import Workload
@@ -41,6 +45,8 @@ class ProfiledMemory:
     """Bytes per (1, n, and for every stream n*L and n*L^2, and for two streams n*L*T), one tuple a phase."""
     error: float
     """Largest relative difference to the rows it was fitted to."""
+    reach: tuple[int, ...] = ()
+    """The longest that was measured, of each stream; empty: not known."""
 
     @classmethod
     def fit(cls, measurements: Measurements) -> ProfiledMemory:
@@ -61,7 +67,8 @@ class ProfiledMemory:
         size = np.maximum(measurements.batch_bytes(), 1.0)
         phases, error = _fit_phases(columns, size)
         static = max(row.static_bytes for row in rows)
-        return cls(int(static), streams, tuple(tuple(map(float, p)) for p in phases), float(error))
+        reach = tuple(max(row.longest.get(name, 0) for row in rows) for name in streams)
+        return cls(int(static), streams, tuple(tuple(map(float, p)) for p in phases), float(error), reach)
 
     @property
     def monomials(self) -> tuple[str, ...]:
@@ -77,6 +84,7 @@ class ProfiledMemory:
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         """Bytes that grow with the batch, at the peak: float64 (K,)."""
+        self._warn_beyond(shape.longest)
         return (_columns(shape, self.streams) @ np.array(self.phases).T).max(axis=1)
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
@@ -89,6 +97,7 @@ class ProfiledMemory:
         >>> ProfiledMemory(0, ("tokens",), ((0.0, 0.0, 10.0, 0.0),), 0.0).largest(np.array([5, 500]), 1000).tolist()
         [20, 0]
         """
+        self._warn_beyond(longest if isinstance(longest, dict) else {TOKENS: longest})
         size = len(next(iter(longest.values()))) if isinstance(longest, dict) else len(longest)
         none, one = (
             _columns(BatchShape.of(np.full(size, n), longest), self.streams) @ np.array(self.phases).T for n in (0, 1)
@@ -97,6 +106,20 @@ class ProfiledMemory:
         with np.errstate(divide="ignore", invalid="ignore"):
             count = np.where(one > none, (room - none) / (one - none), np.where(none <= room, np.inf, 0.0))
         return np.floor(np.clip(count.min(axis=1) * (1 + 1e-12), 0, 2**40)).astype(np.int64)
+
+    def _warn_beyond(self, longest: Mapping[str, IntArray]) -> None:
+        if self.__dict__.get("_warned"):
+            return
+        for name, reach in zip(self.streams, self.reach, strict=False):
+            asked = int(np.max(longest.get(name, 0), initial=0))
+            if asked > 2 * reach:
+                self.__dict__["_warned"] = True
+                warnings.warn(
+                    f"this profile was fitted to samples of up to {reach} {name} and is asked about {asked}: what it says there "
+                    "may be several times off; measure longer shapes, or use MemoryBudget.from_model, which traces the model",
+                    stacklevel=3,
+                )
+                return
 
 
 def _columns(shape: BatchShape, streams: tuple[str, ...]) -> FloatArray:
@@ -129,8 +152,7 @@ def _fit_phases(columns: FloatArray, size: FloatArray) -> tuple[FloatArray, floa
 
 
 def _alternate(columns: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int) -> tuple[FloatArray, float]:
-    from scipy.optimize import nnls
-
+    nnls = needed("scipy.optimize", "fitting a profile").nnls
     scale = columns.max(axis=0)
     scale[scale == 0] = 1.0
     phases = np.zeros((count, columns.shape[1]))

@@ -1,6 +1,10 @@
 """Laws of the memory models: monotone predictions, tables that agree with budgets, damaged artifacts refused."""
 
+import hashlib
 import json
+import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -112,10 +116,19 @@ def test_a_profile_finds_the_phases():
 
 
 def test_how_many_fit_in_these_bytes():
-    profile = ProfiledMemory.fit(Measurements(rows(lambda n, length: 10 * n * length), Workload()))
+    shapes = [(n, length) for n in (1, 2, 4) for length in (64, 512, 8192)]
+    profile = ProfiledMemory.fit(Measurements(rows(lambda n, length: 10 * n * length, shapes=shapes), Workload()))
     budget = MemoryBudget.from_bytes(101_000, model=profile, headroom=1.0)
     most = budget.largest(np.array([10, 100, 10_001]))
     assert most.tolist() == profile.largest(np.array([10, 100, 10_001]), 101_000).tolist() == [1000, 100, 0]
+
+
+def test_a_profile_says_when_it_guesses():
+    profile = ProfiledMemory.fit(Measurements(rows(lambda n, length: 10 * n * length), Workload()))
+    profile.batch_bytes(BatchShape.of(1, 2048))
+    with pytest.warns(UserWarning, match="up to 1024 tokens and is asked about 4096"):
+        profile.batch_bytes(BatchShape.of(1, 4096))
+    profile.batch_bytes(BatchShape.of(1, 4096))  # said once
 
 
 def test_out_of_memory_is_never_a_number():
@@ -196,6 +209,10 @@ def test_saved_and_loaded_say_the_same(fitted):
         (lambda p: edit(p, features=["other"]), "computes other features"),
         (lambda p: edit(p, format=99), "has format 99"),
         (lambda p: p.unlink(), "is missing"),
+        (lambda p: forge(p, lambda raw: raw[:-1]), "holds no trees of a regressor: it ends too early"),
+        (lambda p: forge(p, lambda raw: raw + b"}"), "1 bytes follow the model"),
+        (lambda p: forge(p, lambda raw: raw.replace(b"gbtree", b"gblist", 9)), "its booster is 'gblist', not 'gbtree'"),
+        (lambda p: forge(p, point_beyond), "its nodes are not each the child of one other"),
     ],
 )
 def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
@@ -209,6 +226,75 @@ def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
 def edit(path, **changes):
     card = path.with_suffix(".json")
     card.write_text(json.dumps({**json.loads(card.read_text()), **changes}))
+
+
+def forge(path, change):
+    """Damage the trees, and make the card say that they are what was saved."""
+    path.write_bytes(change(path.read_bytes()))
+    edit(path, hashes={"sharp": hashlib.sha256(path.read_bytes()).hexdigest()})
+
+
+def point_beyond(raw):
+    place = raw.index(b"left_children[$l#") + len(b"left_children[$l#L") + 8
+    return raw[:place] + struct.pack(">i", 10**6) + raw[place + 4 :]
+
+
+def test_no_damage_to_a_file_of_trees_ends_the_process(fitted):
+    """XGBoost reads in a process of its own here, so that a crash of it would be seen."""
+    code = """
+import random, sys
+import numpy as np, xgboost
+from dynagroup.memory.learned.features import FEATURES
+from dynagroup.memory.learned.trees import NotTrees, check_trees
+raw, rng, passed = open(sys.argv[1], "rb").read(), random.Random(0), 0
+check_trees(raw, len(FEATURES))
+head = raw[: raw.index(b"trees[")]
+for _ in range(400):
+    damaged = bytearray(raw)
+    place = rng.randrange(len(damaged) if rng.random() < 0.5 else len(head) + 900)
+    damaged[place : place + rng.randrange(3)] = rng.randbytes(rng.randrange(1, 4))
+    try:
+        check_trees(bytes(damaged), len(FEATURES))
+    except NotTrees:
+        continue
+    passed += 1
+    booster = xgboost.Booster()
+    try:
+        booster.load_model(damaged)
+        booster.inplace_predict(np.zeros((2, len(FEATURES)), np.float32))
+    except xgboost.core.XGBoostError:
+        pass
+assert passed
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(fitted[1])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_xgboost_is_needed_for_trees_alone(fitted):
+    code = """
+import sys
+for name in ("xgboost", "scipy"):
+    sys.modules[name] = None
+import numpy as np
+from transformers import GPT2Config
+from dynagroup import LengthAwareBatchSampler, MemoryBudget, TokenBudget
+from dynagroup.errors import ConfigError
+from dynagroup.memory import MemoryRegressor, Workload
+from dynagroup.shapes import BatchShape
+lengths = [3, 9, 4, 100]
+config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50)
+for budget in (TokenBudget(200), 200, MemoryBudget(2), MemoryBudget.from_model(config, "1GB")):
+    assert len(LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1)) >= 1
+sizes = Workload.from_model(config, trace=False)
+try:
+    MemoryRegressor.pretrained(sizes).relative(BatchShape.of(2, 8), BatchShape.of(4, 8))
+except ConfigError as error:
+    assert "pip install dynagroup[memory]" in str(error)
+else:
+    raise AssertionError("trees were asked without xgboost")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_ubjson_is_written(fitted):

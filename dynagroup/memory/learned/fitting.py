@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dynagroup.memory.closed_form import ClosedForm
 from dynagroup.memory.learned.features import MONOTONE, Features, features
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.needs import needed
 from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:
@@ -58,8 +59,7 @@ def train_booster(
 
     ``quantile``: bound instead of predict; the share of rows that should lie below the prediction.
     """
-    import xgboost
-
+    xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.features.values for p in parts]).astype(np.float32)
     margin = np.concatenate([p.features.margin for p in parts])
     target = np.concatenate([p.log_ratio for p in parts])

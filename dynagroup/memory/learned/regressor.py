@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,7 +19,9 @@ from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
 from dynagroup.memory.learned.features import CANDIDATE, FEATURES, Features, features, is_sharp
 from dynagroup.memory.learned.fitting import MIN_ROWS, pairs_of, train_booster
 from dynagroup.memory.learned.plausible import Plausible
+from dynagroup.memory.learned.trees import NotTrees, check_trees
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.needs import needed
 from dynagroup.memory.profiled import ProfiledMemory
 from dynagroup.memory.run import MONOMIALS, Layout, Phases
 from dynagroup.memory.workload import Workload
@@ -67,17 +69,15 @@ class MemoryRegressor:
 
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> MemoryRegressor:
-        """What :meth:`save` wrote. ``workload``: default, the one it was fitted for.
+        """What :meth:`save` wrote. ``workload``: default, the one it was fitted for. XGBoost is needed where its trees are asked.
 
         Raises:
             StateError: the file is no UBJSON of XGBoost, is not the one that its card describes, or has other features.
         """
         path = Path(path)
         card = _read_card(path.with_suffix(".json"))
-        boosters = {
-            name: _read_booster(file, card["hashes"][name]) for name, file in _files(path, card["hashes"]).items()
-        }
-        return cls(boosters, card, workload or Workload.from_mapping(card.get("workload", {})))
+        raw = {name: _read_trees(file, card["hashes"][name]) for name, file in _files(path, card["hashes"]).items()}
+        return cls(_Kept(raw), card, workload or Workload.from_mapping(card.get("workload", {})))
 
     @classmethod
     def fit(
@@ -218,8 +218,7 @@ def _profiled_form(table: Measurements) -> ClosedForm:
 
 def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, Any]:
     """The card of a regressor trained on these rows."""
-    import xgboost
-
+    xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.features.values for p in parts])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a feature that no row knows has no range
@@ -241,7 +240,35 @@ def _finite(values: FloatArray, missing: float) -> list[float]:
     return [float(v) if np.isfinite(v) else float(big) for v in values]
 
 
+class _Kept(Mapping[str, "xgboost.Booster"]):
+    """Boosters as the bytes that were read, until one is asked for."""
+
+    def __init__(self, raw: Mapping[str, bytes]) -> None:
+        self.raw = dict(raw)
+        self._made: dict[str, xgboost.Booster] = {}
+
+    def __getitem__(self, name: str) -> xgboost.Booster:
+        if name not in self._made:
+            xgboost = needed("xgboost", "the trees of a regressor")
+            booster = xgboost.Booster()
+            booster.load_model(bytearray(self.raw[name]))
+            booster.set_param({"nthread": 1})
+            self._made[name] = booster
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.raw)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"raw": self.raw, "_made": {}}
+
+
 def _raw(boosters: Mapping[str, xgboost.Booster]) -> dict[str, bytes]:
+    if isinstance(boosters, _Kept):
+        return boosters.raw
     return {name: bytes(booster.save_raw("ubj")) for name, booster in boosters.items()}
 
 
@@ -277,9 +304,7 @@ def _read_card(path: Path) -> dict[str, Any]:
     return card
 
 
-def _read_booster(path: Path, expected: str) -> xgboost.Booster:
-    import xgboost
-
+def _read_trees(path: Path, expected: str) -> bytes:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -291,10 +316,8 @@ def _read_booster(path: Path, expected: str) -> xgboost.Booster:
         raise StateError(
             f"{path} has hash {digest[:12]}, but its card says {expected[:12]}; the two do not belong together"
         )
-    booster = xgboost.Booster()
     try:
-        booster.load_model(bytearray(raw))
-    except xgboost.core.XGBoostError as error:
-        raise StateError(f"{path} is not a model of XGBoost: {str(error).splitlines()[0]}") from error
-    booster.set_param({"nthread": 1})
-    return booster
+        check_trees(raw, len(FEATURES))
+    except NotTrees as error:
+        raise StateError(f"{path} holds no trees of a regressor: {error}; save the regressor again") from None
+    return raw

@@ -53,10 +53,11 @@ def trace_phases(
     Raises:
         ValueError: the program depends on more than the shape, or the model has too few positions to tell.
     """
-    padded = _phases(model_or_config, workload, inputs, aligned=False)
-    if workload.attention != "sdpa" or workload.layout == "packed" or not aligned:
-        return padded
-    spared = _phases(model_or_config, workload, inputs, aligned=True)
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
+        padded = _phases(model_or_config, workload, inputs, aligned=False)
+        if workload.attention != "sdpa" or workload.layout == "packed" or not aligned:
+            return padded
+        spared = _phases(model_or_config, workload, inputs, aligned=True)
     return padded if spared == padded else replace(padded, aligned=spared)
 
 

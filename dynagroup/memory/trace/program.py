@@ -119,9 +119,7 @@ def trace(
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
-            # also under a caller's no_grad
-            with torch.inference_mode(False), torch.enable_grad():
-                _train(model, batch, kernels, tracer)
+            _train(model, batch, kernels, tracer)
         elif workload.mode == "generate":
             _generate(model, batch, workload.max_new_tokens or 1, tracer)
         else:

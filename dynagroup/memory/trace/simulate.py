@@ -42,19 +42,22 @@ def simulate(
     >>> [row.batch_bytes // 1000 for row in simulate(config, None, [(2, 64), (4, 64)])]
     [4067, 8132]
     """
+    import torch
+
     from dynagroup.memory.trace.build import as_config, as_meta_model, is_model
     from dynagroup.memory.trace.program import prepare, static_bytes, trace
 
     wanted = checked_shapes(shapes)
     model_or_config = model_or_config if is_model(model_or_config) else as_config(model_or_config)
     workload = checked_workload(model_or_config, workload)
-    model = prepare(as_meta_model(model_or_config, workload), workload)
-    static = static_bytes(model, workload)
     rows = []
-    for num_samples, longest in wanted:
-        with _explained(workload):
-            peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
-        rows.append(Measurement(num_samples, longest, static, peak))
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
+        model = prepare(as_meta_model(model_or_config, workload), workload)
+        static = static_bytes(model, workload)
+        for num_samples, longest in wanted:
+            with _explained(workload):
+                peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
+            rows.append(Measurement(num_samples, longest, static, peak))
     return Measurements(tuple(rows), workload, "simulated", _about())
 
 

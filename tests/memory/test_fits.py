@@ -1,0 +1,179 @@
+"""What fits a device, from the model alone: the same answer everywhere, and the one that the whole model gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
+
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.memory import TracedMemory, Workload, simulate, what_fits
+from dynagroup.memory.trace.build import as_run_model
+from dynagroup.memory.traced import optimizer_bytes
+from dynagroup.shapes import BatchShape
+
+POSITIONS = 40_000
+LLAMA = LlamaConfig(hidden_size=256, num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=2,
+                    intermediate_size=512, vocab_size=4000, max_position_embeddings=POSITIONS)  # fmt: skip
+GPT2 = GPT2Config(n_layer=6, n_embd=128, n_head=4, vocab_size=1000, n_positions=POSITIONS)
+BERT = BertConfig(num_hidden_layers=6, hidden_size=128, num_attention_heads=4, intermediate_size=256, vocab_size=900,
+                  max_position_embeddings=POSITIONS)  # fmt: skip
+T5 = T5Config(d_model=64, d_kv=16, num_heads=4, d_ff=128, num_layers=5, vocab_size=900)
+ROOM = 0.9 * 8e9
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (LLAMA, {"dtype": torch.bfloat16}),
+        (LLAMA, {"dtype": "bf16", "lora": 8, "gradient_checkpointing": True}),
+        (LLAMA, {"dtype": "bf16", "layout": "packed", "attention": "flash"}),
+        (LLAMA, {"dtype": "bf16", "pad_to_multiple_of": 16}),
+        (GPT2, {"mode": "generate", "max_new_tokens": 100}),
+        (BERT, {"mode": "forward", "autocast": "bf16"}),
+        (T5, {"gradient_checkpointing": True}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else type(value).__name__,
+)
+def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(config, how):
+    multiple = how.get("pad_to_multiple_of", 1)
+    lengths = [128, 2048, 32768] if multiple == 16 else [127, 2047, 32767]  # most lengths are no multiple of 16
+    found = what_fits(config, 8 * 10**9, lengths=lengths, **how)
+    model = as_run_model(
+        config, dtype=found.memory.workload.dtype, attention=how.get("attention"), lora=how.get("lora")
+    )
+    for length, count in zip(found.lengths, found.samples, strict=True):
+        shapes = [(max(count, 1), length), (int(count * 1.02) + 1, length)]
+        fits, does_not = (row.peak_bytes for row in simulate(model, found.memory.workload, shapes))
+        assert count == 0 or fits <= 1.02 * ROOM, (length, count, fits / ROOM)
+        assert does_not > ROOM, (length, count, does_not / ROOM)
+    budget = MemoryBudget.from_model(config, "8GB", **how)
+    if how.get("layout") != "packed":
+        assert tuple(budget.largest(np.array(lengths)).tolist()) == found.samples
+    some = np.maximum(found.samples, 1)
+    assert budget.fits(BatchShape.of(some, lengths)).tolist() == [count > 0 for count in found.samples]
+
+
+def test_the_token_budget_is_safe_and_the_largest_that_is():
+    found = what_fits(LLAMA, "1GB", lengths=[64, 1024], dtype="bf16")
+    lengths = np.arange(1, 1025)
+
+    def exceeds(tokens):
+        counts = tokens // lengths
+        held = counts > 0
+        size = found.memory.static_bytes + found.memory.batch_bytes(BatchShape.of(counts[held], lengths[held]))
+        return bool((size > 0.9 * 1e9).any())
+
+    assert not exceeds(found.max_tokens)
+    assert exceeds(found.max_tokens + 1)
+
+
+def test_packed_batches_are_held_against_the_sum_of_their_tokens():
+    budget = MemoryBudget.from_model(LLAMA, "1GB", layout="packed", attention="flash", dtype="bf16")
+    assert budget.layout == "packed"
+    assert budget.largest(np.array([8])) is None
+    most = what_fits(LLAMA, "1GB", layout="packed", attention="flash", dtype="bf16").max_tokens
+    shape = BatchShape.of([1, 1, 90, 90], [1, 1, most, most], [most, most + 1, most, most + 1])
+    assert budget.fits(shape).tolist() == [True, False, True, False]
+    line, square = (
+        TracedMemory.of(LLAMA, layout="packed", attention=a).batch_bytes(BatchShape.of(1, [8192, 16384]))
+        for a in ("flash", "sdpa")
+    )
+    assert line[1] / line[0] == pytest.approx(2, rel=0.02)
+    assert square[1] / square[0] > 3
+
+
+def test_static_memory_is_divided_over_ranks():
+    static = {
+        (kind, n): TracedMemory.of(
+            LLAMA, dtype="bf16", **({} if kind is None else {"sharding": kind, "num_ranks": n})
+        ).static_bytes
+        for kind, n in ((None, 1), ("ddp", 8), ("zero1", 8), ("zero2", 8), ("zero3", 8), ("fsdp", 8), ("fsdp", 1))
+    }
+    whole = static[None, 1]
+    part = whole / 4  # parameters, gradients, and two states of as many bytes
+    buffers = static[None, 1] - 4 * part
+    assert static["ddp", 8] == pytest.approx(whole + part, rel=0.01)
+    assert static["zero1", 8] == pytest.approx(
+        2 * part + 2 * part / 8 + part, rel=0.01
+    )  # and a bucket of all gradients
+    assert static["zero2", 8] == pytest.approx(part + 3 * part / 8 + part, rel=0.01)
+    assert 4 * part / 8 + buffers < static["zero3", 8] == static["fsdp", 8] < whole
+    assert static["fsdp", 1] == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"), [("adamw", "bfloat16", 4), ("adamw_8bit", "bfloat16", 2), (3, "float32", 3)]
+)
+def test_optimizers_by_name_or_bytes(name, dtype, expected):
+    assert optimizer_bytes(name, dtype) == expected
+
+
+def test_adapters_train_alone():
+    whole, adapted = (TracedMemory.of(LLAMA, dtype="bf16", lora=lora) for lora in (None, 4))
+    assert adapted.static_bytes < 0.4 * whole.static_bytes
+    assert adapted.workload.optimizer_bytes == 8.0  # they are kept in float32
+    assert 0 < (adapted.workload.trainable_share or 0) < 0.05
+
+
+def test_code_that_is_printed_makes_the_same_decisions():
+    found = what_fits(LLAMA, "1GB", dtype=torch.bfloat16, gradient_checkpointing=True, mode="train")
+    assert found.code == "MemoryBudget.from_model(model, '1GB', dtype='bfloat16', gradient_checkpointing=True)"
+    again = eval(found.code, {"MemoryBudget": MemoryBudget, "model": LLAMA})
+    assert tuple(again.largest(np.array(found.lengths)).tolist()) == found.samples
+    assert found.code in str(found)
+    assert f"{found.max_tokens}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": "lots"}, "`memory` must be a size such as 80GB"),
+        ({"memory": 0}, "`memory` must be a size"),
+        ({"headroom": 1.5}, "at most 1.0, but is 1.5"),
+        ({"optimizer": "best"}, "`optimizer` must be one of adamw"),
+        ({"sharding": "fsdp"}, "say how many: num_ranks=8"),
+        ({"sharding": "zero9", "num_ranks": 2}, "`sharding` must be one of 'ddp'"),
+        ({"lora": "all"}, "`lora` must be True, a rank"),
+        ({"dtype": "int3"}, "`dtype` must be one of"),
+        ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' is for training"),
+        ({"colour": 1}, "Workload has no field 'colour'"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments, message):
+    arguments = {"memory": "1GB", **arguments}
+    for ask in (what_fits, MemoryBudget.from_model):
+        with pytest.raises(ConfigError, match=message):
+            ask(LLAMA, **arguments)
+
+
+def test_a_device_that_the_model_alone_fills():
+    assert not any(what_fits(LLAMA, "100MB").samples)
+    with pytest.raises(BudgetError, match="static memory .* alone exceeds 90% of limit_bytes=100,000,000"):
+        MemoryBudget.from_model(LLAMA, "100MB")
+
+
+def test_a_model_is_traced_under_no_grad_too():
+    with torch.no_grad():
+        under = Workload.from_model(GPT2, "train")
+    with torch.inference_mode():
+        inside = Workload.from_model(GPT2, "train")
+    assert under == inside == Workload.from_model(GPT2, "train")
+    assert under.phases is not None
+
+
+def test_a_program_that_loops_over_tokens_is_given_up_at_the_first_shapes_that_differ():
+    from transformers import RwkvConfig
+
+    from dynagroup.memory.trace import phases
+
+    seen = []
+    run = phases._run
+    config = RwkvConfig(hidden_size=32, num_hidden_layers=6, vocab_size=50, attention_hidden_size=32, context_length=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "_run", lambda *args, **kwargs: seen.append(args[2]) or run(*args, **kwargs))
+        with pytest.warns(UserWarning, match="the program depends on the shape"):
+            assert Workload.from_model(config, "train").phases is None
+    assert len(seen) <= 3  # not all shapes, and not the whole model again
