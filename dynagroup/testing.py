@@ -9,8 +9,9 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,7 +20,17 @@ from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
 from dynagroup.world import World, as_float64, as_int64
 
-__all__ = ["ThreadWorld", "assert_budget_law", "assert_conserves", "assert_resumes_exactly", "run_ranks"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ThreadWorld",
+    "assert_budget_law",
+    "assert_conserves",
+    "assert_resumes_exactly",
+    "out_of_memory_above",
+    "run_ranks",
+]
 
 T = TypeVar("T")
 
@@ -219,3 +230,35 @@ def _assert_largest_agrees(budget: Budget, longest: np.ndarray, lengths: Streams
                 f"`largest` says {int(table[k])} samples of {int(longest[k])} tokens fit, "
                 f"but `fits` says {bool(answer[k])} for {int(size[k])}"
             )
+
+
+@contextmanager
+def out_of_memory_above(module: torch.nn.Module, max_tokens: int) -> Iterator[list[int]]:
+    """Inside, ``module`` runs out of memory as a device would, when a batch has more than ``max_tokens`` padded tokens.
+
+    For tests and demonstrations of what recovers from it. Yields the sizes, in tokens, that did not fit so far.
+
+    >>> import torch
+    >>> from dynagroup import run_with_oom_retry
+    >>> embed = torch.nn.Embedding(9, 2)
+    >>> with out_of_memory_above(embed, 8) as failed:
+    ...     parts = run_with_oom_retry(embed, torch.zeros(4, 4, dtype=torch.long))
+    >>> [part.shape[0] for part in parts], failed
+    ([2, 2], [16])
+    """
+    import torch
+
+    failed: list[int] = []
+
+    def claim(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim == 2]
+        size = max((tensor.numel() for tensor in tensors), default=0)
+        if size > max_tokens:
+            failed.append(size)
+            raise torch.OutOfMemoryError(f"out of memory, as asked for: {size} tokens, {max_tokens} fit")
+
+    handle = module.register_forward_pre_hook(claim, with_kwargs=True)
+    try:
+        yield failed
+    finally:
+        handle.remove()

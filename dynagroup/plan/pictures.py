@@ -6,6 +6,8 @@ Every ``draw_*`` takes ``ax=``, an axes of your own figure, and returns the axes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,10 +49,23 @@ def new_figure(width: float, height: float) -> Figure:
         ConfigError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        return _picture_type()(figsize=(width, height), layout="constrained")
     except ImportError as error:
         raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
-    return Figure(figsize=(width, height), layout="constrained")
+
+
+@cache
+def _picture_type() -> type[Figure]:
+    """A Figure that a notebook shows by itself: matplotlib's own does so only once pyplot was imported."""
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            file = BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return Picture
 
 
 def _axes(ax: Axes | None) -> Axes:

@@ -107,3 +107,7 @@ def test_coverage_ends_with_every_sample_and_a_sorted_epoch_shows():
 def test_work_says_how_much_ranks_wait():
     axes = pictures.draw_work(np.array([[1.0, 3.0], [2.0, 2.0]]))
     assert axes.get_title() == "work of 2 ranks: 20.0% waiting"
+
+
+def test_a_notebook_shows_a_picture_without_pyplot():
+    assert plan().plot()._repr_png_().startswith(b"\x89PNG")
