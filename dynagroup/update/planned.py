@@ -180,6 +180,7 @@ class PlannedDataLoader(StepLoader[B]):
     def _run(self) -> Iterator[Step[B]]:
         size = self.world.size
         if not self._goes_on:
+            self._plan.start(self._epoch, size)  # counts the epochs before by the limits they had
             planner = self._plan.planner.renewed(self.world)
             self._plan.begin(planner, self._epoch, size)
             self._place = Place(self._plan.start(self._epoch, size))

@@ -383,8 +383,22 @@ class FreeUpdates(Updates):
             and all((p.windows_done - 1) * p.window_size < max(most, 1) for p in positions)
             and (begun is None or begun.rows < self._accumulation)
         )
-        if not sound:
+        if not sound or cursor.samples_used + (begun.samples if begun else 0) != self._used(
+            positions[-1], cursor.epoch
+        ):
             raise StateError(f"the state is damaged: no run of these updates comes by {cursor}")
+
+    def _used(self, position: Position, epoch: int) -> int:
+        """Samples of an epoch that come before a position; of a window in use, its plan says which."""
+        count, windows = self.num_samples, position.windows_done
+        left = 0
+        if position.segments:
+            window = next(self.planner.steps(epoch, position.segments[-1][0], position), None)
+            if window is None:
+                return -1
+            left = int(window.batches.sizes[window.table[window.loss_scale > 0]].sum())
+            windows += window.num_windows
+        return count - left - max(0, count - windows * position.window_size)
 
     def restore(self, state: Mapping[str, Any], place: Place) -> None:
         self._past = [(updates, samples) for updates, samples in state["past"]]
