@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,9 +258,10 @@ def _generation(
     each = generation_option("num_return_sequences", model, kwargs) or 1
     copies = max(generation_option("num_beams", model, kwargs) or 1, each)
     causal = not model.config.is_encoder_decoder
+    options = _with_new_tokens(kwargs, new)
 
     def process(batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
-        done = generate_with_oom_retry(model, batch, learned=known, indices=indices, max_new_tokens=new, **kwargs)
+        done = generate_with_oom_retry(model, batch, learned=known, indices=indices, **options)
         tokens = done.sequences[:, batch["input_ids"].shape[1] :] if causal else done.sequences
         decoded = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return decoded if each == 1 else [decoded[i : i + each] for i in range(0, len(decoded), each)]
@@ -270,6 +272,15 @@ def _generation(
     )  # fmt: skip
     settings = {"task": "generate", "max_length": common.max_length, "max_new_tokens": new, "arguments": kwargs}
     return Job(run, TEXTS, settings, common.progress)
+
+
+def _with_new_tokens(kwargs: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """In the generation config, where one is given: ``generate`` does not want both."""
+    if kwargs.get("generation_config") is None:
+        return {**kwargs, "max_new_tokens": max_new_tokens}
+    config = copy.deepcopy(kwargs["generation_config"])
+    config.max_new_tokens = max_new_tokens
+    return {**kwargs, "generation_config": config}
 
 
 def _embedding(

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from dynagroup.budget.learning import LearningBudget
+from dynagroup.checks import check_int
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache
 from dynagroup.oom.fields import describe, longest_of
 from dynagroup.oom.merge import Layout, merge_outputs
-from dynagroup.oom.retry import check_min_samples, cut_beforehand, give_up, run_ranges
+from dynagroup.oom.retry import cut_beforehand, give_up, run_ranges
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.vision import VisionTokens
 from dynagroup.shapes import BatchShape
@@ -91,7 +92,7 @@ def generate_with_oom_retry(
         BudgetError: a part that cannot be cut further does not fit; names the samples and their shapes.
         ConfigError: options that cannot be honoured in parts: a streamer, ``synced_gpus``, attentions, hidden states.
     """
-    check_min_samples(min_samples)
+    check_int("min_samples", min_samples)
     job = _Job(model, batch, pad_token_id, generate_kwargs)
     if learned is None:
         learned = _learned_by_model.get(model)

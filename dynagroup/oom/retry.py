@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 from dynagroup.budget.learning import LearningBudget
+from dynagroup.checks import check_int
 from dynagroup.device import is_out_of_memory
-from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.errors import BudgetError
 from dynagroup.oom.fields import describe, longest_of
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.shapes import BatchShape
@@ -121,7 +122,7 @@ def run_with_oom_retry(
     >>> run_with_oom_retry(double, [1, 2, 3, 4, 5])
     [[2, 4], [6], [8, 10]]
     """
-    check_min_samples(min_samples)
+    check_int("min_samples", min_samples)
     failure, seconds = None, time.perf_counter()
     if learned is None or not learned.has_learned:
         outcome = attempt(lambda: fn(batch), retry_on)
@@ -217,8 +218,3 @@ def _listed(names: Sequence[int]) -> str:
     if list(names) == list(range(names[0], names[0] + len(names))):
         return f"{names[0]} to {names[-1]}"
     return ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
-
-
-def check_min_samples(min_samples: int) -> None:
-    if isinstance(min_samples, bool) or not isinstance(min_samples, int) or min_samples < 1:
-        raise ConfigError(f"`min_samples` must be an int of at least 1, but is {min_samples!r}")

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.checks import check_choice
+from dynagroup.checks import check_choice, check_int
 from dynagroup.device import PeakWatch
 from dynagroup.oom.attempts import PartRunner
 from dynagroup.oom.gradients import find_ddp
 from dynagroup.oom.parts import ComputeLoss, Part, Update
-from dynagroup.oom.retry import check_min_samples
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.vote import finish
 from dynagroup.update.step import Step
@@ -96,7 +95,7 @@ class OomSafeBackward:
         backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         check_choice("mode", mode, ("retry", "skip", None))
-        check_min_samples(min_samples)
+        check_int("min_samples", min_samples)
         ddp = None if mode is None else find_ddp(model)
         self._model, self._world = model, world if world is not None else _world_of(ddp)
         self._learned = learned if learned is not None else LearningBudget()

@@ -231,6 +231,9 @@ def test_a_generation_config_counts_like_arguments(model: Any, tokenizer: Any) -
     )
     want = generate_dataset(model, tokenizer, TEXTS[:6], num_beams=2, num_return_sequences=2, max_new_tokens=3, **SMALL)
     assert generate_dataset(model, tokenizer, TEXTS[:6], generation_config=config, **SMALL) == want
+    one = generate_dataset(model, tokenizer, TEXTS[:6], generation_config=config, max_new_tokens=1, **SMALL)
+    assert {len(text.split()) for texts in one for text in texts} <= {0, 1}
+    assert config.max_new_tokens == 3
     before, model.generation_config = model.generation_config, config
     try:
         assert generate_dataset(model, tokenizer, TEXTS[:6], **SMALL) == want
@@ -302,6 +305,25 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, to
     first, second = run_ranks(2, lambda world: rank(world, False))
     assert first == "rank 1 of 2 could not go on with the job; see its error"
     assert "exists, and no 'there.jsonl.job'" in second
+
+
+def test_ranks_that_have_learned_different_things_still_share_every_text(
+    tokenizer: Any, expected: list[str], tmp_path: Path
+) -> None:
+    models = [small_llama(), small_llama()]
+
+    def rank(world: Any) -> list[str]:
+        learned = LearningBudget()
+        if world.rank == 0:
+            learned.record_failed_cost(30)
+        budget = TokenBudget(100 if world.rank == 0 else 60)  # and another device
+        path = tmp_path / "out.jsonl"
+        return generate_dataset(
+            models[world.rank], tokenizer, TEXTS, budget=budget, learned=learned, output=path, max_new_tokens=4,
+            progress=False, world=world,
+        )  # fmt: skip
+
+    assert run_ranks(2, rank) == [expected] * 2
 
 
 @pytest.mark.slow
