@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import PeakWatch
 from dynagroup.errors import ConfigError
-from dynagroup.oom.fields import describe, longest_of
+from dynagroup.oom.fields import describe, longest_of, shape_of
 from dynagroup.oom.gradients import GradientExchange, RngState, local_gradients
 from dynagroup.oom.parts import Part, Update, Verdict
 from dynagroup.oom.retry import attempt, halves
@@ -150,7 +150,7 @@ class PartRunner:
         return self.splitter.take(part.batch, part.start, part.stop)
 
     def _shape(self, part: Part) -> BatchShape:
-        return BatchShape.of(part.num_samples, longest_of(self._samples(part)))
+        return shape_of(self._samples(part), part.num_samples)
 
     def _note(self, update: Update, part: Part, error: str, seconds: float) -> None:
         update.num_ooms += 1

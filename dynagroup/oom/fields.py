@@ -11,6 +11,8 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache
+from dynagroup.oom.packed import packed_borders
+from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,7 @@ __all__ = [
     "is_array",
     "longest_of",
     "rebuild",
+    "shape_of",
     "to_numpy",
 ]
 
@@ -143,6 +146,14 @@ def longest_of(batch: Any) -> int:
                 return int(batch[key].shape[1])
     fields = [batch] if is_array(batch) else (fields_of(batch) or {}).values()
     return next((int(value.shape[1]) for value in fields if is_array(value) and value.ndim >= 2), 1)
+
+
+def shape_of(batch: Any, num_samples: int) -> BatchShape:
+    """The shape (K = 1) of a batch as it is run: a packed one by its samples' own lengths."""
+    borders = packed_borders(batch) if isinstance(batch, Mapping) else None
+    if borders is None:
+        return BatchShape.of(num_samples, longest_of(batch))
+    return BatchShape.of(num_samples, int(np.diff(borders).max()), borders[-1])
 
 
 def describe(batch: Any) -> str:

@@ -14,7 +14,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.checks import check_int
 from dynagroup.device import is_out_of_memory
 from dynagroup.errors import BudgetError
-from dynagroup.oom.fields import describe, longest_of
+from dynagroup.oom.fields import describe, shape_of
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.shapes import BatchShape
 
@@ -133,7 +133,7 @@ def run_with_oom_retry(
     num_samples = splitter.num_samples(batch)
 
     def shape(start: int, stop: int) -> BatchShape:
-        return BatchShape.of(stop - start, longest_of(splitter.take(batch, start, stop)))
+        return shape_of(splitter.take(batch, start, stop), stop - start)
 
     def failed(start: int, stop: int, message: str, seconds: float) -> None:
         _log.warning(

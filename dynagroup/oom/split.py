@@ -22,6 +22,7 @@ from dynagroup.oom.fields import (
     rebuild,
     to_numpy,
 )
+from dynagroup.oom.packed import packed_borders, take_packed
 from dynagroup.oom.trim import labels_allow, trim_targets
 from dynagroup.oom.vision import VISION_KEYS, VisionTokens, take_vision
 
@@ -64,7 +65,8 @@ class BatchSplitter:
 
     A mapping, tuple or dataclass holds fields, each with one entry per sample. A list holds samples, unless it holds
     tensors of one first dimension, as ``default_collate`` returns them for tuples: then it holds fields. Numbers and
-    strings go to every part. What fits no rule is refused with its key: nothing is guessed.
+    strings go to every part. What fits no rule is refused with its key: nothing is guessed. A packed batch, one row with
+    ``cu_seq_lens_q`` or with ``position_ids`` that start again, is split between its samples.
 
     Args:
         trim: sides on which a part loses its padding columns, as its ``attention_mask`` shows them. On the left this
@@ -133,6 +135,9 @@ class BatchSplitter:
         return (first, last) if labels_allow(batch, start, stop, first, last) else (0, width)
 
     def _num_samples_by_key(self, batch: Mapping[str, Any]) -> int:
+        borders = packed_borders(batch)
+        if borders is not None:
+            return len(borders) - 1
         for key in _SIZED_BY:
             if batch.get(key) is not None and key not in self.rules:
                 return len(batch[key])
@@ -140,6 +145,9 @@ class BatchSplitter:
         return agreed({k: first_dim(v) for k, v in batch.items() if k not in own})
 
     def _take_mapping(self, batch: Mapping[str, Any], num_samples: int, start: int, stop: int) -> Any:
+        borders = packed_borders(batch)
+        if borders is not None:
+            return rebuild(batch, {k: self._take_of_pack(batch, k, borders, start, stop) for k in batch}, start, stop)
         first, last = self.columns(batch, start, stop)
         parts = {key: self._take_key(batch, key, num_samples, start, stop) for key in batch}
         mask = batch.get("attention_mask")
@@ -151,6 +159,12 @@ class BatchSplitter:
         if self.trim in ("both", "right"):
             trim_targets(parts, batch)
         return rebuild(batch, parts, start, stop)
+
+    def _take_of_pack(self, batch: Mapping[str, Any], key: str, borders: list[int], start: int, stop: int) -> Any:
+        if key in self.rules:
+            return self.rules[key](batch[key], batch, start, stop)
+        shared = key in SHARED_KEYS or key in self.shared_keys
+        return batch[key] if shared else take_packed(batch, key, borders, start, stop)
 
     def _take_key(self, batch: Mapping[str, Any], key: str, num_samples: int, start: int, stop: int) -> Any:
         value = batch[key]
