@@ -167,9 +167,12 @@ class PlannedDataLoader(StepLoader[B]):
     def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
         if not isinstance(self._plan, PreservedUpdates):
             raise StateError("only updates with samples_per_update continue a fixed-batch run: its samples are known")
-        seen = epoch * self.num_samples + samples_used
-        current = self._plan.sizes.start(epoch).current
-        cursor = Cursor(epoch=epoch, update=update, samples_used=samples_used, samples_seen=seen, current=current)
+        cursor = self._plan.sizes.at(epoch, samples_used)
+        if cursor is None or cursor.update != update:
+            raise StateError(
+                f"no update ends after {samples_used} samples and {update} updates of the run, in epoch {epoch}: the other run "
+                "had updates of other sizes; give this one the same samples_per_update"
+            )
         self._restore(({"changes": [], "past": []}, Place(cursor)))
 
     # Iterating.

@@ -246,11 +246,9 @@ class PreservedUpdates(Updates):
     def check(self, state: Mapping[str, Any], place: Place) -> None:
         sizes = UpdateSizes(self._schedule, self._num_ordered, drop_last=self.sizes.drop_last)
         sizes.restore(state["changes"])
-        cursor = sizes.start(place.cursor.epoch)
-        after = sizes.cursors(cursor)
-        while cursor.samples_used < place.cursor.samples_used:
-            cursor = next(after, None) or cursor.after(self._num_ordered() + 1, None)
-        if cursor != place.cursor or state["past"] or (place.begun is not None and next(after, None) is None):
+        cursor = sizes.at(place.cursor.epoch, place.cursor.samples_used)
+        over = next(sizes.spans(place.cursor), None) is None
+        if cursor != place.cursor or state["past"] or (place.begun is not None and over):
             raise StateError(f"the state is damaged: no run of these updates comes by {place.cursor}")
         begun = place.begun
         if begun is not None and (

@@ -151,6 +151,17 @@ class UpdateSizes:
             cursor = after
         return cursor
 
+    def at(self, epoch: int, samples_used: int) -> Cursor | None:
+        """The place between two updates of an epoch at which so many of its samples are used; None if there is none."""
+        cursor = self.start(epoch)
+        after = self.cursors(cursor)
+        while cursor.samples_used < samples_used:
+            following = next(after, None)
+            if following is None:
+                return None
+            cursor = following
+        return cursor if cursor.samples_used == samples_used else None
+
     def start(self, epoch: int) -> Cursor:
         """The beginning of an epoch."""
         if self.is_constant:

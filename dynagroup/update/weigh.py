@@ -132,7 +132,7 @@ def _label_name(batch: Any) -> str | None:
 
 
 def _values(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping) or hasattr(batch, "values"):
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         return list(batch.values())
     return list(batch) if isinstance(batch, (list, tuple)) else [batch]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import AlignmentError, ConfigError, StateError, TokenBudget
+from dynagroup import AlignmentError, BudgetError, ConfigError, StateError, TokenBudget
 from dynagroup.plan.order import epoch_order
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
@@ -20,12 +22,12 @@ LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
 BUDGET = TokenBudget(80)
 
 
-def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, **settings):
+def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, collate=list, **settings):
     return PlannedDataLoader(
         range(len(lengths)) if data is None else data,
         lengths,
         budget,
-        collate_fn=list,
+        collate_fn=collate,
         **{"weigh": "samples", **settings},
     )
 
@@ -212,3 +214,124 @@ def test_states_of_other_runs_are_refused():
         loader_of(samples_per_update=10).load_state_dict({"epoch": 1})
     with pytest.raises(StateError, match="version 9"):
         loader_of(samples_per_update=10).load_state_dict({**state, "version": 9})
+
+
+# What goes wrong is told.
+
+
+class Failing(torch.utils.data.Dataset):
+    def __init__(self, index):
+        self.index = index
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        if index == self.index:
+            raise OSError(f"cannot read {index}")
+        return index
+
+
+@pytest.mark.parametrize("settings", [{"samples_per_update": 10}, {}])
+def test_a_rank_that_fails_ends_the_others_at_once(settings):
+    """Not after the ten minutes in which a rank that does not answer counts as gone."""
+
+    def one(world):
+        expected = OSError if world.rank == 1 else AlignmentError
+        loader = loader_of(data=Failing(7), world=world, weigh=lambda batch: 1.0, **settings)
+        try:
+            list(loader)
+        except (OSError, AlignmentError) as error:
+            return type(error).__name__, str(error)
+        raise AssertionError(f"no {expected.__name__}")
+
+    found = run_ranks(2, one, timeout_s=20)
+    names = sorted(name for name, _ in found)
+    assert names == ["AlignmentError", "OSError"]
+    assert any("another rank failed while it loaded or weighed update" in text for _, text in found)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.ones(self.lengths[index], dtype=torch.int64)
+
+
+def padded_to(multiple):
+    def collate(rows):
+        width = -(-max(map(len, rows)) // multiple) * multiple
+        return {"input_ids": torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])}
+
+    return collate
+
+
+def warned_by(lengths, budget=BUDGET, collate=None, data=LENGTHS):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(loader_of(lengths, budget, Rows(data), collate or padded_to(1), samples_per_update=10))
+    return [str(w.message) for w in caught]
+
+
+def test_batches_that_are_not_what_was_planned_are_noticed_once():
+    [text] = warned_by(LENGTHS[::-1])
+    assert re.search(r"\d+ samples came out \d+ tokens wide, but the longest of them was planned with \d+", text)
+    assert "another order than the dataset" in text
+    assert len(warned_by([min(n, 9) for n in LENGTHS])) == 1, "truncated otherwise"
+    assert len(warned_by(LENGTHS, collate=padded_to(8))) == 1, "padded further than the budget was told"
+    assert warned_by(LENGTHS) == []
+    assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8)) == []
+
+
+def test_packed_batches_are_compared_by_all_their_tokens():
+    def packed(rows):
+        return {"input_ids": torch.cat(rows)[None]}
+
+    budget = TokenBudget(80, layout="packed")
+    assert warned_by(LENGTHS, budget, packed) == []
+    [text] = warned_by(LENGTHS[::-1], budget, packed)
+    assert "tokens, but were planned with" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
+@pytest.mark.parametrize("sampler", [None, list(range(9))])
+def test_samples_that_are_dropped_leave_updates_whole(sampler):
+    """Three of nine do not fit. In the seeded order updates are drawn from the others; a sampler's updates lose theirs, and one
+    of them that loses all is an error, not an empty update or a StopIteration."""
+    lengths = [90, 90, 90, 5, 6, 7, 8, 9, 10]
+    loader = loader_of(lengths, samples_per_update=3, plan={"oversize": "drop"}, sampler=sampler)
+    if sampler is None:
+        assert loader.num_updates == 2
+        found = [samples(update) for update in loader.updates()]
+        assert [len(update) for update in found] == [3, 3]
+        assert sorted(sum(found, [])) == [3, 4, 5, 6, 7, 8]
+        return
+    with pytest.raises(BudgetError, match="no sample of update 0 fits the budget even alone; filter such samples out"):
+        list(loader)
+
+
+def test_oversize_samples_are_counted_and_warned_of_once():
+    with pytest.warns(
+        UserWarning, match="1 samples do not fit the budget even alone and are emitted alone; the first is"
+    ):
+        loader = loader_of([5, 90, 6], samples_per_update=3)
+    list(loader)
+    assert loader.stats.oversize == 1
+
+
+def test_a_run_of_fixed_batches_is_gone_on_with():
+    whole = [samples(update) for update in loader_of(samples_per_update=10).updates()]
+    loader = loader_of(samples_per_update=10)
+    loader.skip_to(0, 20, 2)
+    assert (loader.cursor.update, loader.cursor.samples_seen) == (2, 20)
+    again = loader_of(samples_per_update=10)
+    again.load_state_dict(loader.state_dict())
+    assert [samples(update) for update in again.updates()] == whole[2:]
+    loader.skip_to(0, 53, 6)
+    assert loader.epoch == 1
+    with pytest.raises(StateError, match="only updates with samples_per_update"):
+        loader_of().skip_to(0, 20, 2)

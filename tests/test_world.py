@@ -1,0 +1,86 @@
+"""The few collectives: exact, alike in every stand-in, and closed with the group they stand beside."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynagroup import AlignmentError, ConfigError
+from dynagroup.testing import run_ranks
+from dynagroup.world import DistributedWorld, SingleProcess, current_world
+
+WEIGHTS = st.one_of(st.floats(1e-10, 1e12), st.integers(0, 2**53))
+
+
+@pytest.fixture
+def gloo():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def open_files_and_threads() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux shows")
+def test_all_worlds_of_a_job_share_one_group(gloo):
+    first = DistributedWorld()
+    before = open_files_and_threads()
+    worlds = [DistributedWorld() for _ in range(20)]
+    assert open_files_and_threads() == before, "twenty worlds cost a hundred files and sixty threads, once"
+    assert [world.all_sum([1]) for world in (first, *worlds)] == [[1.0]] * 21
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux shows")
+def test_a_world_is_closed_with_its_job():
+    counts = []
+    for _ in range(3):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        sub = dist.new_group([0])
+        assert DistributedWorld(sub).all_max([3]) == DistributedWorld().all_max([3]) == [3]
+        del sub
+        dist.destroy_process_group()
+        counts.append(open_files_and_threads())
+    assert counts[1] == counts[2] == counts[0]
+
+
+def test_a_group_that_is_gone_is_named(gloo):
+    sub = dist.new_group([0])
+    dist.destroy_process_group(sub)
+    with pytest.raises(ConfigError, match="none of this job's process groups, or was destroyed"):
+        DistributedWorld(sub)
+    dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="torch.distributed is not initialised"):
+        DistributedWorld()
+    assert isinstance(current_world(), SingleProcess)
+
+
+@given(st.lists(st.tuples(WEIGHTS, WEIGHTS), min_size=1, max_size=5))
+def test_sums_are_those_of_float64(columns):
+    by_rank = run_ranks(2, lambda world: world.all_sum([column[world.rank] for column in columns]))
+    assert by_rank[0] == by_rank[1] == [float(a) + float(b) for a, b in columns]
+
+
+def test_what_does_not_fit_overflows_alike_everywhere(gloo):
+    def largest(world):
+        assert world.all_max([2**63 - 1, -(2**63)]) == [2**63 - 1, -(2**63)]
+        assert world.all_sum([2**70, 0.1]) == [2.0**70 * world.size, 0.1 * world.size]
+        assert world.all_max([]) == world.all_sum([]) == []
+        for wrong, error in ((2**63, OverflowError), (2**70, OverflowError), (1.5, TypeError)):
+            with pytest.raises(error):
+                world.all_max([wrong])
+
+    largest(SingleProcess())
+    largest(DistributedWorld())
+    run_ranks(2, largest)
+
+
+def test_ranks_with_vectors_of_other_lengths_are_told():
+    with pytest.raises(AlignmentError, match="vectors of different lengths"):
+        run_ranks(2, lambda world: world.all_sum([1.0] * (1 + world.rank)))
