@@ -30,7 +30,7 @@ MOST_RANKS = 1 << 20
 def _a_progress(value: Any, place: str) -> None:
     fields: dict[str, Check] = {
         "kind": a_text(),
-        "order": either(nothing(), an_int()),
+        "order": either(nothing(), an_int(0, 1 << 63)),
         "base": either(nothing(), a_pack()),
     }
     a_mapping({**fields, "runner": anything(), "feed": anything()})(value, place)
