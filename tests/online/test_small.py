@@ -137,7 +137,7 @@ def test_lengths_must_be_counts(bad):
 def test_planned_batches_that_fit_are_left_alone_others_are_cut():
     collator = RefinementCollator(collate, TokenBudget(20))
     assert [r.indices for r in collator(samples(4, 5, 3))] == [[0, 1, 2]]
-    assert [r.indices for r in collator(samples(9, 5, 3))] == [[0, 1], [2]]
+    assert [r.indices for r in collator(samples(9, 5, 3))] == [[0], [1, 2]], "9 + 10 tokens instead of 18 + 3"
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8])
