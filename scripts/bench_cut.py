@@ -1,0 +1,162 @@
+"""What the time-cut is worth, by prediction: against the fewest batches, and shards against a balancing rule of the field.
+
+    python scripts/bench_cut.py             # a few minutes; or some of: cut, shards
+
+``cut``: updates of 16 to 256 samples and whole windows ("free"), 1 and 8 ranks, a budget of 16 of the longest sample. "before" is
+`objective="fewest"` of this version with the figures of the cut that was used before it where BEFORE holds them.
+``shards``: `shard_micro_batches` against Karmarkar-Karp over the ranks, then over each rank's micro-batches, in the fewest
+that keep the cap; both in rows by work. The critical path is the sum over steps of the dearest rank, plus the price of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from results import save  # noqa: E402
+
+from dynagroup import TokenBudget, Work, shard_micro_batches  # noqa: E402
+from dynagroup.plan.plan import BatchPlan  # noqa: E402
+from dynagroup.plan.planner import PlanConfig, Planner  # noqa: E402
+
+LENGTHS = Path(__file__).parent.parent / "benchmarks" / "lengths"
+CUT = (
+    "gsm8k",
+    "azure_llm_conv_2023",
+    "python_files",
+    "mooncake_conv",
+    "t0_mix_50k",
+    "synth_ultrachat",
+    "synth_sharegpt4o",
+)
+SHARDED = {
+    "azure_llm_conv_2023": 16_384,
+    "python_files": 65_536,
+    "synth_sharegpt4o": 16_384,
+    "t0_mix_50k": 8_192,
+    "mooncake_conv": 131_072,
+}
+PRICE = 1024.0
+
+
+def tokens_of(name: str, most: int) -> np.ndarray:
+    return np.load(LENGTHS / f"{name}.npz")["tokens"][:most]
+
+
+def figures(plan: BatchPlan, work: Work) -> dict[str, float]:
+    by_row = work.of_batches(plan.batches, plan.lengths, plan.budget)[plan.table]
+    statistics = plan.statistics
+    return {
+        "steps": plan.num_steps,
+        "real_share": statistics["efficiency"],
+        "cost": work.of_rows(by_row),
+        "waiting": float(by_row.max(axis=1).sum() / max(by_row.mean(axis=1).sum(), 1e-9)),
+    }
+
+
+def bench_cut() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in CUT:
+        longest = int(tokens_of(name, 20_000).max())
+        for group in (16, 32, 64, 256, None):
+            tokens = tokens_of(name, 20_000 if group is None or group >= 256 else 4_000)
+            for ranks in (1, 8):
+                budget = TokenBudget(16 * longest)
+                work = Work(per_step=PRICE, crossover=math.inf)
+                size: dict[str, Any] = {"shuffle": True} if group is None else {"samples_per_update": group}
+                plans = {
+                    key: Planner(
+                        {"tokens": tokens}, budget, PlanConfig(seed=1, work=work, objective=objective, **size)
+                    ).plan(0, ranks)
+                    for key, objective in (("fewest", "fewest"), ("time", "time"))
+                }
+                found[f"{name}/{group or 'free'}/{ranks}"] = {key: figures(plan, work) for key, plan in plans.items()}
+    return found
+
+
+def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Largest differencing (Karmarkar and Karp 1982) for several parts: the two most uneven partial divisions are joined,
+    the dearest of one with the cheapest of the other."""
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for item, cost in enumerate(costs):
+        division = [(0.0, []) for _ in range(parts - 1)] + [(float(cost), [item])]
+        heapq.heappush(heap, (-float(cost), item, division))
+    number = len(costs)
+    while len(heap) > 1:
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = sorted(
+            ((a + b, p + q) for (a, p), (b, q) in zip(one, reversed(other), strict=True)), key=lambda part: part[0]
+        )
+        heapq.heappush(heap, (joined[0][0] - joined[-1][0], number, joined))
+        number += 1
+    return [items for _, items in heap[0][2]]
+
+
+def rival_shards(tokens: np.ndarray, ranks: int, cap: int, work: Work, layout: str) -> list[list[list[int]]]:
+    """Balance work over ranks, then over each rank's micro-batches; as few of them as keep every one under the cap."""
+    each = work.of_lengths(tokens)
+    mine = karmarkar_karp(each.tolist(), ranks)
+    size = (lambda m: tokens[m].max() * len(m)) if layout == "padded" else (lambda m: tokens[m].sum())
+    count = max(-(-int(tokens[m].sum()) // cap) for m in mine)
+    while True:
+        cut = [[[m[i] for i in part] for part in karmarkar_karp(each[m].tolist(), count)] for m in mine]
+        if all(size(part) <= cap for rank in cut for part in rank if part):
+            return cut
+        count += 1
+
+
+def critical_path(shards: list[list[list[int]]], tokens: np.ndarray, work: Work, layout: str) -> float:
+    def of(part: list[int]) -> float:
+        if not part:
+            return 0.0
+        return float(
+            len(part) * work.of_lengths(tokens[part].max())
+            if layout == "padded"
+            else work.of_lengths(tokens[part]).sum()
+        )
+
+    by_rank = np.asarray([sorted((of(part) for part in rank), reverse=True) for rank in shards])
+    return work.of_rows(by_rank.T)
+
+
+def bench_shards() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    work = Work(per_step=PRICE, crossover=24_576)
+    for name, cap in SHARDED.items():
+        tokens = tokens_of(name, 20_000).astype(np.int64)
+        tokens = np.random.default_rng(0).permutation(tokens[tokens <= cap])
+        for layout in ("packed", "padded"):
+            sums = np.zeros(4)
+            for first in range(0, min(len(tokens), 10 * 256) - 255, 256):
+                part = tokens[first : first + 256]
+                theirs = rival_shards(part, 8, cap, work, layout)
+                ours = shard_micro_batches(part, 8, TokenBudget(cap, layout=layout), work=work)
+                sums += [critical_path(s, part, work, layout) for s in (ours, theirs)] + [len(ours[0]), len(theirs[0])]
+            found[f"{name}/{layout}"] = {
+                "critical_path": sums[0] / sums[1],
+                "micro_batches": sums[2],
+                "rival_micro_batches": sums[3],
+            }
+            print(name, layout, json.dumps(found[f"{name}/{layout}"]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["cut", "shards", []], default=[])
+    for what in parser.parse_args().what or ["cut", "shards"]:
+        found = {"cut": bench_cut, "shards": bench_shards}[what]()
+        save("cut" if what == "cut" else "shards", found)
+
+
+if __name__ == "__main__":
+    main()
