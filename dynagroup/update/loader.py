@@ -7,15 +7,14 @@ an epoch's steps come from, and what a place in it is. Epochs, updates, counting
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from typing import Any, ClassVar, Generic, TypeVar
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, Generic, TypeVar
 
-from dynagroup.budget.base import Budget
-from dynagroup.budget.learning import LearningBudget
-from dynagroup.checks import Check, a_text, anything, check_int, check_seal, check_state, seal_of
-from dynagroup.errors import ConfigError, StateError
+from dynagroup.checks import check_int
+from dynagroup.errors import ConfigError
+from dynagroup.update.saving import Saved
 from dynagroup.update.sizes import Cursor, Walk, first_cursor
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
@@ -24,25 +23,21 @@ from dynagroup.world import World, current_world, rank_and_size
 __all__ = ["StepLoader"]
 
 B = TypeVar("B")
-STATE_VERSION = 1
 
 
-class StepLoader(ABC, Generic[B]):
+class StepLoader(Saved, Generic[B]):
     """Gives the steps of one epoch after another: ``for step in loader``, or an update at a time: ``loader.updates()``.
 
     Every rank gets equally many steps. Without :meth:`set_epoch` each iteration is the next epoch. A place is saved by
     :meth:`state_dict` after any step, and :meth:`load_state_dict` goes on from there with exactly what remained.
 
     A subclass says what is particular to its feed: its steps (:meth:`_run`, :meth:`_forget`), its books (:meth:`_walk`,
-    :attr:`cursor`), and its state (:meth:`_identity`, :meth:`_schema`, :meth:`_state`, :meth:`_checked`, :meth:`_restore`).
+    :attr:`cursor`), and its place, see :class:`~dynagroup.update.saving.Saved`.
 
     Attributes:
         dataset: as it was given.
         stats: what this rank has done since the loader was made.
     """
-
-    KIND: ClassVar[str]
-    """The class's name in states."""
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
@@ -72,11 +67,6 @@ class StepLoader(ABC, Generic[B]):
         Raises:
             ConfigError: it is not known beforehand.
         """
-
-    @property
-    @abstractmethod
-    def budget(self) -> Budget:
-        """What a batch may be."""
 
     @property
     @abstractmethod
@@ -115,30 +105,6 @@ class StepLoader(ABC, Generic[B]):
             StateError: this loader cannot know which samples those were.
         """
 
-    @abstractmethod
-    def _identity(self) -> dict[str, Any]:
-        """Data and settings that a place depends on, besides ranks: JSON-able. With what the budget has learned by now."""
-
-    @abstractmethod
-    def _schema(self) -> Mapping[str, Check]:
-        """What the fields of :meth:`_state` must be, see :mod:`dynagroup.checks`."""
-
-    @abstractmethod
-    def _state(self) -> dict[str, Any]:
-        """Where this rank stands, JSON-able."""
-
-    @abstractmethod
-    def _checked(self, states: list[Mapping[str, Any]]) -> Any:
-        """What to go on from, out of states that are whole and of this run; changes nothing.
-
-        Raises:
-            StateError: ranks are missing, the states do not belong together, or say what cannot be.
-        """
-
-    @abstractmethod
-    def _restore(self, found: Any) -> None:
-        """Go on from what :meth:`_checked` found; sets ``self._epoch`` and ``self._next``. Cannot fail."""
-
     # What is the same for all.
 
     @property
@@ -172,8 +138,7 @@ class StepLoader(ABC, Generic[B]):
             self._epoch = self._next
 
     def __iter__(self) -> Iterator[Step[B]]:
-        if self._live is not None:
-            self._end(self._live)
+        self._stop()
         if self._next != self._epoch:
             self._forget()
             self._epoch = self._next
@@ -186,6 +151,10 @@ class StepLoader(ABC, Generic[B]):
                     raise ConfigError("this iteration of the loader has ended: another one was begun since")
         finally:
             self._end(live)
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._end(self._live)
 
     def _end(self, live: Iterator[Step[B]]) -> None:
         if self._live is live:
@@ -217,40 +186,6 @@ class StepLoader(ABC, Generic[B]):
         """Updates of any epoch, like :attr:`num_updates`."""
         return self._walk().num_updates(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""
-        learned = LearningBudget.saved(self.budget)
-        own = {"kind": self.KIND, "version": STATE_VERSION, "identity": self._identity(), "learned": learned}
-        state = {**own, **self._state(), "seal": ""}
-        return {**state, "seal": seal_of(state)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where states were taken, on any number of ranks: exactly what remained of the epoch comes next.
-
-        Args:
-            state_dict: this rank's state, or the list of all ranks' states.
-
-        Raises:
-            StateError: a state is damaged, of other data or settings, or ranks are missing. Nothing has changed then.
-        """
-        states = [state_dict] if isinstance(state_dict, Mapping) else state_dict
-        if not isinstance(states, (list, tuple)) or not states:
-            raise StateError(
-                f"a state, or the list of all ranks' states, was expected, but {type(states).__name__} was given"
-            )
-        rank, size = self._rank_and_size()
-        with _unless_refused(self.budget):
-            # What was learned is taken over first, because fingerprints show it.
-            _take_learned(self.budget, states[rank if len(states) == size else 0])
-            identity, schema = self._identity(), {**self._schema(), "learned": anything(), "seal": a_text()}
-            for state in states:
-                check_state(state, self.KIND, STATE_VERSION, schema, identity)
-                check_seal(state)
-            found = self._checked(list(states))
-        if self._live is not None:
-            self._end(self._live)
-        self._restore(found)
-
     def samples_after(self, updates: int) -> int:
         """Samples trained on, over all ranks, after so many updates since training began."""
         return first_cursor(self._walk(), lambda cursor: cursor.update >= updates).samples_seen
@@ -258,23 +193,3 @@ class StepLoader(ABC, Generic[B]):
     def updates_until(self, samples: int) -> int:
         """Updates since training began after which at least so many samples were trained on."""
         return first_cursor(self._walk(), lambda cursor: cursor.samples_seen >= samples).update
-
-
-@contextmanager
-def _unless_refused(budget: Budget) -> Iterator[None]:
-    before = LearningBudget.saved(budget)
-    try:
-        yield
-    except BaseException:
-        if before is not None:
-            LearningBudget.restore(budget, before)
-        raise
-
-
-def _take_learned(budget: Budget, state: Any) -> None:
-    try:
-        LearningBudget.restore(budget, state.get("learned") if isinstance(state, Mapping) else None)
-    except StateError:
-        raise
-    except Exception as error:
-        raise StateError(f"the state is damaged: what the budget had learned cannot be read ({error})") from error

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import fields
-from itertools import accumulate
 from typing import Any, TypeVar
 
 from dynagroup.budget.base import Budget
@@ -19,14 +15,14 @@ from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.sampler import OrderSource
+from dynagroup.update.course import Course, Notes
 from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.notice import unplanned
 from dynagroup.update.place import PLACE, Place
-from dynagroup.update.plans import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates
+from dynagroup.update.plans import FreeUpdates, PreservedUpdates, Updates
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.sizes import Cursor, Walk
-from dynagroup.update.step import Share, Step, loss_scale
+from dynagroup.update.step import Step
 from dynagroup.update.weigh import Weigh, weigher
 from dynagroup.world import World
 
@@ -99,7 +95,8 @@ class PlannedDataLoader(StepLoader[B]):
         **dataloader_kwargs: Any,
     ) -> None:
         super().__init__(dataset, world=world)
-        self._weigh, self._weight_of = weigh, weigher(weigh)
+        self._weigh: Weigh = weigh
+        weigher(weigh)  # refuses what it does not know
         planner = _planner(dataset, lengths, budget, samples_per_update, shuffle, seed, plan or {})
         if samples_per_update is None:
             _refuse_without_size(sampler, drop_last)
@@ -119,8 +116,7 @@ class PlannedDataLoader(StepLoader[B]):
         self._under_way: Cursor | None = None
         """Where the update ends that is under way."""
         self._length: tuple[Any, int] | None = None
-        self._warned = False
-        self._oversize = set(planner.oversize.tolist())
+        self._notes = Notes(self.stats, set(planner.oversize.tolist()))
         _warn_of_oversize(planner)
 
     @property
@@ -189,121 +185,12 @@ class PlannedDataLoader(StepLoader[B]):
             self._place = Place(self._plan.start(self._epoch, size))
         self._goes_on = False
         place = self._here()
-        self._compare_ranks(place)
-        loaded = self._feed.open(self._plan.updates(place, self.world.rank, size), self._epoch)
-        while (found := self._next_loaded(loaded)) is not None:
-            yield from self._steps(*found)
+        _compare_ranks(self.world, self._plan, self._identity(), place)
+        course: Course[B] = Course(self._feed, self._weigh, self.world, self.budget, self._notes)
+        for taken in course.run(self._plan.updates(place, self.world.rank, size), self._epoch):
+            self._place, self._under_way = taken.place, taken.ends_at.after
+            yield taken.step
         self._plan.end(self._here().cursor)
-
-    def _next_loaded(
-        self, loaded: Iterator[tuple[PlannedUpdate, list[B]]]
-    ) -> tuple[PlannedUpdate, list[B], list[float]] | None:
-        """The next update with what each of its batches weighs here. What fails here is told to the other ranks."""
-        began = time.perf_counter()
-        try:
-            found = next(loaded, None)
-            if found is None:
-                return None
-            update, batches = found
-            weights = [
-                0.0 if idle else self._weight_of(batch, len(indices))
-                for batch, indices, idle in zip(batches, update.batches, update.idle, strict=True)
-            ]
-        except Exception:
-            if self._feed.first is not None and self._exchanges_weights:
-                with suppress(AlignmentError):  # this rank's own error says more
-                    self.world.all_sum([math.nan] * len(self._feed.first.batches))
-            raise
-        finally:
-            self.stats.wait_s += time.perf_counter() - began
-        return update, batches, weights
-
-    @property
-    def _exchanges_weights(self) -> bool:
-        return self._weigh != "samples" and self.world.size > 1
-
-    def _row_weights(self, update: PlannedUpdate, weights: list[float]) -> list[float]:
-        """What each step weighs over all ranks."""
-        if self._weigh == "samples":
-            return [float(samples) for samples in update.row_samples]
-        if self.world.size == 1:
-            return weights
-        began = time.perf_counter()
-        found = self.world.all_sum(weights)
-        self.stats.exchange_s += time.perf_counter() - began
-        self.stats.exchanges += 1
-        self.stats.exchanged_bytes += 8 * len(weights)
-        if any(map(math.isnan, found)):
-            raise AlignmentError(
-                f"another rank failed while it loaded or weighed update {update.before.update}; see its error"
-            )
-        return found
-
-    def _steps(self, update: PlannedUpdate, batches: list[B], weights: list[float]) -> Iterator[Step[B]]:
-        # Summed from the left, step by step: a run resumed in between gets the same bits.
-        before = 0.0 if update.begun is None else update.begun.weight
-        weighed = list(accumulate(self._row_weights(update, weights), initial=before))
-        self._under_way = update.after
-        last = len(batches) - 1
-        for number, (batch, indices) in enumerate(zip(batches, update.batches, strict=True)):
-            idle = update.idle[number]
-            weight = Share(weights[number], weighed[-1])
-            self._place = update.place(number + 1, weighed[number + 1])
-            self._note(update, number, batch)
-            yield Step(
-                batch=batch,
-                indices=indices,
-                samples=Share(0 if idle else len(indices), update.num_samples),
-                weight=weight,
-                loss_scale=loss_scale(weight, self.world.size),
-                ends_update=number == last,
-                idle=idle,
-            )
-
-    def _note(self, update: PlannedUpdate, number: int, batch: B) -> None:
-        """Count a step as used, before the training loop gets it."""
-        samples, stats = len(update.batches[number]), self.stats
-        real, padded, idle = update.real[number], update.padded[number], update.idle[number]
-        stats.count_step(samples, real_tokens=real, padded_tokens=padded, idle=idle)
-        highest, mean = update.row_padded[number]
-        stats.row_highest, stats.row_total = stats.row_highest + highest, stats.row_total + round(mean)
-        if samples == 1 and not idle:
-            stats.oversize += int(update.batches[number][0] in self._oversize)
-        if number == len(update.batches) - 1:
-            stats.count_update(update.num_samples)
-        if idle or self._warned:
-            return
-        longest = update.longest[number]
-        differs = unplanned(batch, samples=samples, longest=longest, tokens=real, budget=self.budget)
-        if differs is not None:
-            self._warned = True
-            warnings.warn(
-                f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
-                "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
-                "processed, or use OnlineDataLoader, which measures after processing (said once)",
-                stacklevel=5,
-            )
-
-    def _compare_ranks(self, place: Place) -> None:
-        """All ranks must be about to plan the same updates of the same samples."""
-        if self.world.size == 1:
-            return
-        facts = {
-            "lengths, budget or settings": repr(self._identity()).encode(),
-            "place in the epoch": repr(place).encode(),
-        }
-        order = self._plan.order_of(place.cursor.epoch)
-        if isinstance(self._plan, PreservedUpdates) and order is not None:
-            facts["order of samples"] = order.tobytes()
-            facts["samples_per_update"] = repr([stop for _, stop, _ in self._plan.sizes.spans(place.cursor)]).encode()
-        marks = [zlib.crc32(fact) for fact in facts.values()]
-        found = self.world.all_max([*marks, *(-mark for mark in marks)])
-        differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
-        if differing:
-            raise AlignmentError(
-                f"ranks differ in {', '.join(differing)} at the start of epoch {place.cursor.epoch}: "
-                "seed samplers and schedules alike on every rank, and load the same state everywhere"
-            )
 
     # Saving.
 
@@ -392,4 +279,26 @@ def _warn_of_oversize(planner: Planner) -> None:
             f"{count} samples do not fit the budget even alone and are {done}; the first is sample {first} with "
             f"{planner.lengths['tokens'][first]} tokens",
             stacklevel=4,
+        )
+
+
+def _compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Place) -> None:
+    """All ranks must be about to plan the same updates of the same samples."""
+    if world.size == 1:
+        return
+    facts = {
+        "lengths, budget or settings": repr(identity).encode(),
+        "place in the epoch": repr(place).encode(),
+    }
+    order = plan.order_of(place.cursor.epoch)
+    if isinstance(plan, PreservedUpdates) and order is not None:
+        facts["order of samples"] = order.tobytes()
+        facts["samples_per_update"] = repr([stop for _, stop, _ in plan.sizes.spans(place.cursor)]).encode()
+    marks = [zlib.crc32(fact) for fact in facts.values()]
+    found = world.all_max([*marks, *(-mark for mark in marks)])
+    differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
+    if differing:
+        raise AlignmentError(
+            f"ranks differ in {', '.join(differing)} at the start of epoch {place.cursor.epoch}: "
+            "seed samplers and schedules alike on every rank, and load the same state everywhere"
         )

@@ -245,10 +245,29 @@ def test_a_rank_that_fails_ends_the_others_at_once(settings):
             return type(error).__name__, str(error)
         raise AssertionError(f"no {expected.__name__}")
 
-    found = run_ranks(2, one, timeout_s=20)
+    assert_told(run_ranks(2, one, timeout_s=20))
+
+
+def assert_told(found):
     names = sorted(name for name, _ in found)
     assert names == ["AlignmentError", "OSError"]
     assert any("another rank failed while it loaded or weighed update" in text for _, text in found)
+
+
+def test_a_rank_that_cannot_weigh_a_batch_is_told_of_too():
+    def one(world):
+        def weigh(batch):
+            if 7 in batch:
+                raise OSError("cannot weigh 7")
+            return 1.0
+
+        try:
+            list(loader_of(world=world, weigh=weigh, samples_per_update=30))
+        except (OSError, AlignmentError) as error:
+            return type(error).__name__, str(error)
+        raise AssertionError("nothing raised")
+
+    assert_told(run_ranks(2, one, timeout_s=20))
 
 
 class Rows(torch.utils.data.Dataset):
