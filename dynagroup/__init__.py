@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         iter_generate,
         run_with_oom_retry,
     )
-    from dynagroup.plan.balance import balanced_partitions
     from dynagroup.plan.plan import BatchPlan
     from dynagroup.plan.rounding import friendly_size, multiple_of
     from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -60,7 +59,6 @@ _HOME = {
     "StepLoader": "update.loader",
     "TokenBudget": "budget.tokens",
     "Work": "plan.work",
-    "balanced_partitions": "plan.balance",
     "classify_dataset": "oom",
     "embed_dataset": "oom",
     "encode": "oom",

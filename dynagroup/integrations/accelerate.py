@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.update.planned import PlannedDataLoader
+from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class AcceleratedSteps:
     Its state is part of ``accelerator.save_state`` and ``load_state``.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: PlannedDataLoader[Any] | OnlineDataLoader) -> None:
+    def __init__(self, accelerator: Accelerator, loader: StepLoader[Any]) -> None:
         self.accelerator = accelerator
         self.loader = loader
 
@@ -32,7 +31,8 @@ class AcceleratedSteps:
     def dataset(self) -> Any:
         return self.loader.dataset
 
-    def __len__(self) -> int:
+    @property
+    def num_updates(self) -> int:
         """Updates of an epoch, where they are known beforehand: what a learning-rate scheduler counts."""
         return self.loader.num_updates
 
@@ -45,29 +45,28 @@ class AcceleratedSteps:
         def moved(batch: Any) -> Any:
             return send_to_device(batch, self.accelerator.device, non_blocking=self.accelerator.non_blocking)
 
-        for update in self.loader.updates():
-            for step in update:
-                yield step.map(moved)
+        for step in self.loader:
+            yield step.map(moved)
 
     def local_until_update(self, model: Any, step: Step[Any]) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: gradients are exchanged between ranks only on an update's last step."""
         return contextlib.nullcontext() if step.ends_update else self.accelerator.no_sync(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands. Collective with an online loader, whose ranks differ: it holds all ranks' states."""
-        if isinstance(self.loader, PlannedDataLoader):
-            return self.loader.state_dict()
+        """Where training stands, on all ranks. Collective: ranks differ, and one of them writes the checkpoint."""
         from accelerate.utils import gather_object
 
         return {"ranks": gather_object([self.loader.state_dict()])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if isinstance(self.loader, PlannedDataLoader):
-            self.loader.load_state_dict(state_dict)
-        elif "ranks" in state_dict:
-            self.loader.load_state_dict(state_dict["ranks"])
-        else:
-            raise StateError("this state was saved with a PlannedDataLoader; this run has an OnlineDataLoader")
+        """Continue there, on any number of ranks.
+
+        Raises:
+            StateError: the state is none of this object's, or the loader refuses it.
+        """
+        if not isinstance(state_dict.get("ranks"), list):
+            raise StateError(f"the state must hold all ranks' states under 'ranks', but has {sorted(state_dict)}")
+        self.loader.load_state_dict(state_dict["ranks"])
 
 
 def prepare(accelerator: Accelerator, loader: Any) -> Any:
@@ -85,7 +84,7 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
             f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) would divide losses that "
             "`loss_scale` weighs already; leave it 1, an update takes as many steps as its samples need"
         )
-    if isinstance(loader, (PlannedDataLoader, OnlineDataLoader)):
+    if isinstance(loader, StepLoader):
         steps = AcceleratedSteps(accelerator, loader)
         accelerator.register_for_checkpointing(steps)
         return steps

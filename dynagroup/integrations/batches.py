@@ -1,13 +1,44 @@
-"""An update's batches, as the Trainer counts them."""
+"""Updates as a Trainer takes them, one loader item each, and their batches as it counts them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dynagroup.errors import ConfigError
+from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 
-__all__ = ["counted", "flattened", "is_update"]
+__all__ = ["UpdateItems", "counted", "flattened", "is_update"]
+
+
+class UpdateItems:
+    """A loader for a host that counts its items: one item is one update, a list of steps."""
+
+    def __init__(self, loader: StepLoader[Any]) -> None:
+        self.loader = loader
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    def __len__(self) -> int:
+        """Updates of the first epoch."""
+        try:
+            return self.loader.num_updates_in(0)
+        except ConfigError as error:  # what has no length says so by a TypeError
+            raise TypeError(str(error)) from error
+
+    def __iter__(self) -> Iterator[list[Step[Any]]]:
+        return self.loader.updates()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
+
+    def set_samples_per_update(self, samples: int) -> int:
+        """For callbacks of the Trainer, which find this object as ``train_dataloader``: see
+        :meth:`StepLoader.set_samples_per_update`."""
+        return self.loader.set_samples_per_update(samples)
 
 
 def is_update(inputs: Any) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import has_length
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.integrations.online import OnlineUpdates, PlannedUpdates
 from dynagroup.oom.train import OomSafeBackward
+from dynagroup.update.loader import StepLoader
 from dynagroup.update.schedule import scale_learning_rate
 from dynagroup.update.stats import LoaderStats
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["Books", "Updates"]
-
-Updates: TypeAlias = "PlannedUpdates | OnlineUpdates"
+__all__ = ["Books"]
 
 
 class Books(_Base):
@@ -31,13 +29,16 @@ class Books(_Base):
     are used, however many updates that takes."""
 
     dynagroup: DynagroupConfig
-    update_loader: Updates | None
+    update_loader: StepLoader[Any] | None
     guard: OomSafeBackward | None
     _fixed_samples: int
     _rates_before: list[Any] | None = None
     _changes_known = 0
     _since_log = 0.0
+    _stats_logged: LoaderStats
+    _stats_to_log: LoaderStats | None = None
     _ooms_logged = 0
+    _just_resumed = False
 
     @property
     def samples_per_update(self) -> int:
@@ -47,43 +48,45 @@ class Books(_Base):
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         loader = self.update_loader
-        if loader is None or dataloader is not loader or not has_length(dataloader):
+        ours = loader is not None and getattr(dataloader, "loader", None) is loader
+        if loader is None or loader.num_samples is None or not ours or not _is_sized(dataloader):
             return super().set_initial_training_values(args, dataloader)
         num_samples = loader.num_samples
         max_steps, num_epochs = self._training_length(loader)
-        most_updates = max(num_samples, len(loader), 1)  # a bound; the loader's end ends the epoch
+        most_updates = max(num_samples, len(dataloader), 1)  # a bound; the loader's end ends the epoch
         if args.max_steps > 0 or self.dynagroup.max_samples:
             train_samples: float = max_steps * self.samples_per_update
         else:
             train_samples = num_samples * args.num_train_epochs
         return num_epochs, most_updates, num_samples, train_samples, self.samples_per_update, most_updates, max_steps
 
-    def _training_length(self, loader: Updates) -> tuple[int, int]:
+    def _training_length(self, loader: StepLoader[Any]) -> tuple[int, int]:
         """(updates, epochs begun) of the whole run."""
         args, most_samples = self.args, self.dynagroup.max_samples
         updates, samples, epoch = 0, 0, 0
+        num_samples = loader.num_samples or 0
         while True:
-            count = loader.num_updates(epoch)
+            count = loader.num_updates_in(epoch)
             if count == 0:
                 raise ConfigError(
-                    f"no update of {self.samples_per_update} samples can be made of {loader.num_samples}; "
+                    f"no update of {self.samples_per_update} samples can be made of {num_samples}; "
                     "use smaller updates or dataloader_drop_last=False"
                 )
             if args.max_steps > 0 and updates + count >= args.max_steps:
                 return args.max_steps, epoch + 1
-            if most_samples is not None and samples + loader.num_samples >= most_samples:
+            if most_samples is not None and samples + num_samples >= most_samples:
                 return loader.updates_until(most_samples), epoch + 1
             if args.max_steps <= 0 and most_samples is None and epoch + 1 >= args.num_train_epochs:
                 # As the Trainer counts epochs of equal length: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
                 return updates + math.ceil(args.num_train_epochs * count) - epoch * count, epoch + 1
-            updates, samples, epoch = updates + count, samples + loader.num_samples, epoch + 1
+            updates, samples, epoch = updates + count, samples + num_samples, epoch + 1
 
     def keep_books(self, state: Any) -> None:
         loader = self.update_loader
         if loader is None:
             return
-        cursor = loader.cursor
-        state.epoch = cursor.epoch + cursor.samples_used / max(loader.num_samples, 1)
+        if loader.num_samples is not None:
+            state.epoch = loader.cursor.epoch + loader.cursor.samples_used / max(loader.num_samples, 1)
         if loader.num_changes != self._changes_known:
             self._changes_known = loader.num_changes
             if self.args.max_steps <= 0:
@@ -140,20 +143,39 @@ class Books(_Base):
                 group["lr"] = rate
             self._rates_before = None
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def take_empty_epoch(self) -> bool:
+        """Whether the epoch that has ended is the one resumed into, and nothing remained of it. A free-running loader finds that
+        out only now, and the Trainer would end the training (as ``step < 0``)."""
+        empty, self._just_resumed = self._just_resumed, False
+        return empty
+
+    def gather_figures(self) -> None:
+        """Add up what all ranks did since the last log. Collective: called where the Trainer is about to log, on all ranks."""
         loader = self.update_loader
-        if loader is not None and "loss" in logs and loader.recent.updates:
+        if loader is not None:
+            self._stats_to_log = (loader.stats - self._stats_logged).merged(loader.world)
+            self._stats_logged = loader.stats.copy()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        loader, stats = self.update_loader, self._stats_to_log
+        if loader is not None and "loss" in logs and stats is not None and stats.updates:
             now = time.perf_counter()
-            logs.update(_figures(loader.recent, now - self._since_log))
+            logs.update(_figures(stats, now - self._since_log))
             if self.guard is not None:
                 ooms = self.guard.learned.report.num_ooms
                 logs["oom_retries"], self._ooms_logged = ooms - self._ooms_logged, ooms
-            logs["train_coverage"] = loader.cursor.samples_used / max(loader.num_samples, 1)
-            loader.recent, self._since_log = LoaderStats(), now
+            if loader.num_samples is not None:
+                logs["train_coverage"] = loader.cursor.samples_used / max(loader.num_samples, 1)
+            self._stats_to_log, self._since_log = None, now
         super().log(logs, *args, **kwargs)
 
 
+def _is_sized(loader: Any) -> bool:
+    return has_length(loader)
+
+
 def _figures(stats: LoaderStats, seconds: float) -> dict[str, float]:
+    """Of all ranks together: each of them has counted every update, and its samples on all ranks."""
     return {
         "padding": round(stats.padding, 4),
         "tokens_per_s": round(stats.real_tokens / max(seconds, 1e-9), 1),
@@ -164,7 +186,7 @@ def _figures(stats: LoaderStats, seconds: float) -> dict[str, float]:
     }
 
 
-def _by_samples(function: Callable[[int], float], loader: Updates) -> Callable[[int], float]:
+def _by_samples(function: Callable[[int], float], loader: StepLoader[Any]) -> Callable[[int], float]:
     def of_samples(update: int) -> float:
         return function(loader.cursor.samples_seen if update else 0)
 

@@ -18,7 +18,7 @@ from transformers import Trainer
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.integrations.books import Updates
+from dynagroup.integrations.batches import UpdateItems
 from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.evaluation import Evaluating
@@ -32,11 +32,12 @@ from dynagroup.integrations.host import (
     refuse_unsupported,
     unsharded,
     warn_of_layout,
+    write_state,
 )
-from dynagroup.integrations.online import OnlineUpdates, PlannedUpdates
 from dynagroup.integrations.reading import sample_lengths
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
+from dynagroup.update.loader import StepLoader
 from dynagroup.update.planned import PlannedDataLoader
 
 __all__ = [
@@ -68,7 +69,7 @@ class DynagroupTrainerMixin(Evaluating):
         if config.out_of_memory is not None and LearningBudget.within(config.budget) is None:
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval, self._planned_rows = config, dynagroup_eval, {}
-        self.update_loader: Updates | None = None
+        self.update_loader: StepLoader[Any] | None = None
         self.accumulation = int(self.args.gradient_accumulation_steps)
         self._fixed_samples = super().get_total_train_batch_size(self.args)
         self.args = copy.copy(self.args)
@@ -86,7 +87,8 @@ class DynagroupTrainerMixin(Evaluating):
         host = self._host_dataloader()
         online = self.dynagroup.mode == "online"
         self.update_loader = self._online_updates(host) if online else self._offline_updates(host)
-        return self.update_loader
+        self._stats_logged = self.update_loader.stats.copy()
+        return UpdateItems(self.update_loader)
 
     def _host_dataloader(self) -> Any:
         # Its sampler may group by the size of an update, which is not that of our copy of the arguments.
@@ -96,7 +98,7 @@ class DynagroupTrainerMixin(Evaluating):
         finally:
             self.args.gradient_accumulation_steps = 1
 
-    def _offline_updates(self, host: Any) -> PlannedUpdates:
+    def _offline_updates(self, host: Any) -> StepLoader[Any]:
         config = self.dynagroup
         free = config.updates == "free"
         if is_stream(host.dataset):
@@ -104,7 +106,7 @@ class DynagroupTrainerMixin(Evaluating):
                 "the lengths of a stream are not known beforehand: pass DynagroupConfig(mode='online', updates='free', "
                 "accumulation=...), and max_steps in the arguments"
             )
-        loader: PlannedDataLoader[Any] = PlannedDataLoader(
+        return PlannedDataLoader(
             host.dataset,
             sample_lengths(self, self.train_dataset, name="train_dataset")
             if config.lengths is None
@@ -120,19 +122,17 @@ class DynagroupTrainerMixin(Evaluating):
             world=data_parallel_world(self, config.world),
             **loader_kwargs(host),
         )
-        return PlannedUpdates(loader)
 
-    def _online_updates(self, host: Any) -> OnlineUpdates:
+    def _online_updates(self, host: Any) -> StepLoader[Any]:
         config = self.dynagroup
         free = config.updates == "free"
-        world = data_parallel_world(self, config.world)
         dataset = unsharded(host.dataset)
         if is_stream(dataset) and not free:
             raise ConfigError(
                 "the updates of a stream cannot be preserved, because nobody knows its order beforehand: pass "
                 "DynagroupConfig(mode='online', updates='free', accumulation=...), and max_steps in the arguments"
             )
-        loader = OnlineDataLoader(
+        return OnlineDataLoader(
             dataset,
             config.budget,
             sampler=None if is_stream(dataset) else host_order(host),
@@ -143,10 +143,9 @@ class DynagroupTrainerMixin(Evaluating):
             accumulation=config.accumulation or self.accumulation if free else 1,
             seed=self._data_seed,
             weigh=self._weigh,
-            world=world,
+            world=data_parallel_world(self, config.world),
             **{**config.plan, **loader_kwargs(host)},
         )
-        return OnlineUpdates(loader, world)
 
     @property
     def _data_seed(self) -> int:
@@ -162,28 +161,31 @@ class DynagroupTrainerMixin(Evaluating):
             return resumed
         callback = next(c for c in self.callback_handler.callbacks if isinstance(c, DynagroupCallback))
         callback.trainer = self
-        callbacks: Any = self.state.stateful_callbacks
-        saved = callbacks.setdefault(DynagroupCallback.__name__, {"args": {}, "attributes": {}})
         if checkpoint is None or not self.state.global_step:
             return resumed
-        state = saved["attributes"].get("loader_state")
-        states = read_states(checkpoint) if isinstance(loader, OnlineUpdates) else None
-        if isinstance(loader, OnlineUpdates) and states is not None:
+        states = read_states(checkpoint)
+        if states:
             loader.load_state_dict(states)
-        elif isinstance(loader, PlannedUpdates) and state is not None:
-            loader.load_state_dict(state)
         elif self.args.ignore_data_skip:
-            loader.set_epoch(self.state.global_step // loader.num_updates(0))
+            loader.set_epoch(self.state.global_step // loader.num_updates_in(0))
         else:
             self._continue_fixed_batches(loader)
         if self.args.ignore_data_skip:
             loader.restart_epoch()
-        return loader.next_epoch, 0
+        self._just_resumed = True
+        return loader.epoch, 0
 
-    def _continue_fixed_batches(self, loader: Updates) -> None:
-        per_epoch = loader.num_updates(0)
+    # Called on every rank within `_save_checkpoint`, before the file that makes a checkpoint complete is written; it is told
+    # the folder, which callbacks are not (a hyperparameter search has folders of its own).
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.update_loader is not None:
+            write_state(output_dir, self.update_loader)
+
+    def _continue_fixed_batches(self, loader: StepLoader[Any]) -> None:
+        per_epoch = loader.num_updates_in(0)
         epoch, updates = divmod(self.state.global_step, per_epoch)
-        if loader.num_updates(epoch) != per_epoch or callable(self.dynagroup.samples_per_update):
+        if loader.num_updates_in(epoch) != per_epoch or callable(self.dynagroup.samples_per_update):
             raise StateError(
                 "this checkpoint was saved by a Trainer without dynagroup: it can be continued only with a fixed "
                 "samples_per_update, the one it had"

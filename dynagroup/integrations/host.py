@@ -12,6 +12,7 @@ from typing import Any
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.update.loader import StepLoader
 from dynagroup.update.weigh import mean_items, predicts_next_token
 from dynagroup.world import SingleProcess, World, current_world
 
@@ -174,15 +175,27 @@ def unsharded(dataset: Any) -> Any:
     return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
 
-def write_state(folder: str, rank: int, state: dict[str, Any]) -> None:
+def write_state(folder: str, loader: StepLoader[Any]) -> None:
+    """This rank's place, into a checkpoint. What more ranks have left there goes."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, f"dynagroup-rank{rank}.json").write_text(json.dumps(state))
+    world = loader.world
+    Path(folder, f"dynagroup-rank{world.rank}.json").write_text(json.dumps(loader.state_dict()))
+    if world.rank == 0:
+        for path in Path(folder).glob("dynagroup-rank*.json"):
+            if int(path.stem.removeprefix("dynagroup-rank")) >= world.size:
+                path.unlink(missing_ok=True)
 
 
-def read_states(folder: str) -> list[dict[str, Any]] | None:
-    """All ranks' states in a checkpoint, None if there is none."""
-    found = sorted(Path(folder).glob("dynagroup-rank*.json"))
-    return [json.loads(path.read_text()) for path in found] or None
+def read_states(folder: str) -> list[dict[str, Any]]:
+    """All ranks' places in a checkpoint, in the order of ranks; none if there are none. Collective: where each node keeps the
+    files of its own ranks, they are put together."""
+    from accelerate.utils import gather_object
+
+    found = [
+        (int(path.stem.removeprefix("dynagroup-rank")), json.loads(path.read_text()))
+        for path in Path(folder).glob("dynagroup-rank*.json")
+    ]
+    return [state for _, state in sorted(dict(gather_object(found)).items())]
 
 
 def data_parallel_world(trainer: Any, world: World | None) -> World:

@@ -1,16 +1,15 @@
-"""Steps under Lightning: a loader that it leaves alone, and a callback that tells it where updates end."""
+"""Steps under Lightning: a loader that it leaves alone, which is the callback that tells it where updates end."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.callbacks import Callback
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.online.loader import OnlineDataLoader
-from dynagroup.update.planned import PlannedDataLoader
+from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 from dynagroup.world import rank_and_size
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["LightningStep", "LightningSteps", "UpdateCallback", "update_loss"]
+__all__ = ["LightningStep", "LightningSteps", "update_loss"]
 
 NEVER = 1 << 20
 """An accumulation that no epoch's batch count divides by: the update goes on."""
@@ -55,131 +54,86 @@ class _EpochHandle:
             self._steps.loader.set_epoch(epoch + self._offset)
 
 
-class _Handover:
-    """A checkpoint's loader state, from the callback that reads it to the next loader that begins: Lightning makes the loader
-    known only after it has fetched from it, and gives it no state at all where an epoch had ended."""
-
-    state: Mapping[str, Any] | None = None
-
-    def take(self) -> Mapping[str, Any] | None:
-        state, self.state = self.state, None
-        return state
-
-
-_HANDOVER = _Handover()
-STATE_KEY = "dynagroup_steps"
-
-
-class LightningSteps:
-    """What ``train_dataloader`` returns: one item is one step. Needs :class:`UpdateCallback` beside it.
+class LightningSteps(Callback):
+    """What ``train_dataloader`` returns, one item a step; and a callback of the same Trainer, which makes Lightning step its
+    optimizers where updates end: ``Trainer(callbacks=[steps]).fit(module, steps)``.
 
     It is no ``DataLoader``, so Lightning injects no sampler, and it has no ``len()``, so Lightning does not fix the number
     of batches before training: the epoch is as long as its samples need. It counts what training has used, not what
-    Lightning has fetched ahead, so that its state, a part of every checkpoint, is exact.
+    Lightning has fetched ahead, so that its state, a part of every checkpoint, is exact. With automatic optimization, return
+    ``update_loss(self, step, loss)`` from ``training_step``.
 
     Args:
-        loader: a :class:`PlannedDataLoader` or :class:`OnlineDataLoader`.
+        loader: a :class:`~dynagroup.PlannedDataLoader` or :class:`~dynagroup.OnlineDataLoader`.
+
+    Raises:
+        ConfigError: ``loader`` is none; it is not a callback of the Trainer; the Trainer accumulates batches itself.
+        StateError: a checkpoint's place comes after Lightning has begun to read.
     """
 
-    def __init__(self, loader: PlannedDataLoader[Any] | OnlineDataLoader) -> None:
-        if not isinstance(loader, (PlannedDataLoader, OnlineDataLoader)):
+    def __init__(self, loader: StepLoader[Any]) -> None:
+        if not isinstance(loader, StepLoader):
             raise ConfigError(f"`loader` must be a PlannedDataLoader or an OnlineDataLoader, but is {loader!r}")
         self.loader = loader
         self.sampler = _EpochHandle(self)
-        self._ahead: deque[dict[str, Any]] = deque()
-        self._state: dict[str, Any] | None = None
-        self.is_restored = False
         self.begun_epoch: int | None = None
         """An epoch that was begun, and none of its updates used yet."""
+        self._ahead: deque[dict[str, Any]] = deque()
+        self._state: dict[str, Any] | None = None
+        """This rank's place behind the update that training has used last."""
+        self._restored: Sequence[Mapping[str, Any]] | None = None
+        self._listens = False
+        self._first = True
 
     @property
     def dataset(self) -> Any:
         return self.loader.dataset
 
     def __iter__(self) -> Iterator[LightningStep]:
+        if not self._listens:
+            raise ConfigError("LightningSteps is a callback too: make the Trainer with callbacks=[steps]")
         self._ahead.clear()
-        saved = _HANDOVER.take()
-        if saved is not None:
-            self.load_state_dict(saved)
         self.begun_epoch = self.loader.epoch
         for update in self.loader.updates():
-            self._ahead.append(self._current())
+            self._ahead.append(self.loader.state_dict())
             yield from map(LightningStep.of, update)
         if self._ahead:  # training has yet to use the last update: after it comes the next epoch
-            self._ahead[-1] = self._current()
+            self._ahead[-1] = self.loader.state_dict()
         else:
-            self._state = self._current()
-
-    def update_is_done(self) -> None:
-        """Training has used the oldest update that was fetched."""
-        self._state = self._ahead.popleft()
-        self.begun_epoch = None
-
-    def _current(self) -> dict[str, Any]:
-        return {"ranks": [self.loader.state_dict()]}
+            self._state = self.loader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands. Lightning asks on all ranks and saves rank 0's answer, so it holds all ranks' states."""
-        state = self._state if self._state is not None else self._current()
+        state = self._state if self._state is not None else self.loader.state_dict()
         size = rank_and_size()[1]
-        if isinstance(self.loader, PlannedDataLoader) or size == 1:
-            return state
+        if size == 1:
+            return {"ranks": [state]}
         import torch.distributed as dist
 
         states: list[Any] = [None] * size
-        dist.all_gather_object(states, state["ranks"][0])
+        dist.all_gather_object(states, state)
         return {"ranks": states}
 
+    # Lightning restores callbacks before it makes a loader, and loaders only where an epoch was under way; both hold this.
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.is_restored = True
         states = state_dict["ranks"]
-        self.loader.load_state_dict(states[0] if isinstance(self.loader, PlannedDataLoader) else states)
+        if states == self._restored:
+            return
+        if self.begun_epoch is not None:
+            raise StateError(
+                "Lightning began to read the loader before it restored its place, as `trainer.estimated_stepping_batches` can "
+                "make it do (pytorch-lightning#20550): batches that were used would come again. Count steps by "
+                "`trainer.max_steps` or `loader.num_updates * trainer.max_epochs`"
+            )
+        self.loader.load_state_dict(states)
         rank = rank_and_size()[0]
-        self._state = {"ranks": [states[rank if rank < len(states) else 0]]}
+        self._restored, self._state = states, states[rank if rank < len(states) else 0]
 
-
-class UpdateCallback(Callback):
-    """Makes Lightning step its optimizers where updates end. Also carries this rank's place in checkpoints.
-
-    With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
-
-    Raises:
-        StateError: a run resumed within an epoch would read that epoch from its beginning.
-    """
-
-    def __init__(self) -> None:
-        self._first = True
-        self._num_batches = 0
-        """Batches used in this epoch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_batches": self._num_batches}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_batches = state_dict["num_batches"]
+    # The callback.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _HANDOVER.take()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if isinstance(trainer.train_dataloader, LightningSteps):
-            checkpoint[STATE_KEY] = trainer.train_dataloader.state_dict()
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn == "fit":
-            _HANDOVER.state = checkpoint.get(STATE_KEY)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loader = trainer.train_dataloader
-        if self._num_batches and isinstance(loader, LightningSteps) and not loader.is_restored:
-            raise StateError(
-                f"the checkpoint was saved after {self._num_batches} batches of an epoch, but Lightning began to read the loader "
-                "before it restored its place, as `trainer.estimated_stepping_batches` can make it do (pytorch-lightning#20550): "
-                "those batches would come again. Count steps by `trainer.max_steps` or `loader.num_updates * trainer.max_epochs`"
-            )
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._num_batches = 0
+        if stage == "fit":
+            self._restored, self.begun_epoch, self._listens, self._first = None, None, True, True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.accumulate_grad_batches != 1:
@@ -187,11 +141,12 @@ class UpdateCallback(Callback):
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): an update takes as many batches as its "
                 "samples need; leave it 1 and set samples_per_update of the loader"
             )
-        self._first = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not isinstance(batch, LightningStep):
-            raise ConfigError("UpdateCallback needs LightningSteps(loader) as train_dataloader")
+            raise ConfigError(
+                "LightningSteps is a callback of this Trainer: give it to `fit` as train_dataloaders, too"
+            )
         if not pl_module.automatic_optimization:
             return
         # Lightning steps when (batch_idx + 1) % n == 0 and clears gradients when batch_idx % n == 0.
@@ -207,14 +162,13 @@ class UpdateCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._first = batch.ends_update
-        self._num_batches += 1
         if batch.ends_update:
-            loader = trainer.train_dataloader
-            if isinstance(loader, LightningSteps):
-                loader.update_is_done()
+            self._state = self._ahead.popleft()
+            self.begun_epoch = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = 1
+        self._listens = False
 
 
 def update_loss(module: LightningModule, step: LightningStep, mean_loss: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Updating(Books):
         if update is None:
             self.control.should_epoch_stop = True
             return [], None
+        self._just_resumed = False
         if not is_update(update):
             return [update], self._get_num_items_in_batch([update], device)
         return [update], self._get_num_items_in_batch([counted(step) for step in update], device)

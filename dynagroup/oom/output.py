@@ -17,9 +17,7 @@ from dynagroup.oom.results import Kind, read_results, write_results
 __all__ = ["Output"]
 
 _VERSION = 1
-_RECEIPT = a_mapping(
-    {"version": an_int(_VERSION, _VERSION), "job": a_mapping(), "bytes": an_int(), "checksum": an_int()}
-)
+_RECEIPT = a_mapping({"version": an_int(), "job": a_mapping(), "bytes": an_int(), "checksum": an_int()})
 
 
 class Output:
@@ -50,8 +48,6 @@ class Output:
         """
         if not self._path.exists():
             return False
-        if not self._path.is_file():
-            raise ConfigError(f"`output` {self._path} is no file; remove it, or name another")
         if not self._receipt.exists():
             # a run that was killed between publishing and its receipt has left its whole journal: it publishes again
             if self.journal.exists and len(self.journal.finished()) == self._num_samples:
@@ -94,7 +90,7 @@ class Output:
         try:
             receipt = json.loads(self._receipt.read_text(encoding="utf-8"))
             _RECEIPT(receipt, "receipt")
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise StateError(
                 f"{self._receipt} is damaged, which says what job {self._path.name} is from ({error}); remove both to start over"
             ) from error

@@ -15,7 +15,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK, Objective, cut, price_of, runs_of, sorted_window
 from dynagroup.plan.pack import pack
 from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.runs import SortedWindow, by_rows, fewest, split_dearest
+from dynagroup.plan.runs import SortedWindow, by_rows, split_dearest
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
@@ -56,18 +56,8 @@ def cut_rows(
     found = [_filled(window, runs_of(window, work, objective), num_ranks)]
     if len(found[0]) - 1 <= FEW_ROWS * num_ranks:
         found += [_filled(window, offsets, num_ranks) for offsets in by_rows(window, num_ranks, price)]
-    full = [offsets for offsets in found if (len(offsets) - 1) % num_ranks == 0]
-    if not full:  # so many batches that no more of them fill a row
-        found = [_filled(window, fewest(window), num_ranks)]
-    offsets = min(full or found, key=lambda o: _time_of(window.total(o), num_ranks, price))
+    offsets = min(found, key=lambda o: _time_of(window.total(o), num_ranks, price))
     return _in_rows(Batches(order, offsets), window.total(offsets), num_ranks)
-
-
-def num_fewest(lengths: Streams, budget: Budget, round_batch: RoundBatch | None = None) -> int:
-    """The fewest batches that a window can be cut into (packed: that packing finds)."""
-    if budget.layout == "packed" or not len(lengths[TOKENS]):
-        return len(cut(lengths, budget, objective="fewest", round_batch=round_batch))
-    return len(fewest(sorted_window(lengths, budget, DEFAULT_WORK, "fewest", round_batch)[1])) - 1
 
 
 def _filled(window: SortedWindow, offsets: IntArray, num_ranks: int) -> IntArray:

@@ -137,7 +137,7 @@ def test_an_accelerate_that_wants_fixed_batches_is_refused(monkeypatch):
             prepare(Accelerator(cpu=True), data)
         uneven = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
         assert len(prepare(uneven, data)) == len(sampler)
-        assert len(prepare(Accelerator(cpu=True), loader())) == UPDATES
+        assert prepare(Accelerator(cpu=True), loader()).num_updates == UPDATES
     for new in ("1.14.0", "1.15.0.dev0", "2.0"):
         monkeypatch.setattr(accelerate, "__version__", new)
         assert len(prepare(Accelerator(cpu=True), data)) == len(sampler)

@@ -36,7 +36,7 @@ def resumed_and_whole(folder: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         )  # fmt: skip
         found.data_collator = toys.collate_noisily
         found.train(resume_from_checkpoint=resume)
-        assert (len(found.update_loader), found.state.global_step) == (UPDATES_AN_EPOCH, LAST)
+        assert (found.update_loader.num_updates_in(0), found.state.global_step) == (UPDATES_AN_EPOCH, LAST)
         return parameters(found.model)
 
     pairs = []

@@ -218,7 +218,8 @@ def test_the_length_column_is_read_from_train_dataset(tmp_path):
     run = DynagroupTrainer(toys.causal_lm(), args, dynagroup=TokenBudget(4096), **common)
     loader = run.get_train_dataloader()
     assert "length" not in loader.dataset.column_names
-    assert loader._plan.planner.lengths["tokens"].tolist() == [7 * len(row["input_ids"]) for row in rows]
+    found = sample_lengths(run, data, name="train_dataset")
+    assert found["tokens"].tolist() == [7 * len(row["input_ids"]) for row in rows]
     args = arguments(tmp_path, remove_unused_columns=True, train_sampling_strategy="group_by_length")
     upstream = Trainer(toys.causal_lm(), args, **common).get_train_dataloader().batch_sampler.sampler.lengths
     assert upstream == toys.lengths(rows), "upstream reads the column now"
@@ -232,7 +233,8 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
             toys.causal_lm(), arguments(tmp_path, max_steps=1), dynagroup=TokenBudget(512),
             train_dataset=data, data_collator=toys.collate,
         )  # fmt: skip
-        assert run.get_train_dataloader()._plan.planner.lengths["tokens"].tolist() == toys.lengths(rows)[::-1]
+        assert sample_lengths(run, data, name="train_dataset")["tokens"].tolist() == toys.lengths(rows)[::-1]
+        assert run.get_train_dataloader().loader.num_samples == 32
 
 
 def test_heads_that_drop_num_items_are_weighed_right(tmp_path):
@@ -327,7 +329,7 @@ def test_ignore_data_skip_begins_the_epoch_anew(tmp_path):
     whole = again.update_loader
     whole.set_epoch(1)
     assert [sorted(u) for u in recorder.indices[:2]] == [
-        sorted(i for step in update for i in step.indices) for update in list(whole)[:2]
+        sorted(i for step in update for i in step.indices) for update in list(whole.updates())[:2]
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 
 lightning = pytest.importorskip("lightning.pytorch")
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget  # noqa: E402
-from dynagroup.integrations.lightning import LightningSteps, UpdateCallback, update_loss  # noqa: E402
+from dynagroup.integrations.lightning import LightningSteps, update_loss  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
@@ -60,12 +60,13 @@ def loader(online=False, budget=160):
 
 
 def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
+    steps = LightningSteps(source)
     trainer = lightning.Trainer(
         **{"max_epochs": 2, **settings}, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
-        enable_model_summary=False, callbacks=[UpdateCallback(), *callbacks], precision="64-true",
+        enable_model_summary=False, callbacks=[steps, *callbacks], precision="64-true",
         enable_checkpointing=bool(callbacks),
     )  # fmt: skip
-    trainer.fit(module, LightningSteps(source), ckpt_path=resume)
+    trainer.fit(module, steps, ckpt_path=resume)
     return trainer
 
 
@@ -133,7 +134,14 @@ def test_any_checkpoint_resumes_exactly(tmp_path, online, step):
 
 def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     """As from strategies that restore after optimizers are made."""
-    monkeypatch.setattr(UpdateCallback, "on_load_checkpoint", lightning.Callback.on_load_checkpoint)
+    restored = LightningSteps.load_state_dict
+    monkeypatch.setattr(LightningSteps, "load_state_dict", lambda self, state: setattr(self, "late", state))
+    monkeypatch.setattr(
+        LightningSteps,
+        "on_train_start",
+        lambda self, *_: restored(self, self.late) if hasattr(self, "late") else None,
+        raising=False,
+    )
     with pytest.raises(
         StateError, match=r"would come again. Count steps by `trainer.max_steps` or `loader.num_updates"
     ):
@@ -145,6 +153,14 @@ def test_misuse_is_named(tmp_path):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
     with pytest.raises(ConfigError, match="must be a PlannedDataLoader or an OnlineDataLoader"):
         LightningSteps([1, 2])
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False,
+             "enable_model_summary": False, "default_root_dir": tmp_path, "max_epochs": 1}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
+        lightning.Trainer(**quiet).fit(Module(), LightningSteps(loader()))
+    steps = LightningSteps(loader())
+    plain = torch.utils.data.DataLoader(ROWS, collate_fn=toys.collate)
+    with pytest.raises(ConfigError, match="give it to `fit` as train_dataloaders, too"):
+        lightning.Trainer(**quiet, callbacks=[steps]).fit(Module(), plain)
 
 
 def test_lightning_hands_a_distributed_sampler_to_batch_samplers_in_place_of_lengths():
