@@ -58,11 +58,17 @@ PACKAGES = ("transformers", "accelerate", "trl", "xgboost", "dynabatch", "online
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts of one command, all of them by default."""
-    parser = argparse.ArgumentParser(prog="bench.py", description="Figures that need no GPU; rivals in the same run.")
-    parser.add_argument("command", choices=[*COMMANDS, "all"])
+    about = "Figures that need no GPU, rivals in the same run; `collect` shows what the GPU campaign found."
+    parser = argparse.ArgumentParser(prog="bench.py", description=about)
+    parser.add_argument("command", choices=[*COMMANDS, "all", "collect"])
     parser.add_argument("parts", nargs="*", help="; ".join(f"{name}: {', '.join(COMMANDS[name])}" for name in COMMANDS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
     given = parser.parse_args(arguments)
+    if given.command == "collect":
+        from benchmarks.gpu.collect import collected
+
+        print(collected(given.out))
+        return 0
     chosen = COMMANDS if given.command == "all" else {given.command: COMMANDS[given.command]}
     known = [part for parts in chosen.values() for part in parts]
     unknown = sorted(set(given.parts) - set(known))

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.__main__ import PARTS, main
+from benchmarks.gpu.collect import collected, fit_of
 from benchmarks.methods import METHODS, Job
+from dynagroup.plan.work import Work
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +35,23 @@ def test_a_part_runs_dry_and_says_so(part, campaign):
     assert not [
         case["failed"] for case in cases if case.get("failed") not in (None, {}) and "dynabatch" not in case["failed"]
     ]
+
+
+def test_what_was_found_can_be_read(campaign, tmp_path):
+    said = collected(campaign)
+    assert all(f"{part}: " in said for part in PARTS)
+    assert said.count("DRY") == len(PARTS)
+    assert collected(tmp_path).count("not measured") == len(PARTS)
+
+
+def test_the_fit_finds_the_price_that_made_the_times():
+    work = Work(per_step=700, crossover=5000)
+    shapes = [(1, 64), (16, 64), (4, 1024), (1, 8192)]
+    times = [1e-6 * (700 + n * float(work.of_lengths(longest))) for n, longest in shapes]
+    rows = [{"num_samples": n, "longest": longest, "seconds": s} for (n, longest), s in zip(shapes, times, strict=True)]
+    found = fit_of(rows)
+    assert found["per_step"] == pytest.approx(700, rel=1e-6)
+    assert found["largest_error"] < 1e-6
 
 
 @pytest.mark.parametrize("arguments", [["no_such_part"], ["--dry"]])
