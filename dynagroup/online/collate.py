@@ -80,7 +80,7 @@ class RefinementCollator:
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> collate = RefinementCollator(lambda samples: [s["input_ids"] for s in samples], TokenBudget(8), weigh="samples")
     >>> [refined.batch for refined in collate([{"input_ids": [1]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [3, 4]}])]
-    [[[1, 2, 3, 4], [3, 4]], [[1]]]
+    [[[1, 2, 3, 4]], [[3, 4], [1]]]
     """
 
     collate_fn: Callable[[list[Any]], Any] | None

@@ -55,14 +55,14 @@ def test_no_answer_holds_more_than_was_asked_for(num_workers, monkeypatch):
         weigh="samples",
         num_workers=num_workers,
     )
-    steps, taken = [], type(loader._workers).open_map
+    steps, taken = [], type(loader._parts.workers).open_map
 
     def watched(workers):
         for window in taken(workers):
             seen.append(sum(refined.batch["pixels"].nbytes for refined in window))
             yield window
 
-    monkeypatch.setattr(type(loader._workers), "open_map", watched)
+    monkeypatch.setattr(type(loader._parts.workers), "open_map", watched)
     for step in loader:
         steps += step.batch["pixels"][:, 0, 0, 0].tolist()
     assert sorted(steps) == list(range(300))
