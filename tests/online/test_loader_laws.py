@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.plan.order import epoch_order
+from dynagroup.plan.work import Work
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 
 from .helpers import Jittered, all_ids, ids_in, lengths_of, make_loader, used
@@ -258,16 +259,17 @@ def test_stop_ends_for_all_and_names_what_was_left():
     assert left == 0 or any("samples left on rank" in str(w.message) for w in caught)
 
 
-def test_hints_in_any_unit_keep_the_laws_and_pad_less():
+def test_hints_in_any_unit_keep_the_laws_and_cost_less():
     lengths = lengths_of(400, seed=8)
     plain = epochs(2, lengths, shuffle=True, window=32)[0]
     hinted = epochs(2, lengths, shuffle=True, window=32, length_hint=lambda i: 4.7 * lengths[i])[0]
     check_epoch(hinted, lengths)
 
-    def padded(by_rank):
-        return sum(step.batch["input_ids"].numel() for steps in by_rank for step in steps if not step.idle)
+    def time(by_rank):
+        numbers = [step.batch["input_ids"].numel() for steps in by_rank for step in steps if not step.idle]
+        return sum(Work().per_step + tokens for tokens in numbers)
 
-    assert padded(hinted) <= padded(plain)
+    assert time(hinted) <= time(plain)
 
 
 def test_samples_per_update_may_follow_a_schedule():
