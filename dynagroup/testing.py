@@ -6,6 +6,7 @@ Ranks are threads with a true all-reduce, so a test of eight ranks takes millise
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ import numpy as np
 from dynagroup.budget.base import UNLIMITED, Budget
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
+from dynagroup.update.loader import StepLoader
+from dynagroup.update.step import Step
 from dynagroup.world import World, as_float64, as_int64
 
 if TYPE_CHECKING:
@@ -169,6 +172,68 @@ def assert_resumes_exactly(
             if set(emitted) == set(expected) and (emitted - expected).total() <= fillers:
                 expected |= emitted
             assert_conserves([emitted.elements()], expected.elements())
+
+
+def assert_loader_laws(
+    make: Callable[[World], StepLoader[Any]],
+    num_samples: int | None = None,
+    *,
+    world_size: int = 2,
+    resume_world_size: int | None = None,
+    epochs: int = 2,
+    resume_at: Iterable[int] | None = (0, 1, 3),
+) -> None:
+    """Assert what training relies on, of a loader over your dataset and your collate function.
+
+    Every sample comes once an epoch; all ranks take equally many steps, and end updates at the same ones; the samples and
+    weights of an update's batches add up to the totals they name, and its loss scales to the number of ranks; a run that
+    stops goes on with exactly what remained.
+
+    Args:
+        make: builds the loader of one rank, always alike.
+        num_samples: samples an epoch should have; None: those of the loader.
+        world_size, resume_world_size: ranks before and after a stop, see :func:`assert_resumes_exactly`.
+        epochs: how many are looked at.
+        resume_at: steps after which to stop; None: every one of an epoch.
+
+    >>> from dynagroup import PlannedDataLoader, TokenBudget
+    >>> options = {"samples_per_update": 3, "weigh": "samples", "collate_fn": list}
+    >>> assert_loader_laws(lambda world: PlannedDataLoader(range(6), [9, 2, 8, 3, 9, 3], TokenBudget(18), world=world, **options))
+    """
+
+    def run(world: World) -> tuple[int | None, list[list[list[Step[Any]]]]]:
+        loader = make(world)
+        return loader.num_samples, [list(loader.updates()) for _ in range(epochs)]
+
+    by_rank = run_ranks(world_size, run)
+    expected = by_rank[0][0] if num_samples is None else num_samples
+    for epoch in range(epochs):
+        ranks = [found[epoch] for _, found in by_rank]
+        lengths = [[len(update) for update in updates] for updates in ranks]
+        assert all(found == lengths[0] for found in lengths), f"ranks take other steps in epoch {epoch}: {lengths}"
+        for parts in zip(*ranks, strict=True):
+            _assert_update_adds_up([step for steps in parts for step in steps], world_size)
+        if expected is not None:
+            steps = chain.from_iterable(chain.from_iterable(ranks))
+            assert_conserves([step.indices for step in steps if not step.idle], range(expected))
+    assert_resumes_exactly(
+        make,
+        world_size=world_size,
+        resume_world_size=resume_world_size,
+        steps=None if resume_at is None else [k for k in resume_at if k < sum(map(len, by_rank[0][1][0]))],
+        indices_of=lambda step: () if step.idle else step.indices,
+    )
+
+
+def _assert_update_adds_up(steps: Sequence[Step[Any]], world_size: int) -> None:
+    samples = sum(0 if step.idle else len(step.indices) for step in steps)
+    weight = math.fsum(step.weight.local for step in steps)
+    for step in steps:
+        assert step.samples.total == samples, f"an update of {samples} samples says it has {step.samples.total}"
+        assert math.isclose(step.weight.total, weight, rel_tol=1e-9), f"batches weigh {weight}, not {step.weight.total}"
+        assert not step.idle or step.loss_scale == 0.0, "an idle step counts in the loss"
+        scale = step.weight.local * world_size / weight if weight else 0.0
+        assert math.isclose(step.loss_scale, scale, rel_tol=1e-9), f"a loss is scaled by {step.loss_scale}, not {scale}"
 
 
 def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 2000, seed: int = 0) -> None:
