@@ -33,7 +33,7 @@ def demo_rows() -> list[str]:
             f"{run['padding']:.1%}",
             f"{run['largest_batch_tokens']:,}",
             *(str(run[key]) for key in ("steps", "updates")),
-            f"{run['wall_s']:.0f}",
+            f"{run['seconds']:.0f}",
             f"{run['held_out_loss']:.4f}",
         )
         for name, run in _read("demo_cpu")["runs"].items()

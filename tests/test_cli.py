@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import dynagroup
 from dynagroup.budget.tokens import TokenBudget
@@ -18,6 +18,7 @@ from dynagroup.demo.corpus import train_tokenizer
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.compare import compare
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.work import Work
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
 
@@ -216,7 +217,6 @@ def test_profile_suggests_the_first_batch_size_and_saves_a_picture(model_folder,
 
 
 def test_profile_says_what_simulate_says_of_given_shapes(model_folder, tmp_path, capsys):
-    from transformers import AutoConfig
 
     from dynagroup.memory import Measurements, Workload, simulate
 
@@ -274,6 +274,12 @@ def test_compare_shows_every_way_and_its_picture(lengths_file, tmp_path, capsys)
     assert json.loads(capsys.readouterr().out) == compare(LENGTHS, 8, world_size=2).figures()
 
 
+def test_compare_predicts_time_for_a_model(lengths_file, model_folder, capsys):
+    assert main(["compare", lengths_file, "--batch-size", "8", "--model", model_folder, "--json"]) == 0
+    work = Work.of(AutoConfig.from_pretrained(model_folder))
+    assert json.loads(capsys.readouterr().out) == compare(LENGTHS, 8, work=work).figures()
+
+
 def test_doctor_says_it_in_five_lines(lengths_file, capsys):
     assert main(["doctor", lengths_file, "--batch-size", "8", "--world-size", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -297,9 +303,9 @@ def test_doctor_asks_whether_the_largest_batch_fits(lengths_file, model_folder, 
     assert message in capsys.readouterr().out
 
 
-def test_doctor_needs_the_model_and_its_device_together(lengths_file, capsys):
+def test_doctor_needs_the_model_to_know_what_fits(lengths_file, capsys):
     assert main(["doctor", lengths_file, "--batch-size", "8", "--gpu-memory", "24GB"]) == 2
-    assert "belong together" in capsys.readouterr().err
+    assert "`--gpu-memory` needs `--model`" in capsys.readouterr().err
 
 
 def test_fit_says_what_what_fits_says(model_folder, tmp_path, capsys):

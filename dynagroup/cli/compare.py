@@ -10,6 +10,7 @@ from dynagroup.cli.inputs import add_lengths, lengths_of, save_picture, tokens
 
 if TYPE_CHECKING:
     from dynagroup.plan.compare import Comparison
+    from dynagroup.plan.work import Work
 
 __all__ = ["add_arguments", "add_setting", "comparison_of"]
 
@@ -32,6 +33,7 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=tokens, metavar="T", help="tokens that fit; default: batch size times the longest sample"
     )
+    parser.add_argument("--model", metavar="NAME", help="a model's name or folder: predicts time for its sizes")
     parser.add_argument("--layout", choices=["padded", "packed"], default="padded", help="of dynagroup's batches")
     parser.add_argument("--pad-to-multiple-of", type=int, default=1, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
@@ -50,8 +52,18 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
         world_size=args.world_size,
         accumulation=args.accumulation,
         budget=budget,
+        work=_work_of(args.model),
         seed=args.seed,
     )
+
+
+def _work_of(model: str | None) -> Work | None:
+    if model is None:
+        return None
+    from dynagroup.memory.trace.build import as_config
+    from dynagroup.plan.work import Work
+
+    return Work.of(as_config(model))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -19,8 +19,7 @@ WORTH = 0.95  # predicted time, as a share of today's, above which nothing is wo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser)
-    parser.add_argument("--model", metavar="NAME", help="a model's name or folder: does its largest batch fit?")
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="such as 24GB; with --model")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="such as 24GB: does the largest batch fit? Needs --model")
     add_workload(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)
@@ -83,10 +82,10 @@ def _memory(args: argparse.Namespace, found: Comparison) -> str | None:
     """Whether today's largest batch fits the device, and how many samples of that length would."""
     from dynagroup.errors import ConfigError
 
-    if args.model is None and args.gpu_memory is None:
+    if args.gpu_memory is None:
         return None
-    if args.model is None or args.gpu_memory is None:
-        raise ConfigError("`--model` and `--gpu-memory` belong together: give both, or neither")
+    if args.model is None:
+        raise ConfigError("`--gpu-memory` needs `--model`, to know what a batch takes")
     from dynagroup.memory.fits import what_fits
 
     longest = int(found.lengths["tokens"].max())

@@ -210,6 +210,7 @@ def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32]
     return {
         **environment("transformers"),
         "device": device,
+        "clock": "CPU" if device == "cpu" else "wall",
         "threads": torch.get_num_threads(),
         "budget": config.budget,
         "max_length": config.max_length,
@@ -227,13 +228,13 @@ def _run_figures(run: Run, lengths: NDArray[np.int32]) -> dict[str, float]:
     padded = run.padded_tokens(lengths)
     return {
         "samples": num_samples,
-        "samples_per_s": num_samples / run.wall_s,
-        "real_tokens_per_s": real / run.wall_s,
+        "samples_per_s": num_samples / run.total_s,
+        "real_tokens_per_s": real / run.total_s,
         "padding": 1.0 - real / int(padded.sum()),
         "largest_batch_tokens": int(padded.max()),
         "steps": len(run.batches),
         "updates": len(run.updates),
-        "wall_s": run.wall_s,
+        "seconds": run.total_s,
         "held_out_loss": run.loss,
         "peak_bytes": run.peak_bytes,
     }
@@ -250,7 +251,7 @@ def _table(figures: dict[str, Any], runs: Sequence[Run]) -> str:
         "largest batch",
         "steps",
         "updates",
-        "wall s",
+        figures["clock"] + " s",
         "held-out loss",
     ]
     on_gpu = any(run.peak_bytes for run in runs)
@@ -258,7 +259,7 @@ def _table(figures: dict[str, Any], runs: Sequence[Run]) -> str:
     for name, found in figures["runs"].items():
         row = [f"{found['samples_per_s']:,.0f}", f"{found['real_tokens_per_s']:,.0f}", f"{found['padding']:.1%}"]
         row += [f"{found[key]:,}" for key in ("largest_batch_tokens", "steps", "updates")]
-        row += [f"{found['wall_s']:.1f}", f"{found['held_out_loss']:.4f}"]
+        row += [f"{found['seconds']:.1f}", f"{found['held_out_loss']:.4f}"]
         rows.append([name, *row, *([f"{found['peak_bytes'] / 2**30:.2f}"] if on_gpu else [])])
     low, high = figures["speedup_quartiles"]
     return (
@@ -277,6 +278,6 @@ def _draw(runs: Sequence[Run], lengths: NDArray[np.int32], path: str) -> None:
         draw_padding([lengths[batch] for batch in run.updates[0]], ax=axes)
         found = _run_figures(run, lengths)
         axes.set(xlabel="samples of the first update, batch after batch")
-        title = f"{run.name}: {found['padding']:.0%} padding, {found['steps']:,} steps, {found['wall_s']:.0f} s in all"
+        title = f"{run.name}: {found['padding']:.0%} padding, {found['steps']:,} steps, {found['seconds']:.0f} s in all"
         axes.set_title(title, fontsize=10)
     figure.savefig(path, dpi=110)

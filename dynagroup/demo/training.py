@@ -27,7 +27,8 @@ class Run:
     Args:
         name: how the table calls it.
         updates: for each optimizer update its batches, each a list of sample indices; after training, of those made.
-        seconds: of each update: loading, forward, backward, step.
+        seconds: of each update: loading, forward, backward, step. On a CPU they are seconds of CPU time, which other
+            work on the machine does not lengthen.
         loss: mean loss a token on the held-out texts, after the last update.
         peak_bytes: on a CUDA device, the most memory allocated; otherwise 0.
     """
@@ -47,7 +48,7 @@ class Run:
         return np.asarray([len(batch) * int(lengths[batch].max()) for batch in self.batches], np.int64)
 
     @property
-    def wall_s(self) -> float:
+    def total_s(self) -> float:
         return sum(self.seconds)
 
 
@@ -134,6 +135,8 @@ def _warm_up(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _now(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
