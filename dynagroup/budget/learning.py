@@ -11,6 +11,7 @@ import numpy as np
 
 from dynagroup.budget.base import UNLIMITED, AllOf, BoolArray, Budget
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.checks import a_list, a_mapping, a_number, a_text, an_int, either, nothing
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, Streams
@@ -259,14 +260,18 @@ class LearningBudget(Budget):
         """Take up what a run with the same budget had learned.
 
         Raises:
-            StateError: the state is of another version or another budget: its costs have another meaning.
+            StateError: the state is damaged, of another version, or of another budget: its costs have another meaning. Then
+                nothing has changed.
         """
+        if not isinstance(state, Mapping):
+            raise StateError(f"this is no state of a LearningBudget: {state!r}")
         own = None if self.budget is None else self.budget.fingerprint
         if state.get("version") != _VERSION or state.get("budget", "") != own:
             raise StateError(
                 f"state of version {state.get('version')} for budget {state.get('budget')!r} does not belong to version "
                 f"{_VERSION} and budget {own!r}; start without it, or with the budget it was learned for"
             )
+        a_mapping(_SCHEMA)(state, "learned")
         learned = self._learned
         learned.set(*(_or_inf(x) for x in state["applied"]))
         learned.apply()
@@ -322,6 +327,19 @@ class _Learned:
 
     def log(self) -> None:
         self.curve.append((self.num_batches, self.numbers[0]))
+
+
+_COST = either(nothing(), a_number(0.0))
+_SCHEMA = {
+    "version": an_int(),
+    "budget": either(nothing(), a_text()),
+    "applied": a_list(_COST, length=2),
+    "allowed": a_list(_COST, length=2),
+    "first": _COST,
+    "curve": a_list(a_list(a_number(0.0), length=2)),
+    "wasted_s": a_number(0.0),
+    **{name: an_int() for name in ("calm", "num_batches", "num_ooms", "num_retries", "num_skipped")},
+}
 
 
 def _or_none(value: float) -> float | None:

@@ -148,6 +148,25 @@ def test_state_goes_through_json_and_belongs_to_a_budget() -> None:
         LearningBudget(TokenBudget(2000)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("damage", [None, "x", -1, float("nan"), [1], [[1, 2, 3]], {"a": 1}, [float("inf"), 1]])
+def test_a_damaged_state_is_refused_and_changes_nothing(damage: Any) -> None:
+    learning = LearningBudget(TokenBudget(1000))
+    learning.record_oom(BatchShape.of(8, 100))
+    whole = learning.state_dict()
+    other = LearningBudget(TokenBudget(1000))
+    untouched = other.state_dict()
+    refused = 0
+    for name in whole:
+        for damaged in ({**whole, name: damage}, {k: v for k, v in whole.items() if k != name}):
+            if damage is None and name == "first" and name in damaged:
+                continue  # nothing was learned yet: that is a state
+            with pytest.raises(StateError):
+                other.load_state_dict(damaged)
+            refused += 1
+            assert other.state_dict() == untouched
+    assert refused >= 2 * len(whole) - 1
+
+
 def fits_in_a_worker(learning: LearningBudget, asked: Any, answers: Any) -> None:
     while asked.get() is not None:
         answers.put(learning.fits(BatchShape.of(8, 100)).tolist())

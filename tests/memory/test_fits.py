@@ -177,3 +177,12 @@ def test_a_program_that_loops_over_tokens_is_given_up_at_the_first_shapes_that_d
         with pytest.warns(UserWarning, match="the program depends on the shape"):
             assert Workload.from_model(config, "train").phases is None
     assert len(seen) <= 3  # not all shapes, and not the whole model again
+
+
+def test_a_target_of_any_name_counts_as_the_decoder_does():
+    memory = TracedMemory.of(T5, "train", dtype="bf16")
+    lengths = [(511, 65), (65, 511)]
+    rows = simulate(T5, memory.workload, [(8, {"tokens": source, "target": target}) for source, target in lengths])
+    for name in ("target", "labels", "answer"):
+        shape = BatchShape.of(8, {"tokens": [511, 65], name: [65, 511]})
+        assert memory.batch_bytes(shape) == pytest.approx(rows.batch_bytes(), rel=0.02)

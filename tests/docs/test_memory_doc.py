@@ -1,0 +1,26 @@
+"""The blocks of the page on memory run as printed, on a small model in place of the named one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+NAMED = "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.filterwarnings("ignore:the regressor never saw")
+def test_the_blocks_run(tmp_path):
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500
+    )
+    config.save_pretrained(tmp_path)
+    code = "\n".join(BLOCKS)
+    assert NAMED in code
+    found = {"config": config}
+    exec(compile(code.replace(NAMED, str(tmp_path)), "memory.md", "exec"), found)
+    assert type(found["budget"]).__name__ == "MemoryBudget"
