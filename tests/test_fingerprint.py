@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import AdditiveCap, Budget, TokenBudget
+from dynagroup import AdditiveCap, Budget, MemoryBudget, TokenBudget
 from dynagroup.fingerprint import described
 from dynagroup.plan.rounding import friendly_size, multiple_of
 
@@ -128,6 +128,22 @@ def test_budgets_say_their_numbers():
     assert described(budget) == budget.fingerprint
     assert described(TokenBudget(np.int64(16))) == described(TokenBudget(16))
     assert "max_tokens=16" in budget.fingerprint
+
+
+class OwnModel:
+    """A memory model of the user's, without a fingerprint."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def relative(self, shape, baseline):
+        return self.factor * shape.num_samples / baseline.num_samples
+
+
+def test_budgets_with_a_model_of_ones_own():
+    one, same, other = (MemoryBudget(2, longest=8, model=OwnModel(factor)).fingerprint for factor in (1, 1, 2))
+    assert one == same != other
+    assert " at 0x" not in one
 
 
 def test_what_cannot_be_seen_is_warned_of():

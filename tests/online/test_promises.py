@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import ConfigError, MemoryBudget, OnlineDataLoader, TokenBudget
+from dynagroup import ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
 from dynagroup.memory import PaddedTokens
 from dynagroup.online.collate import RefinementCollator
 from dynagroup.testing import run_ranks
@@ -135,3 +135,67 @@ def test_a_stream_resumes_while_a_rank_idles(num_workers):
         after = run_ranks(2, lambda world, came=came: rest(world, [state for _, state in came]))
         for rank, count in ((0, 60), (1, 6)):
             assert sorted(came[rank][0] + after[rank]) == list(range(count)), f"stopped after {stop}"
+
+
+class Seeded:
+    """A sampler that a run may give another seed."""
+
+    def __init__(self, seed, batches=False):
+        self.seed, self.batches, self.epoch = seed, batches, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 60
+
+    def __iter__(self):
+        drawn = np.random.default_rng((self.seed, self.epoch)).permutation(60).tolist()
+        return iter([drawn[k : k + 4] for k in range(0, 60, 4)] if self.batches else drawn)
+
+
+OTHER = {
+    "sampler": (lambda seed: {"sampler": Seeded(seed)}, "`sampler` gives other indices in epoch 1"),
+    "batch_sampler": (
+        lambda seed: {"batch_sampler": Seeded(seed, batches=True)},
+        "`batch_sampler` gives other indices",
+    ),
+    "length_hint": (lambda seed: {"length_hint": [seed + n for n in LENGTHS]}, "length_hint: .* then, .* now"),
+    "weigh": (lambda seed: {"weigh": lambda batch: float(seed + 1)}, "weigh: .* then, .* now"),
+    "schedule": (lambda seed: {"samples_per_update": lambda update, current: 8 + seed}, "samples_per_update: .* then"),
+    "oversize": (lambda seed: {"oversize": ("alone", "error")[seed]}, "oversize: 'alone' then, 'error' now"),
+    "window_bytes": (lambda seed: {"window_bytes": (None, 900)[seed]}, "window_bytes: None then, 900 now"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), OTHER.values(), ids=OTHER)
+def test_a_state_of_another_order_is_refused(options, said):
+    """Taken over, it would lose samples and repeat others."""
+    loader = make_loader(None, LENGTHS, **options(0))
+    loader.set_epoch(1)
+    steps, came = iter(loader), []
+    for _ in range(3):
+        came += used(next(steps))
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = make_loader(None, LENGTHS, **options(1))
+    with pytest.raises(StateError, match=said):
+        other.load_state_dict(state)
+    assert other.epoch == 0
+    same = make_loader(None, LENGTHS, **options(0))
+    same.load_state_dict(state)
+    assert sorted(came + [i for step in same for i in used(step)]) == list(range(60))
+
+
+def test_a_rank_takes_no_other_ranks_state():
+    states = run_ranks(2, lambda world: _after_one_step(make_loader(world, LENGTHS)))
+
+    def load(world):
+        with pytest.raises(StateError, match=f"the state of rank {1 - world.rank}, and this is rank {world.rank}"):
+            make_loader(world, LENGTHS).load_state_dict(states[1 - world.rank])
+
+    run_ranks(2, load)
+
+
+def _after_one_step(loader):
+    next(iter(loader))
+    return loader.state_dict()
