@@ -1,0 +1,114 @@
+"""The house stays one that a newcomer can read: no circle of files, few floors, no giant class, no page-long function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.test_architecture import MODULES, PACKAGE, imported_modules
+
+MOST_LINES_OF_A_CLASS = 200
+MOST_LINES_OF_A_FUNCTION = 60
+# What shows a plan is asked by the plan's own methods when they are called; nothing else may point downstream.
+SHOWN_BY = {
+    "plan/plan.py": {"plan/report.py", "plan/pictures.py"},
+    "plan/compare.py": {"plan/report.py", "plan/pictures.py"},
+}
+
+
+def file_of(module: str) -> Path | None:
+    """The file that an import of ``dynagroup.x.y`` or ``dynagroup.x.y.Name`` reads; package faces only hand names on."""
+    parts = module.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        path = PACKAGE.joinpath(*parts[:length]).with_suffix(".py")
+        if path.exists():
+            return path
+    return None
+
+
+def graph() -> dict[Path, set[Path]]:
+    arrows = {}
+    for path in MODULES:
+        if path.name == "__init__.py":
+            continue
+        names = [n for n in imported_modules(ast.parse(path.read_text(encoding="utf-8"))) if n.startswith("dynagroup.")]
+        shown = {PACKAGE / name for name in SHOWN_BY.get(path.relative_to(PACKAGE).as_posix(), ())}
+        arrows[path] = {found for n in names if (found := file_of(n)) is not None and found != path} - shown
+    return arrows
+
+
+def circles(arrows: dict[Path, set[Path]]) -> list[list[str]]:
+    """Groups of files that import each other in a loop (Tarjan 1972)."""
+    index: dict[Path, int] = {}
+    low: dict[Path, int] = {}
+    stack: list[Path] = []
+    found = []
+
+    def visit(node: Path) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in arrows.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = []
+            while True:
+                member = stack.pop()
+                group.append(str(member.relative_to(PACKAGE)))
+                if member == node:
+                    break
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in arrows:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert circles(graph()) == []
+
+
+def test_a_circle_would_be_found():
+    a, b, c = (PACKAGE / name for name in ("a.py", "b.py", "c.py"))
+    assert circles({a: {b}, b: {c}, c: {a}}) == [["a.py", "b.py", "c.py"]]
+
+
+def code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines without docstrings: explaining is no vice."""
+    explained = 0
+    for inner in ast.walk(node):
+        if (
+            isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(inner) is not None
+        ):
+            first = inner.body[0]
+            explained += (first.end_lineno or first.lineno) - first.lineno + 1
+    return (node.end_lineno or node.lineno) - node.lineno + 1 - explained
+
+
+def definitions(*kinds: type) -> Iterator[tuple[str, int]]:
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds):
+                yield f"{path.relative_to(PACKAGE)}:{node.name}", code_lines(node)
+
+
+def test_no_class_is_a_giant():
+    assert [(name, lines) for name, lines in definitions(ast.ClassDef) if lines > MOST_LINES_OF_A_CLASS] == []
+
+
+def test_no_function_is_a_page():
+    found = definitions(ast.FunctionDef, ast.AsyncFunctionDef)
+    assert [(name, lines) for name, lines in found if lines > MOST_LINES_OF_A_FUNCTION] == []
+
+
+def test_docstrings_do_not_count_and_code_does():
+    tree = ast.parse('def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n')
+    assert isinstance(tree.body[0], ast.FunctionDef)
+    assert code_lines(tree.body[0]) == 3
