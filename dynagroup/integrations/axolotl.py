@@ -1,0 +1,76 @@
+"""Axolotl's Trainer with batches that fit, as a plugin.
+
+In Axolotl's YAML::
+
+    plugins:
+      - dynagroup.integrations.axolotl.DynagroupPlugin
+    dynagroup_max_tokens: 16384
+    sample_packing: false
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from axolotl.core.trainers import AxolotlTrainer  # pyright: ignore[reportMissingImports]
+from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
+from pydantic import BaseModel
+
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.errors import ConfigError
+from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.integrations.hf import dynagroup_trainer
+
+__all__ = ["DynagroupArgs", "DynagroupPlugin"]
+
+EXCLUDED = {
+    "sample_packing": "it makes batches of its own; set sample_packing: false",
+    "rl": "the plugin is for supervised training; leave rl unset",
+    "reward_model": "the plugin is for supervised training; leave reward_model unset",
+    "pretraining_dataset": "a stream's lengths are not known beforehand; use `datasets`",
+}
+
+
+class DynagroupArgs(BaseModel):
+    """The keys that the plugin adds to Axolotl's configuration."""
+
+    dynagroup_max_tokens: int | None = None
+    """Tokens of a batch, padding included; None: the plugin does nothing."""
+    dynagroup_updates: Literal["preserved", "free"] = "preserved"
+    """See :class:`~dynagroup.integrations.config.DynagroupConfig`."""
+
+
+class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
+    """``BasePlugin.get_trainer_cls``: AxolotlTrainer, its batches as many samples as fit ``dynagroup_max_tokens``."""
+
+    def get_input_args(self) -> str:
+        return "dynagroup.integrations.axolotl.DynagroupArgs"
+
+    def get_trainer_cls(self, cfg: Any) -> type | None:
+        """The Trainer class, or None where ``dynagroup_max_tokens`` is not set.
+
+        Raises:
+            ConfigError: another setting makes the batches.
+        """
+        if not cfg.dynagroup_max_tokens:
+            return None
+        for name, instead in EXCLUDED.items():
+            if getattr(cfg, name, None):
+                raise ConfigError(f"dynagroup_max_tokens does not go with {name}: {instead}")
+        # Axolotl pads to a multiple of 64 unless it is told otherwise, and to the whole sequence if it is told so.
+        multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
+        if getattr(cfg, "pad_to_sequence_len", None):
+            raise ConfigError("pad_to_sequence_len: true makes every sample as long as the longest; set it to false")
+        budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)
+        config = DynagroupConfig(budget=budget, updates=getattr(cfg, "dynagroup_updates", None) or "preserved")
+        return _with_config(config)
+
+
+def _with_config(config: DynagroupConfig) -> type:
+    ours: Any = dynagroup_trainer(AxolotlTrainer)
+
+    class DynagroupAxolotlTrainer(ours):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, dynagroup=config, **kwargs)
+
+    return DynagroupAxolotlTrainer

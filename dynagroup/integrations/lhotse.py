@@ -1,0 +1,73 @@
+"""A budget as the ``constraint`` of lhotse's ``DynamicBucketingSampler``: a cap that no batch exceeds."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lhotse.dataset.sampling.base import SamplingConstraint  # pyright: ignore[reportMissingImports]
+
+from dynagroup.budget.base import Budget
+from dynagroup.budget.tokens import as_budget
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.shapes import BatchShape
+
+__all__ = ["BudgetConstraint"]
+
+
+class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
+    """A batch ends before the next sample of its bucket could be too much.
+
+    lhotse adds a sample before it asks whether the batch is full. So fullness is decided by the longest that the bucket may
+    hold: a batch never exceeds the budget, however its samples come.
+
+    Args:
+        budget: what a batch may be, in the units of ``length_of``; a number means so many, padding included.
+        bounds: the longest sample of each bucket, growing; give ``DynamicBucketingSampler(duration_bins=bounds[:-1])``.
+        length_of: a cut -> its frames, tokens ...; default: its ``num_frames``.
+
+    Raises:
+        ConfigError: bounds do not grow. BudgetError: the longest sample of a bucket does not fit even alone.
+    """
+
+    def __init__(
+        self, budget: Budget | int, bounds: Sequence[int], *, length_of: Callable[[Any], float] | None = None
+    ) -> None:
+        self.budget, self.bounds = as_budget(budget), list(bounds)
+        self.length_of = length_of if length_of is not None else _num_frames
+        if not self.bounds or self.bounds != sorted(set(self.bounds)):
+            raise ConfigError(f"`bounds` must be growing lengths, but are {self.bounds!r}")
+        if not self._fits(1, self.bounds[-1]):
+            raise BudgetError(
+                f"a sample of {self.bounds[-1]} does not fit even alone; raise the budget or lower `bounds`"
+            )
+        self.reset()
+
+    def _fits(self, count: int, longest: int) -> bool:
+        return bool(self.budget.fits(BatchShape.of(count, longest))[0])
+
+    def reset(self) -> None:
+        self.count, self.bucket = 0, 0
+
+    def add(self, example: Any) -> None:
+        length = self.measure_length(example)
+        if length > self.bounds[-1]:
+            raise ConfigError(
+                f"a sample has the length {length:g}, but `bounds` end at {self.bounds[-1]}; filter it out"
+            )
+        self.count, self.bucket = self.count + 1, max(self.bucket, bisect_left(self.bounds, length))
+
+    def exceeded(self) -> bool:
+        return self.count > 0 and not self._fits(self.count, self.bounds[self.bucket])
+
+    def close_to_exceeding(self) -> bool:
+        return not self._fits(self.count + 1, self.bounds[self.bucket])
+
+    def measure_length(self, example: Any) -> float:
+        return self.length_of(example)
+
+
+def _num_frames(cut: Any) -> float:
+    return math.ceil(cut.num_frames)

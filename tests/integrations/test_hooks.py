@@ -1,0 +1,170 @@
+"""Small doors into other frameworks: each example is what a user writes. They skip where the framework is absent."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import Trainer  # noqa: E402
+
+from dynagroup import BudgetError, ConfigError, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget  # noqa: E402
+from dynagroup.testing import assert_conserves  # noqa: E402
+from tests.integrations import toys  # noqa: E402
+from tests.integrations.jobs import arguments, parameters, trainer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def axolotl(monkeypatch):
+    """Axolotl does not install beside this torch; these are the names of its documented interface that the plugin uses."""
+
+    class BasePlugin:
+        pass
+
+    class AxolotlTrainer(Trainer):
+        def __init__(self, *args, bench_data_collator=None, eval_data_collator=None, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    for name, holds in (
+        ("axolotl", {}),
+        ("axolotl.core", {}),
+        ("axolotl.core.trainers", {"AxolotlTrainer": AxolotlTrainer}),
+        ("axolotl.integrations", {}),
+        ("axolotl.integrations.base", {"BasePlugin": BasePlugin}),
+    ):
+        module = ModuleType(name)
+        vars(module).update(holds)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "dynagroup.integrations.axolotl", raising=False)
+    import importlib
+
+    yield importlib.import_module("dynagroup.integrations.axolotl")
+    sys.modules.pop("dynagroup.integrations.axolotl", None)
+
+
+def test_axolotls_plugin_gives_its_trainer_batches_that_fit(axolotl, tmp_path):
+    plugin = axolotl.DynagroupPlugin()
+    name, _, cls = plugin.get_input_args().rpartition(".")
+    keys = getattr(sys.modules[name], cls)(dynagroup_max_tokens=512)
+    cfg = SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False)
+    trainer_cls = plugin.get_trainer_cls(cfg)
+    assert issubclass(trainer_cls, Trainer)
+    run = trainer_cls(
+        toys.causal_lm(), args=arguments(tmp_path, max_steps=2), train_dataset=toys.samples("causal", 40),
+        data_collator=toys.collate, bench_data_collator=None,
+    )  # fmt: skip
+    run.train()
+    assert run.update_loader.stats.update_samples == 32
+    assert run.update_loader.budget == TokenBudget(512)
+
+
+@pytest.mark.parametrize("name", ["sample_packing", "rl", "pad_to_sequence_len"])
+def test_axolotls_plugin_refuses_what_makes_batches_of_its_own(axolotl, name):
+    plugin = axolotl.DynagroupPlugin()
+    with pytest.raises(ConfigError, match=name):
+        plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=512, **{name: True}))
+    assert plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=None, **{name: True})) is None
+
+
+def test_lhotse_samples_never_exceed_the_budget():
+    pytest.importorskip("lhotse")
+    from lhotse.dataset.sampling.dynamic import DurationBatcher
+
+    from dynagroup.integrations.lhotse import BudgetConstraint
+
+    class Sample(int):
+        pass
+
+    bounds = [8, 16, 40]
+    constraint = BudgetConstraint(80, bounds, length_of=int)
+    for low, high in ((1, 8), (9, 16), (17, 40)):
+        samples = [Sample(low + (7 * i) % (high - low + 1)) for i in range(50)]
+        constraint.reset()
+        count = 0
+        for sample in samples:  # as lhotse's batchers do
+            constraint.add(sample)
+            count += 1
+            assert not constraint.exceeded()
+            if constraint.close_to_exceeding():
+                assert count == 80 // high
+                constraint.reset()
+                count = 0
+        assert constraint.select_bucket(bounds[:-1], example_len=high) == bounds.index(high)
+    with pytest.raises(ConfigError, match="`bounds` end at 40"):
+        constraint.add(Sample(41))
+    with pytest.raises(BudgetError, match="a sample of 40 does not fit even alone"):
+        BudgetConstraint(30, bounds)
+    assert DurationBatcher([], constraint=constraint.copy()).constraint.budget == TokenBudget(80)
+
+
+def test_sentence_transformers_take_batches_that_fit(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    from dynagroup.integrations.sentence_transformers import batches_that_fit
+
+    texts = [" ".join("w" * (1 + (5 * i) % 23)) for i in range(40)]
+    data = datasets.Dataset.from_dict({"a": texts, "b": texts[::-1], "score": [0.5] * 40})
+
+    def tokenizer(batch, **kwargs):
+        return {"input_ids": [text.split() for text in batch]}
+
+    make = batches_that_fit(200, tokenizer)
+    sampler = make(data, batch_size=8, drop_last=False, valid_label_columns=["score"], generator=None, seed=1)
+    batches = list(sampler)
+    assert_conserves(batches, range(40))
+    for batch in batches:
+        longest = [max(len(data[i][column].split()) for i in batch) for column in ("a", "b")]
+        assert len(batch) == 1 or len(batch) * sum(longest) <= 200
+    assert getattr(sampler, "batch_size", None) is None, "accelerate would take it for a fixed size"
+    with pytest.raises(ConfigError, match="no text column"):
+        make(datasets.Dataset.from_dict({"score": [0.5]}))
+
+
+def test_fabric_learns_what_plain_pytorch_learns():
+    fabric_module = pytest.importorskip("lightning.fabric")
+    rows = toys.samples("causal", 32)
+    found = []
+    for budget in (160, 10**6):
+        fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
+        model = toys.causal_lm()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        loader = PlannedDataLoader(rows, toys.lengths(rows), budget, samples_per_update=16, collate_fn=toys.collate)
+        for step in loader:
+            batch = fabric.to_device(step.batch)
+            with fabric.no_backward_sync(model, enabled=not step.ends_update):
+                logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                loss = torch.nn.functional.cross_entropy(
+                    logits[:, :-1].reshape(-1, toys.VOCAB), batch["labels"][:, 1:].reshape(-1), ignore_index=-100
+                )
+                fabric.backward(loss * step.loss_scale)
+            if step.ends_update:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(parameters(model))
+    assert (found[0] - found[1]).abs().max() < 1e-8
+    sampler = LengthAwareBatchSampler(toys.lengths(rows), 160, shuffle=True)
+    plain = torch.utils.data.DataLoader(rows, batch_sampler=sampler, collate_fn=toys.collate)
+    prepared = fabric.setup_dataloaders(plain, use_distributed_sampler=False)
+    assert sum(len(batch["labels"]) for batch in prepared) == 32
+
+
+@pytest.mark.parametrize(("kind", "samples"), [("seq2seq", 16), ("causal", 8)])
+def test_the_trainer_one_liner_helps_at_its_defaults(kind, samples, tmp_path):
+    """No accumulation, a budget that whole updates fit: they are cut where that is faster, and stay the same updates."""
+    changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": samples, "max_steps": 3}
+    plain = trainer(kind, tmp_path, fits=False, exact_loss=True, **changes)
+    rows = toys.samples(kind, 96)
+    padded: list[int] = []
+    plain.model.register_forward_pre_hook(
+        lambda module, args, kwargs: padded.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    plain.train()
+    ours = trainer(kind, tmp_path, fits=True, exact_loss=True, config={"budget": TokenBudget(10**6)}, **changes)
+    ours.train()
+    assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
+    assert ours.update_loader.stats.update_samples == 3 * samples
+    assert len(rows) == 96
