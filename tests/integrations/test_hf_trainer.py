@@ -447,3 +447,32 @@ def test_an_encoder_decoders_labels_are_measured(tmp_path):
         assert found["tokens"].tolist() == ([5] * 16 if "length" in data[0] else toys.lengths(rows))
     with pytest.raises(ConfigError, match="train_dataset are not known: it has no column 'length' and no 'input_ids'"):
         sample_lengths(run, [{"text": "a"}], name="train_dataset")
+
+
+@pytest.mark.parametrize(("kind", "samples"), [("seq2seq", 16), ("causal", 8)], ids=["T5", "GPT-2"])
+def test_one_argument_helps_at_the_trainers_defaults(kind, samples, tmp_path):
+    """No accumulation, and a budget that whole updates fit: they are cut where that is faster, and hold the same samples."""
+    import numpy as np
+
+    from dynagroup.plan.work import Work
+
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.5, 0.9, 256), 16, 2048).astype(int)
+    rows = [{"input_ids": [1] * n, "labels": [1] * (n // 4 if kind == "seq2seq" else n)} for n in lengths]
+    common = {"train_dataset": rows, "data_collator": toys.collate}
+    model = toys.seq2seq() if kind == "seq2seq" else toys.causal_lm()
+    args = arguments(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=samples, max_steps=1)
+    plain = Trainer(model, args, **common).get_train_dataloader()
+    ours = DynagroupTrainer(model, args, dynagroup=TokenBudget(samples * 2048 * 2), **common).get_train_dataloader()
+
+    def time_of(batches):
+        shapes = np.array([batch["input_ids"].shape for batch in batches])
+        return sum(Work().per_step + n * Work().of_lengths([width])[0] for n, width in shapes.tolist())
+
+    torch.manual_seed(0)
+    fixed = time_of(plain)
+    updates = list(ours)
+    assert {step.samples.total for update in updates for step in update} == {samples}
+    found = time_of(step.batch for update in updates for step in update)
+    assert sum(map(len, updates)) > 1.5 * len(updates), "most updates are several batches"
+    assert found < 0.75 * fixed

@@ -14,7 +14,7 @@ from transformers import Trainer  # noqa: E402
 from dynagroup import BudgetError, ConfigError, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
 from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import arguments, parameters, trainer  # noqa: E402
+from tests.integrations.jobs import arguments, parameters  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
@@ -150,21 +150,3 @@ def test_fabric_learns_what_plain_pytorch_learns():
     plain = torch.utils.data.DataLoader(rows, batch_sampler=sampler, collate_fn=toys.collate)
     prepared = fabric.setup_dataloaders(plain, use_distributed_sampler=False)
     assert sum(len(batch["labels"]) for batch in prepared) == 32
-
-
-@pytest.mark.parametrize(("kind", "samples"), [("seq2seq", 16), ("causal", 8)])
-def test_the_trainer_one_liner_helps_at_its_defaults(kind, samples, tmp_path):
-    """No accumulation, a budget that whole updates fit: they are cut where that is faster, and stay the same updates."""
-    changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": samples, "max_steps": 3}
-    plain = trainer(kind, tmp_path, fits=False, exact_loss=True, **changes)
-    rows = toys.samples(kind, 96)
-    padded: list[int] = []
-    plain.model.register_forward_pre_hook(
-        lambda module, args, kwargs: padded.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    plain.train()
-    ours = trainer(kind, tmp_path, fits=True, exact_loss=True, config={"budget": TokenBudget(10**6)}, **changes)
-    ours.train()
-    assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
-    assert ours.update_loader.stats.update_samples == 3 * samples
-    assert len(rows) == 96
