@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         iter_generate,
         run_with_oom_retry,
     )
+    from dynagroup.plan.balance import balanced_partitions
     from dynagroup.plan.plan import BatchPlan
     from dynagroup.plan.rounding import friendly_size, multiple_of
     from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -59,6 +60,7 @@ _HOME = {
     "StepLoader": "update.loader",
     "TokenBudget": "budget.tokens",
     "Work": "plan.work",
+    "balanced_partitions": "plan.balance",
     "classify_dataset": "oom",
     "embed_dataset": "oom",
     "encode": "oom",

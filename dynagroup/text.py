@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Dataset
 
 from dynagroup.budget.base import Budget
+from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -34,14 +35,17 @@ def text_dataloader(
     shuffle: bool = False,
     **options: Any,
 ) -> DataLoader[str]:
-    """A ``DataLoader`` of padded batches that fit ``budget``: measures, plans, and tokenizes in its collate function.
+    """A ``DataLoader`` of batches that fit ``budget``: measures, plans, and tokenizes in its collate function.
 
     Args:
         texts: a sequence of strings; of a ``datasets.Dataset`` pass the column, ``dataset["text"]``.
         tokenizer: a transformers tokenizer with a padding token.
-        budget: what fits, e.g. ``TokenBudget(16384)``; its ``pad_to_multiple_of`` is applied.
+        budget: what fits, e.g. ``TokenBudget(16384)``; its ``pad_to_multiple_of`` is applied. With ``layout="packed"`` a batch
+            is one row without padding, made by transformers' ``DataCollatorWithFlattening``: ``position_ids`` and
+            ``cu_seq_lens_q`` say where samples begin. Not every model keeps them apart: see ``integrations.packing``.
         max_length: longer texts are truncated to so many tokens.
-        labels: add ``labels`` for a causal language model: the inputs, with -100 on the padding.
+        labels: add ``labels`` for a causal language model: the inputs, with -100 on the padding, or on the first
+            tokens of packed samples.
         lengths: the texts' lengths if you measured them before, with the same ``max_length``.
         shuffle: other batches every epoch; False: longest first, for inference.
         options: any further argument of :class:`LengthAwareBatchSampler` (``samples_per_update``, ``seed``, ``window``,
@@ -52,13 +56,15 @@ def text_dataloader(
     Raises:
         ConfigError: an option is neither's, or one that the budget decides (``batch_size``), or the tokenizer cannot pad.
     """
+    budget = as_budget(budget)
     sampler_options, loader_options = _sort_options(options)
     if getattr(tokenizer, "pad_token_id", None) is None:
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
     if lengths is None:
         lengths = measure_lengths(texts, tokenizer, max_length=max_length)
     sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)  # type: ignore[arg-type]
-    collate = TokenizingCollator(tokenizer, max_length, budget.pad_to_multiple_of, labels)
+    collator = PackingCollator if budget.layout == "packed" else TokenizingCollator
+    collate = collator(tokenizer, max_length, budget.pad_to_multiple_of, labels)
     return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **loader_options)
 
 
@@ -79,6 +85,24 @@ class TokenizingCollator:
         batch = {name: padded[name] for name in ("input_ids", "attention_mask")}
         if self._labels:
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+        return batch
+
+
+class PackingCollator(TokenizingCollator):
+    """Texts -> one row of ``input_ids`` (and ``labels``), with ``position_ids`` and the borders of the texts.
+
+    A text without any token adds nothing to the row; a row of such texts alone is one padding token.
+    """
+
+    def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        from transformers import DataCollatorWithFlattening
+
+        encoded = self._tokenizer(list(texts), **self._shorten)
+        rows = [{"input_ids": ids} for ids in encoded["input_ids"] if ids]
+        rows = rows or [{"input_ids": [self._tokenizer.pad_token_id]}]
+        batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+        if not self._labels:
+            del batch["labels"]
         return batch
 
 

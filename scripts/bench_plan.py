@@ -21,8 +21,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from results import save  # noqa: E402
 
-from dynagroup.budget.base import Budget, TokenBudget  # noqa: E402
+from dynagroup.budget.base import Budget  # noqa: E402
 from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.plan.planner import PlanConfig, Planner  # noqa: E402
 from dynagroup.plan.sampler import LengthAwareBatchSampler  # noqa: E402
 from dynagroup.shapes import BatchShape  # noqa: E402

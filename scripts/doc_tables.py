@@ -1,12 +1,21 @@
-"""The tables of figures in README.md and docs/benchmarks.md, from benchmarks/results. usage: python scripts/doc_tables.py"""
+"""Figures of README.md and docs, from benchmarks/results. usage: python scripts/doc_tables.py (writes them into the pages)"""
 
 from __future__ import annotations
 
 import json
+import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+ALL_COLUMNS = (
+    *("fixed_16_shuffled", "hf_group_by_length_16", "dynagroup_whole_set"),
+    *("dynagroup_window_50_batches", "dynagroup_shuffle", "dynagroup_update_of_256"),
+)
+DOCTOR = "doctor benchmarks/lengths/azure_llm_conv_2023.npz --max-length 4k --batch-size 8 --world-size 4"
 SHOWN = ("gsm8k", "azure_llm_conv_2023", "t0_mix_50k", "mooncake_conv", "python_files")
 COLUMNS = (
     *("fixed_16_shuffled", "hf_group_by_length_16"),
@@ -20,6 +29,15 @@ def padding_rows() -> list[str]:
     return [
         _row(f"{name} (CV {figures[name]['cv']:.2f})", *(_padding(figures[name][column]) for column in COLUMNS))
         for name in SHOWN
+    ]
+
+
+def efficiency_rows() -> list[str]:
+    """One row a dataset: real tokens over padded tokens, and steps, of each method."""
+    figures = _read("plan_padding")["figures"]
+    return [
+        _row(name, f"{found['cv']:.2f}", *(f"{found[column][0]:.3f}, {found[column][1]:,}" for column in ALL_COLUMNS))
+        for name, found in sorted(figures.items())
     ]
 
 
@@ -47,6 +65,44 @@ def demo_sentence() -> str:
     return f"{figures['speedup']:.2f}x samples/s in the median update (middle half: {low:.2f}x to {high:.2f}x)"
 
 
+def doctor_output() -> str:
+    """What the example of docs/command-line.md prints."""
+    from dynagroup.cli import main
+
+    with redirect_stdout(StringIO()) as printed:
+        main([str(ROOT / word) if word.startswith("benchmarks/") else word for word in DOCTOR.split()])
+    return printed.getvalue()
+
+
+def pages() -> dict[str, str]:
+    """The pages with their figures as they are now."""
+    readme, benchmarks, shell = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("README.md", "docs/benchmarks.md", "docs/command-line.md")
+    )
+    sentence = re.compile(r"[\d.]+x samples/s in the median update \([^)]*\)")
+    benchmarks = _with_rows(benchmarks, "| fixed batches of", demo_rows())
+    return {
+        "README.md": _with_rows(sentence.sub(demo_sentence(), readme), f"| {SHOWN[0]} ", padding_rows()),
+        "docs/benchmarks.md": _with_rows(
+            sentence.sub(demo_sentence(), benchmarks), "| azure_llm_code_2023 | 0.", efficiency_rows()
+        ),
+        "docs/command-line.md": re.sub(
+            r"\$ dynagroup doctor .*?(?=```)",
+            lambda _: f"$ dynagroup {DOCTOR}\n{doctor_output()}",
+            shell,
+            count=1,
+            flags=re.S,
+        ),
+    }
+
+
+def _with_rows(page: str, first: str, rows: list[str]) -> str:
+    """``page`` with the rest of the table from the row that begins with ``first`` replaced."""
+    start = page.index("\n" + first) + 1
+    return page[:start] + "\n".join(rows) + page[page.index("\n\n", start) :]
+
+
 def _read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -61,4 +117,5 @@ def _padding(found: tuple[float, int]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join([*padding_rows(), "", *demo_rows(), "", demo_sentence()]))
+    for name, text in pages().items():
+        (ROOT / name).write_text(text, encoding="utf-8")

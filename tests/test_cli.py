@@ -197,22 +197,21 @@ def model_folder(tmp_path):
     return str(tmp_path / "model")
 
 
-def test_profile_suggests_the_first_batch_size_and_saves_a_picture(model_folder, tmp_path, capsys):
-    from transformers import AutoConfig
-
-    from dynagroup.memory import Workload
-    from dynagroup.memory.profile import profile
+def test_profile_prints_what_fits_and_the_line_that_decides_the_same_and_saves_a_picture(
+    model_folder, tmp_path, capsys
+):
+    from dynagroup import MemoryBudget
+    from dynagroup.memory import what_fits
 
     picture = tmp_path / "a new folder" / "profile.png"
-    arguments = ["--gpu-memory", "80GB", "--dtype", "bfloat16", "--picture", str(picture)]
+    arguments = ["--gpu-memory", "2GB", "--dtype", "bfloat16", "--picture", str(picture)]
     assert main(["profile", model_folder, "--mode", "generate", "--max-new-tokens", "8", *arguments]) == 0
-    config = AutoConfig.from_pretrained(model_folder)
-    workload = Workload.from_model(config, "generate", dtype="bfloat16", max_new_tokens=8)
-    table, memory, _ = profile(config, workload, 80 * 10**9)
+    found = what_fits(model_folder, "2GB", mode="generate", dtype="bfloat16", max_new_tokens=8)
     shown = capsys.readouterr().out
-    assert shown.splitlines()[1:-1] == table.splitlines()[1:]
-    longest_fits = memory.largest(np.array([96]), 0.9 * 80e9)[0]
-    assert f"for samples of up to 96 tokens: MemoryBudget(batch_size={longest_fits}, longest=96)" in shown
+    assert shown == f"{found}\npicture: {picture}\n"
+    (code,) = (line for line in shown.splitlines() if line.startswith("MemoryBudget.from_model("))
+    budget = eval(code, {"MemoryBudget": MemoryBudget})
+    assert budget.largest(np.array(found.lengths)).tolist() == list(found.samples)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

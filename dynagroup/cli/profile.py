@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,41 +58,64 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> None:
-    memory: Any = import_module("dynagroup.memory")  # its names load when they are used
-    from dynagroup.memory.profile import bytes_of, draw_profile, profile_lengths, profile_shapes, suggest
+    from dynagroup.memory import Fits, Measurements, ProfiledMemory, Workload, simulate, what_fits
+    from dynagroup.memory.fits import bytes_of, usual_lengths
     from dynagroup.memory.trace.build import as_config
 
     gpu_memory, config = bytes_of(args.gpu_memory), as_config(args.model)
-    workload = memory.Workload.from_model(config, args.mode, **known(args))
-    shapes = [*args.shapes, *profile_shapes(config)]
-    rows = _measure(config, workload, shapes) if args.measure else memory.simulate(config, workload, shapes)
-    found, lengths = memory.ProfiledMemory.fit(rows), profile_lengths(config)
-    title = f"{args.model}, {args.mode}, {rows.source}"
-    text = suggest(found, gpu_memory, lengths, headroom=args.headroom, title=title)
-    if args.json:
-        print(json.dumps(_figures(found, lengths, gpu_memory, args.headroom), indent=1))
-    elif args.shapes:
-        print(_sizes(rows.rows[: len(args.shapes)]), text, sep="\n\n")
+    rows: Measurements | None = None
+    if args.measure:
+        lengths = usual_lengths(config)
+        workload = Workload.from_model(config, args.mode, **known(args))
+        rows = measured = _measure(
+            config, workload, [*args.shapes, *((n, length) for length in lengths for n in (2, 8))]
+        )
+        saved = f"Measurements.from_parquet({args.output!r})" if args.output else "rows"
+        found = Fits.of(
+            ProfiledMemory.fit(measured),
+            gpu_memory,
+            lengths,
+            headroom=args.headroom,
+            code=f"MemoryBudget.from_bytes({gpu_memory}, model=ProfiledMemory.fit({saved}), headroom={args.headroom})",
+            title=f"{args.model}, {args.mode}, measured",
+        )
     else:
-        print(text)
-    if args.output:
+        found = what_fits(args.model, args.gpu_memory, mode=args.mode, headroom=args.headroom, **known(args))
+        workload = found.memory.workload  # type: ignore[attr-defined]
+        if args.shapes or args.output:
+            rows = simulate(
+                config, workload, args.shapes or [(count, length) for length, count, *_ in found.rows() if count]
+            )
+    if args.json:
+        print(json.dumps(_figures(found), indent=1))
+    elif args.shapes and rows is not None:
+        print(_sizes(rows.rows[: len(args.shapes)]), found, sep="\n\n")
+    else:
+        print(found)
+    if args.output and rows is not None:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         rows.to_parquet(args.output)
-    args.picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_profile(found, gpu_memory, lengths[-1], args.picture, headroom=args.headroom)
+    _draw(found, args.picture)
     if not args.json:
         print(f"picture: {args.picture}")
 
 
-def _figures(memory: Any, lengths: Sequence[int], gpu_memory: int, headroom: float) -> dict[str, Any]:
-    import numpy as np
+def _draw(found: Any, path: Path) -> None:
+    from matplotlib.figure import Figure
 
-    most = memory.largest(np.array(lengths), headroom * gpu_memory).tolist()
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    found.draw(figure.subplots())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _figures(found: Any) -> dict[str, Any]:
     return {
-        "device_bytes": gpu_memory,
-        "headroom": headroom,
-        "static_bytes": memory.static_bytes,
-        "samples_that_fit": dict(zip(map(str, lengths), most, strict=True)),
+        "device_bytes": found.limit_bytes,
+        "headroom": found.headroom,
+        "static_bytes": found.memory.static_bytes,
+        "samples_that_fit": dict(zip(map(str, found.lengths), found.samples, strict=True)),
+        "max_tokens": found.max_tokens,
     }
 
 

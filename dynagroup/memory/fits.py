@@ -19,7 +19,7 @@ from dynagroup.shapes import BatchShape, IntArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Fits", "bytes_of", "largest_within", "token_budget", "what_fits"]
+__all__ = ["Fits", "bytes_of", "largest_within", "token_budget", "usual_lengths", "what_fits"]
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -77,6 +77,42 @@ class Fits:
     code: str
     """The line of Python that makes the same decisions."""
     title: str
+
+    @classmethod
+    def of(
+        cls,
+        memory: BytesMemoryModel,
+        limit_bytes: int,
+        lengths: Sequence[int],
+        *,
+        headroom: float = 0.9,
+        pad_to_multiple_of: int = 1,
+        code: str = "MemoryBudget.from_bytes(limit_bytes, model=memory)",
+        title: str = "what fits",
+    ) -> Fits:
+        """What a model of memory, a :class:`ProfiledMemory` of measured rows say, lets fit a device.
+
+        >>> from dynagroup.memory.profiled import ProfiledMemory
+        >>> Fits.of(ProfiledMemory(0, ("tokens",), ((0.0, 0.0, 1e6, 0.0),), 0.0), 10**9, [100, 900]).samples
+        (9, 1)
+        """
+        if not 0 < headroom <= 1:
+            raise ConfigError(
+                f"`headroom` is the share of the device that may be used, at most 1.0, but is {headroom!r}"
+            )
+        wanted = sorted(int(length) for length in lengths)
+        if not wanted or wanted[0] < 1:
+            raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
+        padded = -(-np.array(wanted) // pad_to_multiple_of) * pad_to_multiple_of
+        room = headroom * limit_bytes
+        samples = largest_within(
+            lambda count: memory.static_bytes + memory.batch_bytes(BatchShape.of(count, padded)) <= room, len(wanted)
+        ).tolist()
+        possible = [length for length, count in zip(wanted, samples, strict=True) if count]
+        tokens = token_budget(memory, room, possible[-1] if possible else 0)
+        return cls(
+            memory, limit_bytes, headroom, pad_to_multiple_of, tuple(wanted), tuple(samples), tokens, code, title
+        )
 
     @property
     def room_bytes(self) -> int:
@@ -144,25 +180,18 @@ def what_fits(
     """
     from dynagroup.device import free_bytes
 
-    if not 0 < headroom <= 1:
-        raise ConfigError(f"`headroom` is the share of the device that may be used, at most 1.0, but is {headroom!r}")
     limit = free_bytes() if memory is None else bytes_of(memory)
     traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
-    wanted = sorted(int(length) for length in lengths) if lengths is not None else _lengths(model_or_config)
-    if not wanted or wanted[0] < 1:
-        raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
-    padded = -(-np.array(wanted) // pad_to_multiple_of) * pad_to_multiple_of
-    room = headroom * limit
-    samples = largest_within(
-        lambda count: traced.static_bytes + traced.batch_bytes(BatchShape.of(count, padded)) <= room, len(wanted)
-    )
-    possible = [length for length, count in zip(wanted, samples.tolist(), strict=True) if count]
-    tokens = token_budget(traced, room, possible[-1] if possible else 0)
     named = model_or_config if isinstance(model_or_config, str) else None
-    return Fits(
-        traced, limit, headroom, pad_to_multiple_of, tuple(wanted), tuple(samples.tolist()), tokens,
-        _code(named, memory, mode, headroom, pad_to_multiple_of, how), f"{named or 'model'}, {mode}",
-    )  # fmt: skip
+    return Fits.of(
+        traced,
+        limit,
+        usual_lengths(model_or_config) if lengths is None else lengths,
+        headroom=headroom,
+        pad_to_multiple_of=pad_to_multiple_of,
+        code=_code(named, memory, mode, headroom, pad_to_multiple_of, how),
+        title=f"{named or 'model'}, {mode}",
+    )
 
 
 def token_budget(memory: BytesMemoryModel, room: float, longest: int) -> int:
@@ -185,7 +214,13 @@ def token_budget(memory: BytesMemoryModel, room: float, longest: int) -> int:
     return int(((most + 1) * lengths).min() - 1)
 
 
-def _lengths(model_or_config: Any) -> list[int]:
+def usual_lengths(model_or_config: Any) -> list[int]:
+    """Powers of two from 128, as far as the model has positions, and then all of these.
+
+    >>> from transformers import GPT2Config
+    >>> usual_lengths(GPT2Config(n_positions=700))
+    [128, 256, 512, 700]
+    """
     from dynagroup.memory.trace.build import as_config, is_model
 
     config = model_or_config.config if is_model(model_or_config) else as_config(model_or_config)

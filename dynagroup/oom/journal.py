@@ -171,7 +171,7 @@ class Journal:
         try:
             saved = json.loads(header)
             version, job = saved["version"], dict(saved["job"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise StateError(f"the first line of {path} is damaged, which says whose it is; {_way_out(path)}") from None
         differing = differences(job, self._identity) or [f"version: {version!r} then, {_VERSION} now"]
         raise StateError(

@@ -17,7 +17,9 @@ from dynagroup.oom.results import Kind, read_results, write_results
 __all__ = ["Output"]
 
 _VERSION = 1
-_RECEIPT = a_mapping({"version": an_int(), "job": a_mapping(), "bytes": an_int(), "checksum": an_int()})
+_RECEIPT = a_mapping(
+    {"version": an_int(_VERSION, _VERSION), "job": a_mapping(), "bytes": an_int(), "checksum": an_int()}
+)
 
 
 class Output:
@@ -48,6 +50,8 @@ class Output:
         """
         if not self._path.exists():
             return False
+        if not self._path.is_file():
+            raise ConfigError(f"`output` {self._path} is no file; remove it, or name another")
         if not self._receipt.exists():
             # a run that was killed between publishing and its receipt has left its whole journal: it publishes again
             if self.journal.exists and len(self.journal.finished()) == self._num_samples:
@@ -90,7 +94,7 @@ class Output:
         try:
             receipt = json.loads(self._receipt.read_text(encoding="utf-8"))
             _RECEIPT(receipt, "receipt")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StateError(
                 f"{self._receipt} is damaged, which says what job {self._path.name} is from ({error}); remove both to start over"
             ) from error

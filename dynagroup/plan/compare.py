@@ -178,7 +178,7 @@ def compare(
         "dynagroup, sorted": {},
     }
     for name, mode in modes.items():
-        sampler = LengthAwareBatchSampler(streams, fits, seed=seed, rank=0, world_size=world_size, **mode)
+        sampler = LengthAwareBatchSampler(streams, fits, seed=seed, rank=0, world_size=world_size, work=cost, **mode)
         plan = sampler.plan
         ways.append(_judged(name, plan.batches, plan.table, streams, plan.budget, cost))
     return Comparison(ways, streams, world_size, batch_size, each, fits)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
 __all__ = ["BatchPlan", "PlannedWindow"]
@@ -68,6 +69,7 @@ class BatchPlan:
         oversize: dataset indices of samples that do not fit even alone.
         repeated: dataset indices of samples that stand in a row a second time, to fill it; their weight is 0.
         dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``.
+        work: what a batch takes.
     """
 
     batches: Batches
@@ -81,6 +83,7 @@ class BatchPlan:
     oversize: IntArray
     repeated: IntArray
     dropped: IntArray
+    work: Work = field(default=Work(), repr=False)
 
     @classmethod
     def join(
@@ -93,6 +96,7 @@ class BatchPlan:
         world_size: int,
         oversize: IntArray,
         left_out: IntArray,
+        work: Work,
     ) -> BatchPlan:
         """One plan from its windows, in order."""
         first = np.cumsum([0, *(len(p.batches) for p in parts)])
@@ -111,6 +115,7 @@ class BatchPlan:
             oversize=oversize,
             repeated=np.concatenate([none, *(p.repeated for p in parts)]),
             dropped=np.concatenate([left_out, *(p.dropped for p in parts)]),
+            work=work,
         )
 
     @property
@@ -137,14 +142,24 @@ class BatchPlan:
         return padded_tokens(self.shapes, self.budget)
 
     @cached_property
+    def work_by_row(self) -> NDArray[np.float64]:
+        """Predicted work of every batch, in linear tokens, without the price of its step: float64 (num_steps, world_size)."""
+        return self.work.of_batches(self.batches, self.lengths, self.budget)[self.table]
+
+    @property
+    def predicted_time(self) -> float:
+        """Predicted time of the steps in linear tokens: each costs its price and the most work of a rank."""
+        return self.work.of_rows(self.work_by_row)
+
+    @cached_property
     def statistics(self) -> Mapping[str, float]:
         """The figures of the plan by name: counts, tokens, ``efficiency`` (real over padded tokens), row imbalance.
 
         ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates: sum of the rows' maxima
-        over the sum of their means, 1.0 at best, with padded tokens for time.
+        over the sum of their means, 1.0 at best, in predicted work.
         """
         sizes, padded = self.batches.sizes, self.padded
-        by_row = padded[self.table].reshape(-1, self.world_size)
+        by_row = self.work_by_row
         real = int(self.shapes.total[TOKENS].sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
         return {
@@ -159,6 +174,7 @@ class BatchPlan:
             "smallest_batch": int(quantiles[0]),
             "median_batch": float(quantiles[1]),
             "largest_batch": int(quantiles[2]),
+            "predicted_time": self.predicted_time,
             "row_imbalance": float(by_row.max(axis=1, initial=0).sum() / max(by_row.mean(axis=1).sum(), 1e-9))
             if len(by_row)
             else 1.0,
@@ -175,11 +191,22 @@ class BatchPlan:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def report(self) -> str:
-        """The plan as a readable table."""
+    def report(self, batch_size: int | None = None) -> str:
+        """The plan as a readable table, against shuffled batches of a fixed size.
+
+        Args:
+            batch_size: what you use today, samples on each rank; None: as many of the longest as the hardest batch here has
+                tokens for.
+        """
         from dynagroup.plan.report import report_plan
 
-        return report_plan(self)
+        return report_plan(self, batch_size)
+
+    def advice(self) -> str | None:
+        """What keeps this plan from saving more, with the figure and the way out; None where little is left to save."""
+        from dynagroup.plan.report import advice
+
+        return advice(self)
 
     def plot(self) -> Any:
         """The plan as a matplotlib figure: padding before and after, batch sizes, memory, work of the ranks, coverage."""

@@ -20,14 +20,14 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.checks import check_choice, check_int
-from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.plan.batches import longest_first
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
 from dynagroup.plan.order import EpochOrder, epoch_order
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
 from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.rows import Rows, Uneven, arrange, cut_rows, prove
+from dynagroup.plan.rows import Rows, Uneven, arrange, cut_rows, num_fewest, prove
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.world import World
@@ -91,6 +91,8 @@ class Position:
     window_size: int
     windows_done: int = 0
     segments: tuple[Segment, ...] = ()
+    tail: int = 1
+    """Windows at the end that are one, so that their rows can be filled; fixed when the epoch starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,12 @@ class Window:
     number: int
     indices: IntArray
     leads: bool
+    num_windows: int = 1
+    """As many as are counted for it."""
+
+    def with_next(self, following: Window) -> Window:
+        indices = np.append(self.indices, following.indices)
+        return replace(self, indices=indices, num_windows=self.num_windows + following.num_windows)
 
 
 class Planner:
@@ -174,27 +182,76 @@ class Planner:
             size = max(self.num_samples, 1)
         return -(-size // world_size) * world_size
 
-    def start(self, world_size: int) -> Position:
+    def start(self, world_size: int, epoch: int = 0, order: IntArray | None = None) -> Position:
         """The beginning of an epoch."""
-        return Position(self.window_size(world_size))
+        size = self.window_size(world_size)
+        return Position(size, tail=self._tail(self._epoch_samples(epoch, order), size, world_size))
+
+    def _tail(self, ordered: _EpochSamples, size: int, world_size: int) -> int:
+        """Windows, counted from the end, that must be cut together: a short last one alone might not fill its rows.
+
+        Every other window holds a multiple of the ranks. The fewest at the end are taken whose batches, put together as far
+        as they fit, are few enough to be divided again into full rows; one where even all of them do not help.
+        """
+        count = -(-len(ordered) // size)
+        over = len(ordered) % world_size
+        if not over or count <= 1 or self.config.samples_per_update is not None:
+            return 1
+        saved = 0
+        for tail in range(1, count + 1):
+            place = count - tail
+            saved += self._can_save(ordered[place * size : (place + 1) * size])
+            if saved >= over:
+                return tail
+        return 1
+
+    def _can_save(self, indices: IntArray) -> int:
+        """By how much the batches of these samples can be fewer than the samples."""
+        lengths = {name: values[indices] for name, values in self.lengths.items()}
+        return len(indices) - num_fewest(lengths, self.budget, self.config.round_batch)
 
     def is_over(self, position: Position, epoch: int, order: IntArray | None = None) -> bool:
         """Whether nothing of the epoch remains."""
         return position.windows_done * position.window_size >= len(self._epoch_samples(epoch, order))
 
+    def check_position(self, position: Position, epoch: int, order: IntArray | None = None) -> None:
+        """Refuse a place that no run of an epoch comes by.
+
+        Raises:
+            StateError: it claims other windows, or more than there are.
+        """
+        ordered = self._epoch_samples(epoch, order)
+        count = -(-len(ordered) // position.window_size)
+        size = position.window_size
+        config = self.config
+        asked = config.samples_per_update or config.window
+        rows = sum(ranks * done for ranks, done in position.segments)
+        sound = (
+            position.windows_done <= count
+            and 1 <= position.tail <= max(count, 1)
+            and (size == asked if config.samples_per_update else size >= (asked or 1))
+            and size <= 2 * max(len(ordered), asked or 1) + (1 << 20)
+            and rows <= len(ordered) + sum(ranks for ranks, _ in position.segments)
+            and not (position.segments and position.windows_done == count)
+        )
+        if not sound:
+            raise StateError(f"the state is damaged: no epoch of {len(ordered)} samples comes by {position}")
+
     def windows(self, epoch: int, position: Position, order: IntArray | None = None) -> Iterator[Window]:
         """The windows from ``position`` on, in the order in which they are used."""
         ordered = self._epoch_samples(epoch, order)
-        size = position.window_size
-        count = -(-len(ordered) // size) if len(ordered) else 0
-        lead = self._leading_window(ordered, size) if self.config.samples_per_update is None else 0
-        for number in range(position.windows_done, count):
-            place = lead if number == 0 else number - (number <= lead)
-            yield Window(
-                number,
-                ordered[place * size : (place + 1) * size],
-                leads=number == 0 and self.config.samples_per_update is None,
-            )
+        size, updates = position.window_size, self.config.samples_per_update is not None
+        count = -(-len(ordered) // size)
+        last = max(count - position.tail, 0)
+        lead = 0 if updates else min(self._leading_window(ordered, size), last)
+        number = 0
+        for turn in range(last + 1 if count else 0):
+            place = lead if turn == 0 else turn - (turn <= lead)
+            whole = place == last
+            if number >= position.windows_done:
+                indices = ordered[place * size : len(ordered) if whole else (place + 1) * size]
+                yield Window(number, indices, turn == 0 and not updates, count - last if whole else 1)
+            number += count - last if whole else 1
 
     def _epoch_samples(self, epoch: int, order: IntArray | None) -> _EpochSamples:
         kept = np.flatnonzero(~self._oversize) if self._drops else None
@@ -211,12 +268,23 @@ class Planner:
         self, epoch: int, world_size: int, position: Position | None = None, order: IntArray | None = None
     ) -> Iterator[PlannedWindow]:
         """The epoch's steps from ``position`` on, a window at a time, planned when asked for."""
-        position = position or self.start(world_size)
+        position = position or self.start(world_size, epoch, order)
         windows = self.windows(epoch, position, order)
         if position.segments:
             yield from self._rest(windows, epoch, world_size, position.segments)
         for window in windows:
+            window = self._filled(window, windows, world_size)
             yield self._finish(window, self._cut(window, np.arange(len(window.indices)), epoch, world_size))
+
+    def _filled(self, window: Window, following: Iterator[Window], world_size: int) -> Window:
+        """The window, with those after it that it needs to fill its rows on a number of ranks the epoch did not start with."""
+        while self.config.samples_per_update is None:
+            over = len(window.indices) % world_size
+            further = next(following, None) if over and self._can_save(window.indices) < over else None
+            if further is None:
+                break
+            window = window.with_next(further)
+        return window
 
     def _rest(
         self, windows: Iterator[Window], epoch: int, world_size: int, segments: Sequence[Segment]
@@ -229,23 +297,32 @@ class Planner:
         window = next(windows, None)
         if window is None:
             return
+        ranks = segments[0][0]
+        window = self._filled(window, windows, ranks)
         remaining = np.arange(len(window.indices))
-        rows = self._cut(window, remaining, epoch, segments[0][0])
-        ranks, num_windows = segments[0][0], 1
+        rows = self._cut(window, remaining, epoch, ranks)
         for size, done in (*segments, (world_size, 0)):
             if size != ranks:
-                following = next(windows, None) if self.config.samples_per_update is None else None
-                if following is not None:
-                    num_windows += 1
-                    remaining = np.append(remaining, len(window.indices) + np.arange(len(following.indices)))
-                    window = replace(window, indices=np.append(window.indices, following.indices))
+                window, remaining = self._with_more(window, remaining, windows, size)
                 rows = self._cut(window, remaining, epoch, size)
                 ranks = size
             used = np.zeros(len(window.indices), np.bool_)
             used[rows.batches.take(rows.table[:done].ravel()).order] = True
             remaining = remaining[~used[remaining]]
             rows = replace(rows, table=rows.table[done:])
-        yield replace(self._finish(window, rows), num_windows=num_windows)
+        yield self._finish(window, rows)
+
+    def _with_more(
+        self, window: Window, remaining: IntArray, following: Iterator[Window], world_size: int
+    ) -> tuple[Window, IntArray]:
+        """The rest of a window together with the next one, and with as many more as it takes to fill rows."""
+        short = self.config.samples_per_update is None
+        while short and (further := next(following, None)) is not None:
+            remaining = np.append(remaining, len(window.indices) + np.arange(len(further.indices)))
+            window = window.with_next(further)
+            over = len(remaining) % world_size
+            short = over > 0 and self._can_save(window.indices[remaining]) < over
+        return window, remaining
 
     def _cut(self, window: Window, positions: IntArray, epoch: int, world_size: int) -> Rows:
         config = self.config
@@ -270,14 +347,19 @@ class Planner:
         order: IntArray | None = None,
     ) -> BatchPlan:
         """The whole epoch, or what remains of it from ``position`` on."""
+        return self.joined(list(self.steps(epoch, world_size, position, order)), epoch, world_size)
+
+    def joined(self, parts: Sequence[PlannedWindow], epoch: int, world_size: int) -> BatchPlan:
+        """Windows as one plan."""
         return BatchPlan.join(
-            list(self.steps(epoch, world_size, position, order)),
+            parts,
             lengths=self.lengths,
             budget=self.budget,
             epoch=epoch,
             world_size=world_size,
             oversize=self.oversize,
             left_out=self.oversize if self._drops else np.zeros(0, np.int64),
+            work=self.config.work,
         )
 
     def _finish(self, window: Window, rows: Rows) -> PlannedWindow:
@@ -298,6 +380,7 @@ class Planner:
             loss_scale=counts * counts.shape[1] / np.maximum(total, 1)[:, None],
             repeated=window.indices[rows.repeated],
             dropped=window.indices[rows.dropped],
+            num_windows=window.num_windows,
         )
 
     @cached_property

@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import AllOf, Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.shapes import TOKENS
+from dynagroup.shapes import TOKENS, BatchShape
 
-__all__ = ["environment", "fixed_padding", "format_table", "report_plan"]
+__all__ = ["advice", "environment", "fixed_padding", "format_table", "report_plan"]
+
+MUCH_PADDING = 0.15
+"""Share of padding from which on it is worth a sentence."""
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -54,7 +57,7 @@ def fixed_padding(
     return float(1.0 - shuffled.sum() / max(int((longest * sizes).sum()), 1))
 
 
-def report_plan(plan: BatchPlan) -> str:
+def report_plan(plan: BatchPlan, batch_size: int | None = None) -> str:
     """The plan as a readable table: what a user checks before a long run.
 
     >>> from dynagroup.budget.tokens import TokenBudget
@@ -65,16 +68,19 @@ def report_plan(plan: BatchPlan) -> str:
     stats = plan.statistics
     ranks = f"{plan.world_size} rank" + "s" * (plan.world_size > 1)
     head = f"epoch {plan.epoch}: {stats['num_samples']:,} samples for {ranks}, {plan.budget.layout} layout"
-    return "\n".join([head, format_table(["", ""], list(_report_rows(plan)))[1:]])
+    table = format_table(["", ""], list(_report_rows(plan, batch_size)))[1:]
+    said = plan.advice()
+    return "\n".join([head, table, *([] if said is None else [said])])
 
 
-def _report_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
     stats, sizes, tokens = plan.statistics, plan.batches.sizes, plan.lengths[TOKENS]
     yield "steps, updates", f"{stats['num_steps']:,}, {stats['num_updates']:,}"
     yield "tokens, real", f"{stats['real_tokens']:,}"
     yield "tokens, with padding", f"{stats['padded_tokens']:,}"
     yield "padding", f"{stats['padding']:.1%}"
-    yield from _fixed_row(plan)
+    yield "predicted time, in tokens of one rank", f"{round(stats['predicted_time']):,}"
+    yield from _fixed_rows(plan, batch_size)
     yield "sample length, median / 99 % / longest", _quantiles(tokens, (0.5, 0.99, 1.0))
     yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
     yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))
@@ -85,15 +91,47 @@ def _report_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
     yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
 
 
-def _fixed_row(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    """What fixed batches of the same samples would pad, sized so that their hardest batch is no larger."""
+def _fixed_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
+    """What shuffled fixed batches of the same samples would pad and take; by themselves as hard as the hardest batch here."""
     if plan.budget.layout == "packed" or not len(plan.batches):
         return
-    everything = plan.lengths[TOKENS][plan.batches.order]
-    size = max(1, int(plan.padded.max()) // max(int(everything.max()), 1))
-    share = fixed_padding(everything, size, pad_to_multiple_of=plan.budget.pad_to_multiple_of)
-    steps = -(-len(everything) // (size * plan.world_size))
+    everything = plan.lengths[TOKENS][np.sort(plan.batches.order)]
+    multiple = plan.budget.pad_to_multiple_of
+    size = batch_size or max(1, int(plan.padded.max()) // max(int(everything.max()), 1))
+    share = fixed_padding(everything, size, pad_to_multiple_of=multiple)
+    time, steps = _fixed_time(plan, everything, size)
     yield f"(shuffled batches of {size} instead)", f"{share:.1%} padding, {steps:,} steps"
+    yield f"(predicted time against batches of {size})", f"{plan.predicted_time / max(time, 1e-9):.1%}"
+
+
+def _fixed_time(plan: BatchPlan, tokens: NDArray[np.integer], size: int) -> tuple[float, int]:
+    shuffled = np.random.default_rng(0).permutation(np.asarray(tokens, np.int64))
+    starts = np.arange(0, len(shuffled), size)
+    longest = np.maximum.reduceat(shuffled, starts)
+    sizes = np.diff(np.append(starts, len(shuffled)))
+    work = plan.work.of_shapes(BatchShape.of(sizes, longest), pad_to_multiple_of=plan.budget.pad_to_multiple_of)
+    rows = np.zeros(-(-len(work) // plan.world_size) * plan.world_size)
+    rows[: len(work)] = work
+    by_row = rows.reshape(-1, plan.world_size)
+    return plan.work.of_rows(by_row), len(by_row)
+
+
+def advice(plan: BatchPlan) -> str | None:
+    """What keeps a plan from saving more, in one sentence with its figure and the way out."""
+    stats = plan.statistics
+    padding, updates = float(stats["padding"]), int(stats["num_updates"])
+    if padding <= MUCH_PADDING or plan.budget.layout == "packed" or stats["num_batches"] < 2:
+        return None
+    said = f"{padding:.0%} of the tokens are padding"
+    if stats["num_steps"] < 1.5 * updates:
+        return (
+            f"{said}: an update is {stats['num_steps'] / updates:.1f} steps of so few samples that sorting them saves little; "
+            "take more samples an update (gradient accumulation), free updates, or a larger `window`"
+        )
+    return (
+        f"{said}: updates of {round(stats['num_samples'] / updates):,} samples are cut into {stats['num_steps'] / updates:.1f} "
+        "steps, because more steps are predicted to take longer; if yours are cheap, say so: work=Work(per_step=...)"
+    )
 
 
 def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:

@@ -15,7 +15,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK, Objective, cut, price_of, runs_of, sorted_window
 from dynagroup.plan.pack import pack
 from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.runs import SortedWindow, by_rows, split_dearest
+from dynagroup.plan.runs import SortedWindow, by_rows, fewest, split_dearest, under_one_limit
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
@@ -55,9 +55,27 @@ def cut_rows(
     price = price_of(window, work, objective)
     found = [_filled(window, runs_of(window, work, objective), num_ranks)]
     if len(found[0]) - 1 <= FEW_ROWS * num_ranks:
-        found += [_filled(window, offsets, num_ranks) for offsets in by_rows(window, num_ranks, price)]
-    offsets = min(found, key=lambda o: _time_of(window.total(o), num_ranks, price))
+        found += [_filled(window, offsets, num_ranks) for offsets in _in_few_rows(window, num_ranks, price)]
+    full = [offsets for offsets in found if (len(offsets) - 1) % num_ranks == 0]
+    if not full:  # so many batches that no more of them fill a row
+        found = [_filled(window, fewest(window), num_ranks)]
+    offsets = min(full or found, key=lambda o: _time_of(window.total(o), num_ranks, price))
     return _in_rows(Batches(order, offsets), window.total(offsets), num_ranks)
+
+
+def _in_few_rows(window: SortedWindow, num_ranks: int, price: float) -> list[IntArray]:
+    """Cuts for a window of few rows: each row under its own limit of work, and all under one, in as many rows or the fewest."""
+    cuts = by_rows(window, num_ranks, price)
+    rows = {-(-(len(offsets) - 1) // num_ranks) for offsets in [*cuts, fewest(window)]}
+    even = [under_one_limit(window, number * num_ranks) for number in sorted(rows)]
+    return [*cuts, *(offsets for offsets in even if offsets is not None)]
+
+
+def num_fewest(lengths: Streams, budget: Budget, round_batch: RoundBatch | None = None) -> int:
+    """The fewest batches that a window can be cut into (packed: that packing finds)."""
+    if budget.layout == "packed" or not len(lengths[TOKENS]):
+        return len(cut(lengths, budget, objective="fewest", round_batch=round_batch))
+    return len(fewest(sorted_window(lengths, budget, DEFAULT_WORK, "fewest", round_batch)[1])) - 1
 
 
 def _filled(window: SortedWindow, offsets: IntArray, num_ranks: int) -> IntArray:

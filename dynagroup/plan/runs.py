@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dynagroup.plan.rounding import RoundBatch, allowed_sizes
 from dynagroup.shapes import IntArray
 
-__all__ = ["SortedWindow", "by_rows", "fewest", "least_time", "split_dearest"]
+__all__ = ["SortedWindow", "by_rows", "fewest", "least_time", "split_dearest", "under_one_limit"]
 
 EXACT_UP_TO = 1 << 16
 """Samples; beyond them neighbours are so alike that a batch can be chosen by itself, in a tenth of the time and memory."""
@@ -209,6 +209,22 @@ def _middle(window: SortedWindow, start: int, stop: int) -> int | None:
             return None
     dearer = np.maximum(first * window.work[start], (stop - start - first) * window.work[start + first])
     return start + int(first[np.argmin(dearer)])
+
+
+def under_one_limit(window: SortedWindow, most_runs: int) -> IntArray | None:
+    """At most so many runs, none of more work than the others can be brought under, by bisection; None where that is too few."""
+    low, high = float(window.work.sum()) / most_runs, float((window.most * window.work).max())
+    best = fewest(window)
+    if len(best) - 1 > most_runs:
+        return None
+    while low < high * (1 - 1 / 256):
+        middle = (low + high) / 2
+        tried = fewest(window.capped(middle))
+        if len(tried) - 1 <= most_runs:
+            best, high = tried, middle
+        else:
+            low = middle
+    return best
 
 
 def by_rows(window: SortedWindow, num_ranks: int, per_step: float) -> list[IntArray]:

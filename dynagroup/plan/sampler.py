@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 import warnings
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -13,18 +18,35 @@ from torch.utils.data import Sampler
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.errors import ConfigError, StateError
+from dynagroup.checks import (
+    Check,
+    a_list,
+    a_text,
+    an_int,
+    anything,
+    check_int,
+    check_seal,
+    check_state,
+    either,
+    nothing,
+    seal_of,
+)
+from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.cut import Objective
 from dynagroup.plan.planner import BatchPlan, Oversize, PlanConfig, PlannedWindow, Planner, Position, Uneven
 from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.work import Work
 from dynagroup.shapes import IntArray
-from dynagroup.world import rank_and_size
+from dynagroup.world import current_world, rank_and_size
 
 __all__ = ["LengthAwareBatchSampler", "OrderSource", "Trail"]
 
+KIND = "LengthAwareBatchSampler"
 STATE_VERSION = 1
+MOST_RANKS = 1 << 20
+JUDGED = 1000
+"""Samples after which a plan's padding says something."""
 
 
 class EpochHandle:
@@ -49,12 +71,20 @@ class EpochHandle:
 
 
 class Trail:
-    """What one iteration has handed out."""
+    """What one iteration has handed out.
 
-    def __init__(self, start: Position, world_size: int) -> None:
+    Args:
+        start: where it began.
+        world_size: its ranks.
+        steps_before: steps of the epoch that were used before it, in iterations that it resumes.
+    """
+
+    def __init__(self, start: Position, world_size: int, steps_before: int = 0) -> None:
         self.start = start
         self.world_size = world_size
+        self.steps_before = steps_before
         self.steps = 0
+        self.ended = False
         self._rows_before = [0]
         self._windows_before = [start.windows_done]
 
@@ -75,7 +105,7 @@ class Trail:
             used = (*used[:-1], (self.world_size, used[-1][1] + rows))
         elif rows:
             used = (*used, (self.world_size, rows))
-        return Position(self.start.window_size, self._windows_before[window], used)
+        return replace(self.start, windows_done=self._windows_before[window], segments=used)
 
 
 class LengthAwareBatchSampler(Sampler[list[int]]):
@@ -149,9 +179,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._advance = 0  # epochs to move on when the next iteration begins, unless told the epoch
         self._start: Position | None = None  # where the next iteration begins, if a state was loaded
         self._trail: Trail | None = None
+        self._steps_before = 0  # of the epoch, where the next iteration resumes it
+        self._lengths: dict[tuple[int, int], int] = {}
+        self._read_late = False  # the plan, after its epoch was handed out
         self._plans: dict[tuple[int, int, Position | None], BatchPlan] = {}
         self._handle = EpochHandle(self)
         self._warned_of_repeats = False
+        self._warned_of_padding = False
         self._warn_of_oversize()
 
     @property
@@ -183,16 +217,21 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     @property
     def plan(self) -> BatchPlan:
-        """This epoch's plan on all ranks; after resuming on another number of ranks, what remained of the epoch."""
-        size = self._rank_and_size()[1]
+        """The steps of this epoch on all ranks; after a resume those that remained, from the first that is emitted.
+
+        Without ``set_epoch`` the epoch is the one whose iteration began last: call it before reading the next one's plan.
+        """
+        self._read_late = self._trail is not None and self._trail.ended
         position = self._start or (self._trail.start if self._trail is not None else None)
-        recut = position is not None and any(ranks != size for ranks, _ in position.segments)
-        return self._plan_from(position if recut else None)
+        resumed = position is not None and bool(position.windows_done or position.segments)
+        return self._plan_from(position if resumed else None)
 
     def __len__(self) -> int:
         """Batches of a full epoch on this rank (of all ranks, where it emits all)."""
         rank, size = self._rank_and_size()
-        steps = self._plan_from(None).num_steps
+        if (self._epoch, size) not in self._lengths:
+            self._lengths[self._epoch, size] = self._plan_from(None).num_steps
+        steps = self._lengths[self._epoch, size]
         return steps if rank is not None else steps * size
 
     def _plan_from(self, position: Position | None) -> BatchPlan:
@@ -205,12 +244,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. Calling it again with the same number changes nothing."""
-        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)) or epoch < 0:
-            raise ConfigError(f"`epoch` must be an int of at least 0, but is {epoch!r}")
+        epoch = check_int("epoch", epoch, least=0)
         if epoch != self._epoch:
             self._start = self._trail = None
+            self._steps_before = 0
             self._apply_learned()
-        self._epoch = int(epoch)
+        self._epoch = epoch
+        self._read_late = False
         self._advance = 0
 
     def _apply_learned(self) -> None:
@@ -221,52 +261,86 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if planner is not self._planner:
             self._planner = planner
             self._plans.clear()
+            self._lengths.clear()
             self._warn_of_oversize()
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
         if self._advance:
+            self._warn_of_a_plan_read_late()
             self.set_epoch(self._epoch + self._advance)
         self._advance = 1
-        start, self._start = self._start or self._planner.start(size), None
-        self._trail = trail = Trail(start, size)
+        order = self._epoch_order()
+        self._check_alike(size)
+        start, self._start = self._start or self._planner.start(size, self._epoch, order), None
+        self._trail = trail = Trail(start, size, self._steps_before)
+        self._steps_before = 0
         epoch, planner = self._epoch, self._planner
-        for planned in planner.steps(epoch, size, start, self._epoch_order()):
+        first: list[PlannedWindow] = []
+        for planned in planner.steps(epoch, size, start, order):
             self._warn_of_repeats(planned)
+            self._warn_of_padding(planner, first, planned, size)
             trail.open(len(planned.table), planned.num_windows)
             for row in planned.table.tolist():
                 trail.steps += 1
                 for number in row if rank is None else row[rank : rank + 1]:
                     yield planned.batches[number].tolist()
+        trail.ended = True
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
         """Where this epoch stands: a few integers, JSON-able, the same on every rank.
 
         Args:
-            num_steps: steps of this iteration that training has used. Needed with a plain ``DataLoader`` that has
-                workers: they fetch ahead, so this sampler has handed out more than was used. None: all handed out,
-                right without workers; torchdata's ``StatefulDataLoader`` does the counting itself.
+            num_steps: steps of this epoch that training has used, those before a resume included. Needed with a plain
+                ``DataLoader`` that has workers: they fetch ahead, so this sampler has handed out more than was used.
+                None: all handed out; torchdata's ``StatefulDataLoader`` does the counting itself.
 
         Raises:
-            StateError: ``num_steps`` is more than was handed out.
+            StateError: ``num_steps`` is no number of steps that this iteration has come by; or it is None in the middle of
+                an epoch while worker processes run.
         """
-        if self._start is not None:
-            position = self._start
-        elif self._trail is not None:
-            position = self._trail.position(num_steps)
-        else:
-            position = self._planner.start(self._rank_and_size()[1])
-        return {
+        position, steps = self._position(num_steps)
+        state = {
+            "kind": KIND,
             "version": STATE_VERSION,
-            "fingerprint": self._planner.fingerprint,
             "identity": self._planner.identity,
             "epoch": self._epoch,
+            "steps": steps,
             "window_size": position.window_size,
             "windows_done": position.windows_done,
             "segments": [list(segment) for segment in position.segments],
+            "tail": position.tail,
             "learned": LearningBudget.saved(self._planner.budget),
             "order": None if self._order is None else self._order.checksum(self._epoch),
+            "seal": "",
         }
+        return {**state, "seal": seal_of(state)}
+
+    def _position(self, num_steps: int | None) -> tuple[Position, int]:
+        """Where the epoch stands, and how many of its steps lie before."""
+        before = self._steps_before if self._trail is None else self._trail.steps_before
+        if num_steps is not None:
+            num_steps = check_int("num_steps", num_steps, least=0)
+        if self._trail is None:
+            if num_steps not in (None, before):
+                raise StateError(
+                    f"`num_steps` is {num_steps}, but this epoch stands at step {before}: nothing was iterated"
+                )
+            size = self._rank_and_size()[1]
+            return self._start or self._planner.start(size, self._epoch, self._epoch_order()), before
+        if num_steps is None and not self._trail.ended and self._trail.steps and _workers_fetch_ahead(sys._getframe(2)):
+            raise StateError(
+                "worker processes fetch batches ahead of training, so this sampler cannot know how many were used; pass "
+                "state_dict(num_steps=steps of this epoch that training has used)"
+            )
+        last = before + self._trail.steps
+        used = last if num_steps is None else num_steps
+        if not before <= used <= last:
+            raise StateError(
+                f"`num_steps` must be from {before} to {last}, the steps of this epoch that were handed out since it was "
+                f"begun or resumed, but is {used}; count from the beginning of the epoch, across resumes"
+            )
+        return self._trail.position(used - before), used
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a state was taken, on any number of ranks: exactly what remained of its epoch comes next.
@@ -279,25 +353,49 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         Raises:
             StateError: the state is damaged, or belongs to other lengths, another budget or other settings.
         """
-        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        if any({**other, "learned": None} != {**states[0], "learned": None} for other in states[1:]):
-            raise StateError("the ranks' states differ: they were not taken after the same step")
-        LearningBudget.restore(self._planner.budget, states[0].get("learned") if states else None)
-        self._planner = self._planner.rebuilt()
-        state = _checked_state(states[0] if states else {}, self._planner)
-        self._epoch, self._advance = state["epoch"], 0
-        if self._order is not None and self._order.checksum(self._epoch) != state["order"]:
+        states = [state_dict] if isinstance(state_dict, Mapping) else state_dict
+        if not isinstance(states, (list, tuple)) or not states:
             raise StateError(
-                f"`order` gives other indices in epoch {self._epoch} than when the state was taken; "
-                "seed its generator alike, or give it a set_epoch"
+                f"a state, or the list of all ranks' states, was expected, but {state_dict!r:.80} was given"
             )
-        segments = tuple((int(ranks), int(rows)) for ranks, rows in state["segments"])
-        self._start = Position(state["window_size"], state["windows_done"], segments)
+        with _unless_refused(self._planner.budget):
+            planner, state = self._checked(states)
+        self._planner = planner
+        self._epoch, self._advance = state["epoch"], 0
+        position = _position_of(state)
+        unused = not position.windows_done and not position.segments
+        self._start, self._steps_before = None if unused else position, state["steps"]
         self._trail = None
         self._plans.clear()
-        if self._planner.is_over(self._start, self._epoch, self._epoch_order()):
+        self._lengths.clear()
+        if planner.is_over(position, self._epoch, self._epoch_order()):
             self._advance = 1  # the epoch was used up
         self._handle.resume_at(self._epoch + self._advance)
+
+    def _checked(self, states: Sequence[Any]) -> tuple[Planner, Mapping[str, Any]]:
+        """The first of the states, if all are whole, of this run and of one step; and the planner to go on with.
+
+        What the budget has learned is taken over first, because fingerprints show it.
+        """
+        learned = states[0].get("learned") if isinstance(states[0], Mapping) else None
+        LearningBudget.restore(self._planner.budget, learned)
+        planner = self._planner.rebuilt()
+        for state in states:
+            check_state(state, KIND, STATE_VERSION, SCHEMA, planner.identity)
+            check_seal(state)
+        own = {"learned": None, "seal": None}
+        if any({**other, **own} != {**states[0], **own} for other in states[1:]):
+            raise StateError("the ranks' states differ: they were not taken after the same step")
+        state, position = states[0], _position_of(states[0])
+        if self._order is not None and self._order.checksum(state["epoch"]) != state["order"]:
+            raise StateError(
+                f"`order` gives other indices in epoch {state['epoch']} than when the state was taken; "
+                "seed its generator alike, or give it a set_epoch"
+            )
+        planner.check_position(
+            position, state["epoch"], None if self._order is None else self._order.of_epoch(state["epoch"])
+        )
+        return planner, state
 
     def _rank_and_size(self) -> tuple[int | None, int]:
         if self._world_size is not None:
@@ -306,6 +404,40 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def _epoch_order(self) -> IntArray | None:
         return None if self._order is None else self._order.of_epoch(self._epoch)
+
+    def _check_alike(self, world_size: int) -> None:
+        """Refuse an `order` that differs between the ranks of this job. Collective, once an epoch."""
+        if self._order is None or world_size == 1 or self._rank is not None or self._world_size is not None:
+            return
+        crc = self._order.checksum(self._epoch)
+        world = current_world()
+        highest, lowest = world.all_max([crc, -crc])
+        if highest != -lowest:
+            raise AlignmentError(
+                f"`order` gives other indices on other ranks in epoch {self._epoch}, so samples would be lost and repeated; "
+                "seed it alike on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
+            )
+
+    def _warn_of_a_plan_read_late(self) -> None:
+        if self._read_late:
+            warnings.warn(
+                f"sampler.plan was read after epoch {self._epoch} and is its plan, but epoch {self._epoch + self._advance} "
+                "begins now, with other steps; call set_epoch(epoch) before reading the plan of an epoch",
+                stacklevel=3,
+            )
+
+    def _warn_of_padding(
+        self, planner: Planner, first: list[PlannedWindow], planned: PlannedWindow, world_size: int
+    ) -> None:
+        """Say once, after the first windows with a thousand samples, what keeps the plan from saving more."""
+        if self._warned_of_padding:
+            return
+        first.append(planned)
+        if sum(len(window.batches.order) for window in first) >= JUDGED:
+            self._warned_of_padding = True
+            said = planner.joined(first, self._epoch, world_size).advice()
+            if said is not None:
+                warnings.warn(said, stacklevel=3)
 
     def _warn_of_oversize(self) -> None:
         oversize = self._planner.oversize
@@ -328,15 +460,31 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
 
 class OrderSource:
-    """Reads a user's sampler of indices once an epoch and keeps the epoch that is running."""
+    """Reads a user's sampler of indices once an epoch and keeps the epoch that is running.
+
+    A sampler with ``set_epoch`` is told the epoch. One with a ``generator`` reaches an epoch by drawing all before it, from
+    where its generator stood at first: an epoch has the same order whenever it is asked for. Any other is read once for each
+    epoch, as it comes.
+
+    Raises:
+        ConfigError: it is no iterable, can be read only once, or gives what is no index.
+    """
 
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
         if not isinstance(source, Iterable):
             raise ConfigError(f"`order` must be an iterable of dataset indices, but is {source!r}")
+        if isinstance(source, Iterator):
+            raise ConfigError(
+                f"`order` must give indices anew every epoch, but {type(source).__name__} can be read only once; "
+                "pass a list or a sampler"
+            )
         self._source = source
         self._num_samples = num_samples
         self._epoch = -1
         self._indices: IntArray = np.zeros(0, np.int64)
+        generator = getattr(source, "generator", None)
+        self._generator = generator if hasattr(generator, "get_state") else None
+        self._before: dict[int, Any] = {0: self._generator.get_state()} if self._generator is not None else {}
 
     def __len__(self) -> int:
         """Indices an epoch draws, without drawing them where the source can say."""
@@ -347,12 +495,25 @@ class OrderSource:
             set_epoch = getattr(self._source, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
-            for _ in range(1 if set_epoch is not None else max(1, epoch - self._epoch)):
-                self._indices = self._checked(
-                    list(self._source)
-                )  # a seeded sampler reaches an epoch by drawing each before
+                self._indices = self._checked(list(self._source))
+            elif self._generator is not None:
+                self._indices = self._drawn(epoch)
+            else:
+                for _ in range(max(1, epoch - self._epoch)):  # it may be seeded in a way that cannot be seen
+                    self._indices = self._checked(list(self._source))
             self._epoch = epoch
         return self._indices
+
+    def _drawn(self, epoch: int) -> IntArray:
+        assert self._generator is not None
+        known = max(e for e in self._before if e <= epoch)
+        self._generator.set_state(self._before[known])
+        indices: list[int] = []
+        for drawn in range(known, epoch + 1):
+            self._before[drawn] = self._generator.get_state()
+            indices = list(self._source)
+        self._before = {e: state for e, state in self._before.items() if e in (0, epoch)}
+        return self._checked(indices)
 
     def checksum(self, epoch: int) -> int:
         return zlib.crc32(self.of_epoch(epoch).data)
@@ -374,46 +535,48 @@ def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None,
         if rank is not None:
             raise ConfigError(f"`rank` ({rank}) needs `world_size` beside it")
         return None, None
-    if isinstance(world_size, bool) or not isinstance(world_size, (int, np.integer)) or world_size < 1:
-        raise ConfigError(f"`world_size` must be an int of at least 1, but is {world_size!r}")
+    world_size = check_int("world_size", world_size, most=MOST_RANKS)
     if rank is not None and not (isinstance(rank, (int, np.integer)) and 0 <= rank < world_size):
         raise ConfigError(f"`rank` must be from 0 to `world_size` - 1 ({world_size - 1}), but is {rank!r}")
-    return rank, int(world_size)
+    return None if rank is None else int(rank), world_size
 
 
-def checked_state(state: Mapping[str, Any], keys: Sequence[str], kind: str, planner: Planner) -> None:
-    """Refuse a state that is damaged, of another version, or of another plan.
-
-    Args:
-        keys: what a state of this ``kind`` holds besides version, fingerprint, identity and order.
-
-    Raises:
-        StateError: names what is missing, or what differs.
-    """
-    needed = ("version", "fingerprint", "identity", *keys, "order")
-    missing = [key for key in needed if key not in state] if isinstance(state, Mapping) else list(needed)
-    if missing:
-        raise StateError(f"this is no state of {kind}: {missing} missing")
-    if state["version"] != STATE_VERSION:
-        raise StateError(f"the state has version {state['version']}, this dynagroup reads version {STATE_VERSION}")
-    if state["fingerprint"] != planner.fingerprint:
-        theirs, ours = state["identity"], planner.identity
-        differing = [f"{k}: {theirs.get(k)!r} then, {v!r} now" for k, v in ours.items() if theirs.get(k) != v]
-        raise StateError(
-            f"the state belongs to plan {state['fingerprint']}, this run has {planner.fingerprint}; {'; '.join(differing)}"
-        )
+def _position_of(state: Mapping[str, Any]) -> Position:
+    segments = tuple((ranks, rows) for ranks, rows in state["segments"])
+    return Position(state["window_size"], state["windows_done"], segments, state["tail"])
 
 
-def _checked_state(state: Mapping[str, Any], planner: Planner) -> Mapping[str, Any]:
-    checked_state(
-        state, ("epoch", "window_size", "windows_done", "segments", "learned"), "a LengthAwareBatchSampler", planner
-    )
-    numbers = [
-        state["epoch"],
-        state["windows_done"],
-        state["window_size"] - 1,
-        *(n for s in state["segments"] for n in s),
-    ]
-    if any(not isinstance(n, int) or n < 0 for n in numbers):
-        raise StateError(f"the state is damaged: {numbers} must all be integers of at least 0")
-    return state
+@contextmanager
+def _unless_refused(budget: Budget) -> Iterator[None]:
+    """Undoes what a refused state has taught the budget."""
+    before = LearningBudget.saved(budget)
+    try:
+        yield
+    except BaseException:
+        LearningBudget.restore(budget, before)
+        raise
+
+
+def _workers_fetch_ahead(caller: FrameType) -> bool:
+    """Whether a state must be told its steps: worker processes live, and the caller is no loader that counts itself."""
+    counts_itself = str(caller.f_globals.get("__name__", "")).startswith("torchdata.")
+    return not counts_itself and any(child.daemon for child in multiprocessing.active_children())
+
+
+def _segment(value: Any, place: str) -> None:
+    a_list(an_int(1), length=2)(value, place)
+    an_int(1, MOST_RANKS)(value[0], f"{place}[0]")
+
+
+SCHEMA: Mapping[str, Check] = {
+    "epoch": an_int(),
+    "steps": an_int(),
+    "window_size": an_int(1),
+    "windows_done": an_int(),
+    "segments": a_list(_segment, most=4096),
+    "tail": an_int(1),
+    "learned": anything(),
+    "order": either(nothing(), an_int()),
+    "seal": a_text(),
+}
+"""What the fields of a saved state must be."""

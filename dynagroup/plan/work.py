@@ -7,13 +7,16 @@ length of the sample, and every step costs something before its first token.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.budget.base import Budget, Layout
 from dynagroup.checks import check_number
+from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import TOKENS, BatchShape, Streams, round_up
 
@@ -43,6 +46,67 @@ class Work:
             check_number("per_step", self.per_step)
         if self.crossover != math.inf:
             check_number("crossover", self.crossover)
+
+    @classmethod
+    def of(cls, model_or_config: Any) -> Work:
+        """What a ``transformers`` model's config says; measured step times say it better, see :meth:`fit`.
+
+        A token takes 2 floating-point operations for each weight of a layer's matrices and of the output matrix; attention
+        takes ``4 * heads * head size`` for each token that a token looks at. Their ratio is the crossover: about 6 times the
+        hidden size of a dense decoder. The price is a rule of thumb: launching a layer's kernels takes about as long as
+        3e10 such operations on a current GPU, and a step of a large model still costs 256 tokens.
+
+        Raises:
+            ConfigError: the config does not state its sizes.
+        """
+        from dynagroup.memory.trace.describe import architecture
+
+        sizes = architecture(getattr(model_or_config, "config", model_or_config))
+        wanted = ("hidden_size", "num_layers", "num_heads", "head_size")
+        missing = [name for name in wanted if not sizes[name]]
+        if missing:
+            raise ConfigError(
+                f"the config of {type(model_or_config).__name__} does not state {', '.join(missing)}; "
+                "write Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit"
+            )
+        hidden, layers = sizes["hidden_size"], sizes["num_layers"] + sizes["num_encoder_layers"]
+        attention = sizes["num_heads"] * sizes["head_size"]
+        matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
+        matrices += (3 if sizes["gated_mlp"] else 2) * sizes["intermediate_size"] * sizes["experts_per_token"]
+        linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
+        return cls(per_step=float(np.clip(3e10 / linear, 256, 2048)), crossover=linear / (4.0 * attention))
+
+    @classmethod
+    def fit(cls, rows: Iterable[tuple[int, int, float]]) -> Work:
+        """From measured padded steps: (samples, tokens of the longest, seconds) each.
+
+        Least squares of relative errors of ``seconds = a + b * n * L + c * n * L**2``; what comes out below zero is left out.
+
+        Raises:
+            ConfigError: fewer than three different shapes, or a number that is not positive.
+
+        >>> work = Work(per_step=500, crossover=4000)
+        >>> shapes = [(1, 100), (8, 100), (8, 1000), (2, 4000)]
+        >>> fitted = Work.fit([(n, longest, 1e-5 * (500 + n * work.of_lengths(longest))) for n, longest in shapes])
+        >>> round(fitted.per_step), round(fitted.crossover)
+        (500, 4000)
+        """
+        table = np.asarray([tuple(row) for row in rows], np.float64).reshape(-1, 3)
+        if len(np.unique(table[:, :2], axis=0)) < 3 or not (np.isfinite(table).all() and (table > 0).all()):
+            raise ConfigError(
+                "Work.fit needs rows (samples, longest, seconds), all greater than 0, of at least three different shapes, "
+                f"but was given {len(table)} rows of {len(np.unique(table[:, :2], axis=0))} shapes"
+            )
+        tokens = table[:, 0] * table[:, 1]
+        columns = np.stack([np.ones(len(table)), tokens, tokens * table[:, 1]], axis=1) / table[:, 2:]
+        found = np.zeros(3)
+        for used in ([0, 1, 2], [0, 1], [1, 2], [1]):  # the last is a ratio of sums of positive numbers
+            found = np.zeros(3)
+            found[used] = np.linalg.lstsq(columns[:, used], np.ones(len(table)), rcond=None)[0]
+            if (found >= 0).all() and found[1] > 0:
+                break
+        start, linear, squared = (float(value) for value in found)
+        return cls(per_step=start / linear, crossover=linear / squared if squared else math.inf)
 
     def of_lengths(self, tokens: ArrayLike) -> NDArray[np.float64]:
         """Work of samples of these lengths, without the price of a step: linear tokens, float64 (N,)."""

@@ -56,7 +56,7 @@ class Place:
 
 def _position(state: Mapping[str, Any]) -> Position:
     segments = tuple((int(ranks), int(rows)) for ranks, rows in state["segments"])
-    return Position(state["window_size"], state["windows_done"], segments)
+    return Position(state["window_size"], state["windows_done"], segments, state["tail"])
 
 
 def _segment(value: Any, place: str) -> None:
@@ -64,7 +64,9 @@ def _segment(value: Any, place: str) -> None:
     an_int(1, MOST_RANKS)(value[0], f"{place}[0]")
 
 
-POSITION = a_mapping({"window_size": an_int(1), "windows_done": an_int(), "segments": a_list(_segment, most=4096)})
+POSITION = a_mapping(
+    {"window_size": an_int(1), "windows_done": an_int(), "segments": a_list(_segment, most=4096), "tail": an_int(1)}
+)
 CURSOR = a_mapping(
     {
         "epoch": an_int(0, MOST_EPOCHS),

@@ -305,7 +305,7 @@ class FreeUpdates(Updates):
             epoch=epoch,
             update=sum(updates for updates, _ in before),
             samples_seen=sum(samples for _, samples in before),
-            position=self.planner.start(world_size),
+            position=self.planner.start(world_size, epoch),
         )
 
     def counts(self, epoch: int, world_size: int) -> tuple[int, int]:
@@ -337,7 +337,9 @@ class FreeUpdates(Updates):
 
     def updates(self, place: Place, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
         before, begun = place.cursor, place.begun
-        position = begun.position if begun is not None else before.position or self.planner.start(world_size)
+        position = (
+            begun.position if begun is not None else before.position or self.planner.start(world_size, before.epoch)
+        )
         trail = Trail(position, world_size)
         for window in self.planner.steps(before.epoch, world_size, position):
             trail.open(len(window.table), window.num_windows)

@@ -120,6 +120,7 @@ def test_no_damage_gives_a_wrong_result(tmp_path_factory: Any, kind: str, place:
         b'{"version": 2, "job": 3}\n',
         b"null\n",
         b"\0" * 99,
+        b"[" * 99999 + b"\n",
     ],
 )
 def test_a_damaged_first_line_is_an_error_that_names_file_and_way_out(first: bytes, tmp_path: Path) -> None:
@@ -269,3 +270,25 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_the_first_line_says_what_the_job_is(tmp_path: Path) -> None:
     path = written(tmp_path, [0])
     assert json.loads(path.read_bytes().partition(b"\n")[0]) == {"version": 2, "job": JOB}
+
+
+RECEIPTS = [b"", b"\xff", b"null", b"[]", b"{}", b"[" * 99999, b'{"version": 1}', b"\0" * 40]
+RECEIPTS += [
+    b'{"version": 1, "job": 3, "bytes": 4, "checksum": 5}',
+    b'{"version": 1, "job": {}, "bytes": -4, "checksum": 5}',
+]
+
+
+@pytest.mark.parametrize("damaged", RECEIPTS, ids=lambda d: d[:20].decode(errors="replace"))
+def test_a_damaged_receipt_is_an_error_that_names_it(damaged: bytes, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        run(tmp_path, Crashing(patched, 10**9), [])
+    (tmp_path / "out.jsonl.job").write_bytes(damaged)
+    with pytest.raises(StateError, match="out.jsonl.job is damaged, .*; remove both to start over"):
+        Output(tmp_path / "out.jsonl", JOB, 20, TEXTS).is_finished()
+
+
+def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="out.jsonl is no file"):
+        Output(tmp_path / "out.jsonl", JOB, 20, TEXTS).is_finished()

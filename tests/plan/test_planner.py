@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from dynagroup.memory.model import PaddedTokens
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.planner import PlanConfig, Planner, epoch_order
 from dynagroup.plan.rounding import multiple_of
-from dynagroup.plan.rows import prove
+from dynagroup.plan.rows import num_fewest, prove
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves
 from tests import strategies
@@ -158,6 +159,40 @@ def test_rows_that_cannot_be_filled() -> None:
     empty = Planner({"tokens": np.zeros(0, np.int32)}, TokenBudget(9), PlanConfig()).plan(0, 3)
     assert empty.num_steps == 0
     assert empty.statistics["num_samples"] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(20, 80),
+    st.integers(2, 6),
+    st.integers(1, 12),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_samples_are_repeated_only_where_no_batch_of_the_plan_can_be_divided(
+    values: list[int], max_tokens: int, ranks: int, window: int, shuffle: bool, seed: int
+) -> None:
+    lengths = {"tokens": np.asarray(values, np.int32)}
+    config = PlanConfig(window=window, shuffle=shuffle, seed=seed)
+    planner = Planner(lengths, TokenBudget(max_tokens), config)
+    plan = planner.plan(0, ranks)
+    needed = num_fewest(lengths, planner.budget)
+    over = len(values) % ranks
+    if len(values) - needed >= over and len(plan.repeated):
+        assert (plan.batches.sizes == 1).all()
+    start = planner.start(ranks)
+    rest = planner.plan(0, ranks, replace(start, windows_done=0))
+    assert rest.fingerprint == plan.fingerprint
+
+
+def test_a_short_last_window_is_cut_together_with_the_one_before() -> None:
+    planner = Planner({"tokens": np.ones(10, np.int32)}, TokenBudget(4), PlanConfig(window=8, seed=0))
+    plan = planner.plan(0, 4)
+    assert planner.start(4).tail == 2
+    assert len(plan.repeated) == 0
+    assert plan.statistics["num_samples"] == 10
+    assert planner.start(2).tail == 1  # two samples fill a row
 
 
 def test_the_proof_catches_what_a_plan_must_never_be() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,3 +72,32 @@ def test_columns_line_up():
         "long name     1",
         "x          1000",
     ]
+
+
+def test_a_plan_that_is_faster_is_not_shown_as_a_loss():
+    lengths = np.random.default_rng(0).lognormal(5, 1, 2000).astype(int) + 1
+    plan = LengthAwareBatchSampler(lengths, TokenBudget(16_384), samples_per_update=64, rank=0, world_size=1).plan
+    lines = plan.report(batch_size=8).splitlines()
+    assert any("(shuffled batches of 8 instead)" in line for line in lines)
+    share = next(line for line in lines if "(predicted time against batches of 8)" in line)
+    assert 0 < float(share.split()[-1].rstrip("%")) < 100
+    shuffled = np.random.default_rng(0).permutation(lengths)
+    time = sum(
+        plan.work.per_step + len(b) * float(plan.work.of_lengths(b.max()))
+        for b in np.split(shuffled, range(8, 2000, 8))
+    )
+    assert float(share.split()[-1].rstrip("%")) == pytest.approx(100 * plan.predicted_time / time, abs=0.1)
+
+
+def test_what_keeps_a_plan_from_saving_more_is_said_once():
+    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
+    few = LengthAwareBatchSampler(lengths, TokenBudget(1 << 20), samples_per_update=4, rank=0, world_size=1)
+    with pytest.warns(UserWarning, match=r"^\d\d% of the tokens are padding: "):
+        list(few)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(few)
+    assert "more samples an update" in few.plan.report().splitlines()[-1]
+    several = LengthAwareBatchSampler(lengths, TokenBudget(1 << 20), samples_per_update=32, rank=0, world_size=1).plan
+    assert several.advice() is None or "work=Work(per_step=...)" in several.advice()
+    assert LengthAwareBatchSampler(lengths, TokenBudget(4096), rank=0, world_size=1).plan.advice() is None

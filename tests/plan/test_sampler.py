@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import warnings
 from itertools import islice
 from typing import Any
@@ -14,7 +16,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dynagroup.budget.base import Budget
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.checks import seal_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.rounding import friendly_size, multiple_of
 from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -112,14 +116,15 @@ def test_literal_state_is_small_and_json_able() -> None:
     assert (state["epoch"], state["window_size"]) == (0, 40)
     assert state["windows_done"] * 40 + sum(rows for _, rows in state["segments"]) > 0
     assert set(state) == {
-        "version", "fingerprint", "identity", "epoch", "window_size", "windows_done", "segments", "learned", "order",
+        *("kind", "version", "identity", "epoch", "steps", "window_size", "windows_done", "segments", "tail"),
+        *("learned", "order", "seal"),
     }  # fmt: skip
 
 
 def test_resuming_plans_only_what_comes() -> None:
     one = sampler(shuffle=True, window=40)
     list(one)
-    state = {**one.state_dict(), "windows_done": 6, "segments": []}
+    state = sealed(one.state_dict(), windows_done=5, segments=[])
     other = sampler(shuffle=True, window=40)
     other.load_state_dict(state)
     asked = []
@@ -176,20 +181,142 @@ def test_foreign_states_are_refused_with_what_differs() -> None:
     state = sampler().state_dict()
     with pytest.raises(StateError, match="seed: 0 then, 4 now"):
         sampler(seed=4).load_state_dict(state)
-    with pytest.raises(StateError, match=f"belongs to plan {state['fingerprint']}, this run has"):
+    with pytest.raises(StateError, match="the state belongs to another run; lengths: "):
         LengthAwareBatchSampler(LENGTHS // 2, BUDGET).load_state_dict(state)
     with pytest.raises(StateError, match="version 9, this dynagroup reads version 1"):
         sampler().load_state_dict({**state, "version": 9})
-    with pytest.raises(StateError, match="'epoch'.* missing"):
+    with pytest.raises(StateError, match="kind, identity, epoch, .* missing"):
         sampler().load_state_dict({"version": 1})
-    with pytest.raises(StateError, match="is damaged"):
+    with pytest.raises(StateError, match="is damaged: state\\['windows_done'\\] must be an int"):
         sampler().load_state_dict({**state, "windows_done": -1})
+    with pytest.raises(StateError, match="its seal differs"):
+        sampler().load_state_dict({**state, "windows_done": 1})
+    other = sampler()
+    other.set_epoch(3)
     with pytest.raises(StateError, match="states differ"):
-        sampler().load_state_dict([state, {**state, "epoch": 3}])
+        sampler().load_state_dict([state, other.state_dict()])
     one = sampler()
     next(iter(one))
-    with pytest.raises(StateError, match="`num_steps` must be from 0 to the 1 steps handed out, but is 2"):
+    with pytest.raises(StateError, match="`num_steps` must be from 0 to 1, .* but is 2"):
         one.state_dict(num_steps=2)
+
+
+def sealed(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    state = {**state, **changes}
+    return {**state, "seal": seal_of(state)}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"segments": [[10**12, 5]]},
+        {"segments": [[2, 10**12]]},
+        {"windows_done": 10**12},
+        {"window_size": 10**15},
+        {"tail": 10**6},
+        {"epoch": 1.5},
+        {"steps": None},
+        {"order": "x"},
+    ],
+    ids=str,
+)
+def test_a_state_that_claims_what_cannot_be_is_refused_and_changes_nothing(damage: dict[str, Any]) -> None:
+    expected = list(sampler(0, 2, shuffle=True, window=40))
+    state = sampler(0, 2, shuffle=True, window=40).state_dict()
+    fresh = sampler(0, 2, shuffle=True, window=40)
+    with pytest.raises(StateError, match="is damaged"):
+        fresh.load_state_dict(sealed(state, **damage))
+    assert (fresh.epoch, list(fresh)) == (0, expected)
+
+
+def test_a_refused_state_does_not_teach_the_budget() -> None:
+    taught, fresh = LearningBudget(BUDGET), LearningBudget(BUDGET)
+    taught.record_failed_cost(500.0)
+    state = LengthAwareBatchSampler(LENGTHS, taught, seed=1).state_dict()
+    before = fresh.state_dict()
+    with pytest.raises(StateError, match="seed: 1 then, 0 now"):
+        LengthAwareBatchSampler(LENGTHS, fresh).load_state_dict(state)
+    assert fresh.state_dict() == before
+
+
+def test_settings_that_act_otherwise_are_told_apart() -> None:
+    def state(rounding: Any, seed: Any = 0) -> dict[str, Any]:
+        return json.loads(json.dumps(sampler(round_batch=rounding, seed=seed, window=np.int64(40)).state_dict()))
+
+    partial, same = functools.partial(min, 8), functools.partial(min, 8)
+    sampler(round_batch=same, window=40).load_state_dict(state(partial))
+    sampler(round_batch=lambda n: n, window=40, seed=3).load_state_dict(state(lambda n: n, np.int32(3)))
+    with pytest.raises(StateError, match="round_batch: "):
+        sampler(round_batch=lambda n: max(n - 1, 1), window=40).load_state_dict(state(lambda n: n))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_after_a_resume_the_plan_is_what_is_emitted(ranks: int) -> None:
+    one = sampler(0, 2, samples_per_update=64)
+    it = iter(one)
+    steps = int(np.flatnonzero(one.plan.update_ends)[1]) + 1
+    for _ in range(steps):
+        next(it)
+    resumed = sampler(0, ranks, samples_per_update=64)
+    resumed.load_state_dict(json.loads(json.dumps(one.state_dict(num_steps=steps))))
+    plan = resumed.plan
+    assert list(resumed) == [row[0] for row in plan.rows]
+    assert list(resumed.plan.rows) == list(plan.rows)
+    assert plan.num_updates == 3  # of five
+
+
+def test_a_plan_read_after_its_epoch_is_warned_of_when_the_next_begins() -> None:
+    one = sampler(shuffle=True)
+    list(one)
+    assert one.plan.epoch == 0
+    with pytest.warns(UserWarning, match="sampler.plan was read after epoch 0 .* call set_epoch"):
+        list(one)
+    one.set_epoch(2)
+    assert one.plan.epoch == 2
+    assert list(one) == [row[0] for row in one.plan.rows]
+
+
+def test_steps_are_counted_from_the_beginning_of_the_epoch_across_resumes() -> None:
+    everything = list(sampler(shuffle=True, window=40))
+    one, steps = sampler(shuffle=True, window=40), 0
+    seen: list[list[int]] = []
+    for more in (3, 4, 2):
+        it = iter(one)
+        seen += [next(it) for _ in range(more + 2)][:more]  # two more were fetched ahead
+        steps += more
+        state = json.loads(json.dumps(one.state_dict(num_steps=steps)))
+        with pytest.raises(StateError, match=f"must be from {steps - more} to {steps + 2}, .* but is {steps + 3}"):
+            one.state_dict(num_steps=steps + 3)
+        one = sampler(shuffle=True, window=40)
+        one.load_state_dict(state)
+        assert one.state_dict() == state
+        with pytest.raises(StateError, match=f"is 0, but this epoch stands at step {steps}"):
+            one.state_dict(num_steps=0)
+    assert seen + list(one) == everything
+
+
+def test_a_state_behind_workers_must_be_told_its_steps() -> None:
+    one = sampler(shuffle=True)
+    loader = iter(DataLoader(Items(), batch_sampler=one, num_workers=1))
+    next(loader)
+    with pytest.raises(StateError, match="worker processes fetch batches ahead"):
+        one.state_dict()
+    assert one.state_dict(num_steps=1)["steps"] == 1
+
+
+def test_an_order_that_can_be_read_once_is_refused() -> None:
+    with pytest.raises(ConfigError, match="can be read only once"):
+        sampler(order=iter(range(300)))
+
+
+def test_an_epoch_has_its_order_whenever_it_is_asked_for() -> None:
+    order = RandomSampler(range(300), generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+    one = sampler(order=order, samples_per_update=50)
+    first, second = list(one), list(one)
+    for epoch, expected in ((0, first), (1, second), (0, first)):
+        one.set_epoch(epoch)
+        assert list(one) == expected
+    assert first != second
 
 
 def test_given_order_is_read_once_an_epoch_and_checked() -> None:
@@ -222,7 +349,7 @@ def test_a_seeded_order_is_found_again_in_a_later_epoch() -> None:
     list(it)
     state = two.state_dict()
     resumed = make()
-    resumed.load_state_dict({**state, "epoch": 2, "windows_done": 0, "order": one.state_dict()["order"]})
+    resumed.load_state_dict(sealed(state, epoch=2, windows_done=0, steps=0, order=one.state_dict()["order"]))
     assert list(resumed) == third
 
 

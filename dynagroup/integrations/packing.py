@@ -1,0 +1,138 @@
+"""Packed batches on a transformers model: the collator it needs, and proof that the model keeps the samples apart.
+
+Where a model, its attention or its positions do not suit packed batches, transformers says nothing: samples see each other,
+or stand in wrong places, and the loss looks healthy. So the model itself is asked, on two samples of a few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from dynagroup.errors import ConfigError
+
+__all__ = ["check_packing", "mask_bytes", "packing_collator"]
+
+LINEAR = (
+    "flash_attention",
+    "flex_attention",
+    "dynagroup_varlen",
+)  # keep samples apart without a mask of tokens times tokens
+MOST_MASK_BYTES = 2**30
+Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
+Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
+PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
+
+
+def packing_collator(model: Any, *, max_tokens: int | None = None, **options: Any) -> Collate:
+    """``transformers.DataCollatorWithFlattening`` with what this model needs: its first position, borders for its kernels.
+
+    Args:
+        model: a transformers model, as it will be trained: its choice of attention counts.
+        max_tokens: of the budget; with it attention that needs masks is refused where they would be large.
+        options: of the collator, such as ``return_seq_idx=True`` for state-space models.
+
+    Raises:
+        ConfigError: see :func:`check_packing`.
+    """
+    from transformers import DataCollatorWithFlattening
+
+    settings: dict[str, Any] = {"return_flash_attn_kwargs": _is_linear(model)}
+    first = _first_position(model)
+    if first:
+        settings["position_ids_start"] = first
+    collate = DataCollatorWithFlattening(**{**settings, **options})
+    check_packing(model, collate, max_tokens=max_tokens)
+    return collate
+
+
+def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = None) -> None:
+    """Run two short samples packed and one by one: the model must answer alike. Two forward passes of eight tokens.
+
+    Args:
+        model: a transformers model; in what mode it is stays as it is.
+        collate_fn: makes a packed batch of samples with ``input_ids``.
+        max_tokens: of the budget; None: no limit on masks is checked.
+
+    Raises:
+        ConfigError: answers differ (no attention that keeps samples apart, a cache, positions that start elsewhere), or
+            attention would build a mask of more than 1 GiB for a batch of ``max_tokens``.
+    """
+    import torch
+
+    need = mask_bytes(model, max_tokens or 0)
+    if need > MOST_MASK_BYTES:
+        raise ConfigError(
+            f"attention {_attention(model)!r} builds a mask quadratic in the sum of tokens: a packed batch of {max_tokens:,} "
+            f"tokens would take {need / 1e9:.1f} GB for it; load the model with attn_implementation='flash_attention_2', or call "
+            "dynagroup.integrations.varlen.use_varlen_attention(model)"
+        )
+    samples = [{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES]
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
+    try:
+        with torch.no_grad():
+            together = _answer(model, collate_fn(samples), device)
+            alone = torch.cat([_answer(model, {"input_ids": torch.tensor([ids])}, device) for ids in PROBES], dim=1)
+    finally:
+        model.train(was_training)
+    if together.shape != alone.shape:
+        raise ConfigError(
+            f"`collate_fn` does not pack: two samples of 8 tokens came out as {tuple(together.shape[:2])}"
+        )
+    apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
+    if apart > (5e-5 if alone.dtype.itemsize >= 4 else 5e-2):
+        raise ConfigError(
+            f"{type(model).__name__} answers otherwise on packed samples than on each alone (by {apart:.1%}): {_why(model)}"
+        )
+
+
+def mask_bytes(model: Any, num_tokens: int) -> int:
+    """Bytes of what attention builds for a packed batch of so many tokens, to keep samples apart; 0 where it needs nothing.
+
+    With "sdpa" a boolean mask, which kernels turn into the model's own type; with "eager" the scores of all heads besides.
+    """
+    if _is_linear(model):
+        return 0
+    width = next(model.parameters()).dtype.itemsize
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 1) if _attention(model) == "eager" else 0
+    return num_tokens**2 * (1 + width + 2 * heads * width)
+
+
+def _answer(model: Any, batch: dict[str, Any], device: Any) -> Any:
+    import torch
+
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
+    output = model(**inputs)
+    found = output.logits if getattr(output, "logits", None) is not None else output[0]
+    return found.detach()
+
+
+def _attention(model: Any) -> str:
+    return str(getattr(model.config, "_attn_implementation", None) or "eager")
+
+
+def _is_linear(model: Any) -> bool:
+    return any(name in _attention(model) for name in LINEAR)
+
+
+def _first_position(model: Any) -> int:
+    """RoBERTa-like models number positions from behind their padding token's."""
+    for module in model.modules():
+        if type(module).__name__.endswith("Embeddings") and hasattr(module, "position_embeddings"):
+            table = module.position_embeddings
+            if getattr(table, "padding_idx", None) is not None:
+                return int(table.padding_idx) + 1
+    return 0
+
+
+def _why(model: Any) -> str:
+    generates = hasattr(model, "can_generate") and model.can_generate()
+    if generates and not _is_linear(model) and getattr(model.config, "use_cache", False):
+        return "set model.config.use_cache = False; with a cache transformers builds no mask between packed samples"
+    if not _is_linear(model):
+        return (
+            f"its attention {_attention(model)!r} does not keep them apart; use attn_implementation='flash_attention_2', or "
+            "dynagroup.integrations.varlen.use_varlen_attention(model), or the padded layout"
+        )
+    return "its positions or layers that run along the row do not start anew with each sample; use the padded layout"

@@ -1,0 +1,143 @@
+"""Divide items over parts of equal cost."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.checks import check_int
+from dynagroup.errors import BudgetError, ConfigError
+
+__all__ = ["balanced_partitions"]
+
+EXCHANGES = 8
+"""Exchanges between the dearest part and the cheapest that are tried, a part."""
+
+
+def balanced_partitions(
+    costs: Sequence[float] | np.ndarray,
+    num_parts: int,
+    *,
+    sizes: Sequence[float] | np.ndarray | None = None,
+    limit: float | None = None,
+    equal_size: bool = False,
+) -> list[list[int]]:
+    """Divide items into parts of about equal total cost, each within a limit of total size.
+
+    Args:
+        costs: of each item, at least 0.
+        num_parts: how many parts; some stay empty where there are fewer items.
+        sizes: what counts against ``limit`` (tokens, say); default: the costs.
+        limit: most that the sizes of a part may come to.
+        equal_size: all parts hold equally many items, give or take one.
+
+    Returns:
+        ``result[part]``: positions in ``costs``, ascending; every item is in exactly one part.
+
+    Raises:
+        ConfigError: an argument is wrong. BudgetError: the items were not brought within the limit.
+
+    >>> balanced_partitions([9, 1, 4, 4, 2, 8], 2)
+    [[0, 2, 4], [1, 3, 5]]
+    >>> balanced_partitions([5, 1, 1, 1], 2, equal_size=True)
+    [[0, 3], [1, 2]]
+    """
+    num_parts = check_int("num_parts", num_parts)
+    cost = _numbers("costs", costs)
+    size = cost if sizes is None else _numbers("sizes", sizes)
+    if len(size) != len(cost):
+        raise ConfigError(f"`sizes` must be as many as `costs` ({len(cost)}), but are {len(size)}")
+    most = np.inf if limit is None else float(limit)
+    parts = _least_loaded(cost, size, num_parts, most, equal_size) or _fullest(cost, size, num_parts, most, equal_size)
+    if parts is None:
+        raise BudgetError(
+            f"{len(cost)} items of size {size.sum():g}, the largest {size.max(initial=0):g}, were not brought into {num_parts} "
+            f"parts of at most {most:g} each; allow more parts or a higher limit"
+        )
+    _exchange(parts, cost, size, most)
+    return [sorted(part) for part in parts]
+
+
+def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:
+    array = np.asarray(values, np.float64)
+    if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
+        raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item")
+    return array
+
+
+def _room_for(num_items: int, num_parts: int, equal_size: bool) -> list[int]:
+    """Items that each part may hold."""
+    if not equal_size:
+        return [num_items] * num_parts
+    return [num_items // num_parts + (part < num_items % num_parts) for part in range(num_parts)]
+
+
+def _least_loaded(
+    cost: NDArray[np.float64], size: NDArray[np.float64], num_parts: int, most: float, equal_size: bool
+) -> list[list[int]] | None:
+    """Dearest first, each to the part of least cost that has room for it; None where one fits nowhere.
+
+    The dearest part is at most 4/3 of the least possible without a limit (Graham 1969). O(N log parts) as long as things fit.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    room, left = _room_for(len(cost), num_parts, equal_size), [most] * num_parts
+    open_ = [(0.0, part) for part in range(num_parts)]
+    costs, sizes = cost.tolist(), size.tolist()
+    for item in np.argsort(-cost, kind="stable").tolist():
+        passed = []
+        while open_ and sizes[item] > left[open_[0][1]]:
+            passed.append(heapq.heappop(open_))
+        if not open_:
+            return None
+        load, part = heapq.heappop(open_)
+        parts[part].append(item)
+        left[part] -= sizes[item]
+        if len(parts[part]) < room[part]:
+            heapq.heappush(open_, (load + costs[item], part))
+        for entry in passed:
+            heapq.heappush(open_, entry)
+    return parts
+
+
+def _fullest(
+    cost: NDArray[np.float64], size: NDArray[np.float64], num_parts: int, most: float, equal_size: bool
+) -> list[list[int]] | None:
+    """Largest first, each to the fullest part that has room: where the limit binds so closely that little else fits in."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    room, left = np.asarray(_room_for(len(cost), num_parts, equal_size)), np.full(num_parts, most)
+    for item in np.argsort(-size, kind="stable").tolist():
+        after = np.where(room > 0, left - size[item], -1.0)
+        fitting = np.flatnonzero(after >= 0)
+        if not len(fitting):
+            return None
+        part = int(fitting[np.argmin(after[fitting])])
+        parts[part].append(item)
+        left[part] -= size[item]
+        room[part] -= 1
+    return parts
+
+
+def _exchange(parts: list[list[int]], cost: NDArray[np.float64], size: NDArray[np.float64], most: float) -> None:
+    """Swap one item of the dearest part for one of the cheapest, the pair that brings the two closest, while that helps."""
+    load = np.asarray([cost[part].sum() for part in parts])
+    held = np.asarray([size[part].sum() for part in parts])
+    for _ in range(EXCHANGES * len(parts)):
+        dear, cheap = int(load.argmax()), int(load.argmin())
+        gap = load[dear] - load[cheap]
+        if not parts[cheap] or gap <= 1e-9 * load[dear]:
+            return
+        one, other = np.asarray(parts[dear]), np.asarray(parts[cheap])
+        moved = cost[one][:, None] - cost[other][None, :]
+        larger = size[one][:, None] - size[other][None, :]
+        fits = (held[cheap] + larger <= most) & (held[dear] - larger <= most) & (moved > 0) & (moved < gap)
+        if not fits.any():
+            return
+        best = int(np.argmin(np.where(fits, np.abs(moved - gap / 2), np.inf)))
+        i, j = divmod(best, len(other))
+        parts[dear][i], parts[cheap][j] = int(other[j]), int(one[i])
+        for part, sign in ((dear, -1), (cheap, 1)):
+            load[part] += sign * moved[i, j]
+            held[part] += sign * larger[i, j]

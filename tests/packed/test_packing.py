@@ -1,0 +1,94 @@
+"""Packed collation: what a model needs, and what it would get wrong is refused before training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+from dynagroup import TokenBudget, text_dataloader
+from dynagroup.errors import ConfigError
+from dynagroup.integrations.packing import check_packing, mask_bytes, packing_collator
+from dynagroup.integrations.varlen import use_varlen_attention
+from dynagroup.oom.packed import packed_borders
+from tests.test_text import numbered
+from tests.test_text import tokenizer as tokenizer
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama(attention: str = "sdpa", **changes: object) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=attention, **{"use_cache": False, **changes}))
+
+
+def test_a_model_that_keeps_samples_apart_is_given_its_collator() -> None:
+    model = llama().train()
+    batch = packing_collator(model)([{"input_ids": [5, 6]}, {"input_ids": [7]}])
+    assert batch["position_ids"].tolist() == [[0, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, -100]]
+    assert "cu_seq_lens_q" not in batch
+    assert model.training
+    assert packing_collator(use_varlen_attention(llama()))([{"input_ids": [5, 6]}])["cu_seq_lens_q"].tolist() == [0, 2]
+
+
+def test_a_cache_is_refused_because_samples_would_see_each_other() -> None:
+    with pytest.raises(ConfigError, match="set model.config.use_cache = False"):
+        packing_collator(llama(use_cache=True))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_encoders_whose_masks_know_no_packs_are_refused(attention: str) -> None:
+    model = BertForMaskedLM(BertConfig(**SIZES, attn_implementation=attention))
+    with pytest.raises(ConfigError, match=f"its attention '{attention}' does not keep them apart"):
+        packing_collator(model)
+
+
+def test_positions_begin_where_the_model_lets_them() -> None:
+    model = use_varlen_attention(RobertaForMaskedLM(RobertaConfig(**SIZES, pad_token_id=1)))
+    assert packing_collator(model)([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
+    with pytest.raises(ConfigError, match="its positions or layers"):
+        packing_collator(model, position_ids_start=0)
+
+
+def test_masks_that_would_be_large_are_refused_with_their_cost() -> None:
+    assert mask_bytes(llama(), 1000) == 1000**2 * 5
+    assert mask_bytes(use_varlen_attention(llama()), 10**6) == 0
+    with pytest.raises(ConfigError, match=r"a packed batch of 131,072 tokens would take 85.9 GB"):
+        packing_collator(llama(), max_tokens=131_072)
+
+
+def test_a_collator_that_pads_is_noticed() -> None:
+    def padded(rows):
+        return {
+            "input_ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(r["input_ids"]) for r in rows], batch_first=True)
+        }
+
+    with pytest.raises(ConfigError, match="`collate_fn` does not pack"):
+        check_packing(llama(), padded)
+
+
+def test_the_one_liner_packs(tokenizer) -> None:
+    texts = numbered([7, 3, 9, 1, 4, 4, 0])
+    loader = text_dataloader(texts, tokenizer, TokenBudget(16, layout="packed"), labels=True)
+    seen = []
+    for batch in loader:
+        borders = packed_borders(batch)
+        assert borders is not None
+        assert batch["input_ids"].shape == batch["labels"].shape == (1, borders[-1])
+        assert borders[-1] <= 16
+        ids = batch["input_ids"][0].tolist()
+        seen += [" ".join(str(i - 2) for i in ids[a:b]) for a, b in zip(borders[:-1], borders[1:], strict=True)]
+    assert sorted(seen) == sorted(text for text in texts if text)
+    assert len(loader) == 2
+    batch = next(iter(text_dataloader(["", ""], tokenizer, TokenBudget(16, layout="packed"))))
+    assert (batch["input_ids"].tolist(), "labels" in batch) == ([[0]], False)

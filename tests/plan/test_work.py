@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from dynagroup import ConfigError, TokenBudget, Work
+from dynagroup.plan.batches import Batches
+from dynagroup.shapes import BatchShape
+
+
+def test_literal_work() -> None:
+    work, budget = Work(per_step=10, crossover=100), TokenBudget(1000, pad_to_multiple_of=8)
+    lengths = {"tokens": np.array([10, 3, 20], np.int32)}
+    batches = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
+    assert work.of_batches(batches, lengths, budget).tolist() == [2 * (16 + 2.56), 24 + 5.76]
+    packed = work.of_batches(batches, lengths, TokenBudget(1000, layout="packed"))
+    assert packed.tolist() == pytest.approx([11 + 3.09, 24])
+    assert work.of_shapes(BatchShape.of([2], longest=16)).tolist() == [2 * (16 + 2.56)]
+    assert work.of_rows(np.array([[5.0, 7.0], [1.0, 0.0]])) == 2 * 10 + 7 + 1
+    assert Work(per_step=0, crossover=math.inf).of_lengths([7]).tolist() == [7]
+
+
+LLAMA = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=688,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+)
+GPT2 = GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=512)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None:
+    def operations(tokens: int) -> float:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            ids = torch.zeros((1, tokens), dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=ids)
+        return float(counter.get_total_flops())
+
+    short, long = operations(128), operations(512)
+    quadratic = (long / 512 - short / 128) / (512 - 128)
+    linear = short / 128 - 128 * quadratic
+    assert Work.of(config).crossover == pytest.approx(linear / quadratic, rel=0.05)
+
+
+def test_a_dense_decoder_crosses_over_at_about_six_times_its_width() -> None:
+    wide = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
+    assert 5 < Work.of(wide).crossover / 4096 < 7
+    assert Work.of(wide).per_step == 256
+    assert 1000 < Work.of(GPT2Config()).per_step < 2048
+
+
+def test_work_is_fitted_to_measured_steps() -> None:
+    rng, work = np.random.default_rng(0), Work(per_step=800, crossover=3000)
+    shapes = [
+        (int(n), int(longest)) for n, longest in zip(rng.integers(1, 32, 60), rng.integers(16, 2048, 60), strict=True)
+    ]
+    rows = [(n, t, 2e-6 * float(800 + n * work.of_lengths(t)) * rng.normal(1, 0.02)) for n, t in shapes]
+    fitted = Work.fit(rows)
+    assert fitted.per_step == pytest.approx(800, rel=0.2)
+    assert fitted.crossover == pytest.approx(3000, rel=0.1)
+    linear = Work.fit([(n, t, 0.001 * n * t) for n, t in shapes])
+    assert linear.per_step < 1
+    assert linear.crossover > 1e6
+
+
+def test_bad_arguments_name_themselves() -> None:
+    with pytest.raises(ConfigError, match="`per_step` must be greater than 0 and finite, but is -1"):
+        Work(per_step=-1)
+    with pytest.raises(ConfigError, match="`crossover` must be greater than 0"):
+        Work(crossover=0)
+    with pytest.raises(ConfigError, match="at least three different shapes, but was given 2 rows of 1 shapes"):
+        Work.fit([(1, 8, 0.1), (1, 8, 0.2)])
+    with pytest.raises(ConfigError, match="all greater than 0"):
+        Work.fit([(1, 10, 3.0), (2, 10, 2.0), (4, 10, 0.0)])
+
+    class Unknown:
+        pass
+
+    with pytest.raises(ConfigError, match="does not state hidden_size"):
+        Work.of(Unknown())
