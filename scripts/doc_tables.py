@@ -103,6 +103,25 @@ def _with_rows(page: str, first: str, rows: list[str]) -> str:
     return page[:start] + "\n".join(rows) + page[page.index("\n\n", start) :]
 
 
+def packing_rows(dataset: str) -> list[str]:
+    """One row a way of packing: what it makes of a data set; its time is relative to the first row's."""
+    found = _read("pack")["figures"][dataset]["methods"]
+    first = next(iter(found.values()))["critical_path"]
+    return [
+        _row(
+            name,
+            f"{run['steps']:,}",
+            f"{run['fill']:.1%}",
+            f"{run['row_imbalance']:.2f}",
+            f"{run['samples_cut']:,}",
+            f"{run['samples_dropped']:,}",
+            "yes" if run["same_updates"] else "no",
+            f"{run['critical_path'] / first:.2f}",
+        )
+        for name, run in found.items()
+    ]
+
+
 def _read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 

@@ -20,7 +20,6 @@ LINEAR = (
 )  # keep samples apart without a mask of tokens times tokens
 MOST_MASK_BYTES = 2**30
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
-Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 
 

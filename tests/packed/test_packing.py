@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import (
@@ -92,3 +95,12 @@ def test_the_one_liner_packs(tokenizer) -> None:
     assert len(loader) == 2
     batch = next(iter(text_dataloader(["", ""], tokenizer, TokenBudget(16, layout="packed"))))
     assert (batch["input_ids"].tolist(), "labels" in batch) == ([[0]], False)
+
+
+@pytest.mark.parametrize("dataset", ["azure_llm_conv_2023", "python_files"])
+def test_the_page_shows_the_figures_of_the_results(dataset: str) -> None:
+    root = Path(__file__).parents[2]
+    tables = runpy.run_path(str(root / "scripts" / "doc_tables.py"))
+    page = (root / "docs" / "packing.md").read_text(encoding="utf-8")
+    for row in tables["packing_rows"](dataset):
+        assert row in page
