@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,6 +54,38 @@ def sum_limits(budget: Budget, lengths: Streams) -> SumLimits:
     return SumLimits(sums, samples, asks)
 
 
+class _Caps:
+    """Most tokens of a batch by (samples, longest), asked of the budget for a grid at once: two sides of nearly every answer.
+
+    A batch of fewer samples and a shorter longest than a cell's fits with the cell's tokens; one of more and longer does not fit
+    with more. Only between the two must the budget itself be asked.
+    """
+
+    def __init__(self, budget: Budget, tokens: IntArray) -> None:
+        steps = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+        self.counts = [n for n in steps if n < len(tokens)] + [len(tokens)]
+        self.longest: list[int] = np.unique(np.quantile(tokens, np.linspace(0, 1, 49), method="higher")).tolist()
+        shape = (len(self.longest), len(self.counts))
+        longest = np.repeat(np.asarray(self.longest, np.int64), len(self.counts))
+        counts = np.tile(np.asarray(self.counts, np.int64), len(self.longest))
+        low, high = np.full(len(counts), -1), np.full(len(counts), int(tokens.sum(dtype=np.int64)) + 1)
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            fits = budget.fits(BatchShape.of(counts, longest, np.maximum(middle, 0)))
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+        self._most: list[list[int]] = low.reshape(shape).tolist()
+
+    def sure(self, count: int, longest: int) -> int:
+        """With at most so many tokens a batch of that many samples fits."""
+        i, j = bisect_left(self.longest, longest), bisect_left(self.counts, count)
+        return self._most[i][j] if i < len(self.longest) and j < len(self.counts) else -1
+
+    def most(self, count: int, longest: int) -> int:
+        """With more tokens than that it does not."""
+        i, j = bisect_right(self.longest, longest) - 1, bisect_right(self.counts, count) - 1
+        return self._most[max(i, 0)][max(j, 0)] if i >= 0 else UNLIMITED
+
+
 @dataclass(slots=True)
 class Bin:
     """A packed batch that is being filled."""
@@ -85,12 +118,13 @@ class Room:
         alone = BatchShape(np.ones(len(lengths[TOKENS]), np.int64), _wide(lengths), _wide(lengths))
         self.fits_alone: list[bool] = budget.fits(alone).tolist()  # first: it names a stream that is missing
         limits = sum_limits(budget, lengths)
-        tokens, self.most_tokens = limits.sums[0] if limits.sums else (lengths[TOKENS], UNLIMITED)
+        tokens, self.most_tokens = limits.sums[0] if limits.sums else (lengths[TOKENS].astype(np.int64), UNLIMITED)
         self.tokens: list[int] = tokens.tolist()
         self.most_samples = limits.samples
         self._further = [(units.tolist(), limit) for units, limit in limits.sums[1:]]
         self._asks, self._alone = limits.asks, len(lengths) == 1
         self._budget, self._streams = budget, lengths
+        self._caps = _Caps(budget, tokens) if self._asks and self._alone and len(self.tokens) else None
 
     @property
     def known(self) -> bool:
@@ -139,9 +173,17 @@ class Room:
         return len(bin.members) < bin.sure_samples and bin.tokens + size <= bin.sure_tokens and size <= bin.longest
 
     def _asked(self, bin: Bin, sample: int) -> bool:
-        if not self._alone:
+        if self._caps is None:
             return self.together([*bin.members, sample])
         size, count, longest = self.tokens[sample], len(bin.members), max(self.tokens[sample], bin.longest)
+        if bin.tokens + size <= self._caps.sure(count + 1, longest):
+            return True
+        most = self._caps.most(count + 1, longest) - bin.tokens
+        if size > most:
+            if size <= bin.longest:
+                bin.refused = max(min(most, size - 1), -1)
+                bin.room = min(bin.room, bin.refused)
+            return False
         fits = self._budget.fits(BatchShape.of(count + BOLD, longest, bin.tokens + size * BOLD))
         if fits[0]:
             bold = int(BOLD[np.flatnonzero(fits)[-1]])

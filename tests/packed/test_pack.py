@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynagroup.budget.base import AdditiveCap, Budget
+from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
@@ -146,3 +147,17 @@ def test_a_budget_that_must_be_asked_is_asked_seldom() -> None:
 def test_a_stream_that_is_missing_is_named() -> None:
     with pytest.raises(ConfigError, match="AdditiveCap needs the stream 'patches'"):
         pack(streams([1, 2]), TokenBudget(9, layout="packed") & AdditiveCap("patches", 3))
+
+
+def test_packed_batches_fit_the_memory_that_a_model_is_predicted_to_take() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
+    )
+    budget = MemoryBudget.from_model(config, "200MB", layout="packed", dtype="bf16")
+    lengths = streams(np.load(LENGTHS / "azure_llm_conv_2023.npz")["tokens"][:512])
+    batches = pack(lengths, budget, 4)
+    fits = budget.fits(shapes_of(batches, lengths))
+    assert budget.layout == "packed"
+    assert (fits | (batches.sizes == 1)).all()
+    assert batches.sizes.max() > 2
