@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import threading
 import warnings
 from itertools import islice
 from typing import Any
@@ -19,7 +20,8 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.checks import seal_of
-from dynagroup.errors import ConfigError, StateError
+from dynagroup.errors import AlignmentError, ConfigError, StateError
+from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan.rounding import friendly_size, multiple_of
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
@@ -438,4 +440,20 @@ def test_every_rank_of_a_world_sees_its_own_column() -> None:
 
     columns = run_ranks(4, run)
     assert len({len(column) for column in columns}) == 1
+    assert_conserves((batch for column in columns for batch in column), range(300))
+
+
+def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = threading.local()
+    monkeypatch.setattr(sampler_module, "rank_and_size", lambda: (mine.world.rank, mine.world.size))
+    monkeypatch.setattr(sampler_module, "current_world", lambda: mine.world)
+
+    def run(world: World, seed: int) -> list[list[int]]:
+        mine.world = world
+        order = RandomSampler(range(300), generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        return list(sampler(None, None, order=order, samples_per_update=50))
+
+    with pytest.raises(AlignmentError, match="`order` gives other indices on other ranks in epoch 0, .* seed it alike"):
+        run_ranks(2, lambda world: run(world, world.rank))
+    columns = run_ranks(2, lambda world: run(world, 7))
     assert_conserves((batch for column in columns for batch in column), range(300))
