@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -58,3 +59,31 @@ def test_pages_show_no_command_that_does_not_exist(capsys):
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])
         assert stopped.value.code == 0, command
+
+
+def test_messages_in_troubleshooting_are_those_of_the_source():
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## Errors and warnings")[1]
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    assert len(messages) > 5
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (DOCS.parent / "dynagroup").rglob("*.py")]
+    texts = [
+        n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
+    source = "\n".join(texts)
+    for message in messages:
+        for part in filter(None, (part.strip() for part in message.split("..."))):
+            assert part in source, f"no message says {part!r}"
+
+
+def test_files_that_the_architecture_names_exist():
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", page))
+    assert len(named) > 10
+    assert {name for name in named if not (DOCS.parent / "dynagroup" / name).exists()} == set()
+
+
+def test_the_loop_is_shown_one_way():
+    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
+        text = page.read_text(encoding="utf-8")
+        assert "update_ends, scales" not in text, f"{page.name} weighs batches by an epoch's plan: a loader's steps know"
+        assert not re.search(r"zip\(\s*DataLoader", text), page.name
