@@ -85,5 +85,7 @@ def test_files_that_the_architecture_names_exist():
 def test_the_loop_is_shown_one_way():
     for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
         text = page.read_text(encoding="utf-8")
-        assert "update_ends, scales" not in text, f"{page.name} weighs batches by an epoch's plan: a loader's steps know"
+        assert "update_ends, scales" not in text, (
+            f"{page.name} weighs batches by an epoch's plan: a loader's steps know"
+        )
         assert not re.search(r"zip\(\s*DataLoader", text), page.name
