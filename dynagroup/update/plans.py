@@ -390,15 +390,17 @@ class FreeUpdates(Updates):
 
     def _used(self, position: Position, epoch: int) -> int:
         """Samples of an epoch that come before a position; of a window in use, its plan says which."""
-        count, windows = self.num_samples, position.windows_done
+        windows = list(self.planner.windows(epoch, position))
         left = 0
         if position.segments:
-            window = next(self.planner.steps(epoch, position.segments[-1][0], position), None)
-            if window is None:
+            planned = next(self.planner.steps(epoch, position.segments[-1][0], position), None)
+            if planned is None:
                 return -1
-            left = int(window.batches.sizes[window.table[window.loss_scale > 0]].sum())
-            windows += window.num_windows
-        return count - left - max(0, count - windows * position.window_size)
+            left = int(planned.batches.sizes[planned.table[planned.loss_scale > 0]].sum())
+            counted = planned.num_windows
+            while windows and counted > 0:
+                counted -= windows.pop(0).num_windows
+        return self.num_samples - left - sum(len(window.indices) for window in windows)
 
     def restore(self, state: Mapping[str, Any], place: Place) -> None:
         self._past = [(updates, samples) for updates, samples in state["past"]]
