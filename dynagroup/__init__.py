@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         run_with_oom_retry,
     )
     from dynagroup.plan.balance import balanced_partitions
+    from dynagroup.plan.ladder import ShapeLadder
     from dynagroup.plan.plan import BatchPlan
     from dynagroup.plan.rounding import friendly_size, multiple_of
     from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -54,6 +55,7 @@ _HOME = {
     "OomSafeBackward": "oom",
     "PlannedDataLoader": "update.planned",
     "RefinementCollator": "online.collate",
+    "ShapeLadder": "plan.ladder",
     "Share": "update.step",
     "StateError": "errors",
     "Step": "update.step",
