@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "regressor.json"
 PUBLISHED = RESULTS.with_name("published.json")
 FITS = RESULTS.with_name("fits.json")
+TOKEN_BUDGETS = RESULTS.with_name("token_budgets.json")
 REPORT = HERE / "REPORT.md"
 
 RMSE, UNSAFE, GROWTH, UNKNOWN_UNSAFE, UNKNOWN_GROWTH = 0.05, 0.1, 0.93, 0.5, 0.75
@@ -160,6 +161,16 @@ Lengths {shortest} to {longest}; {models}.
 {table}"""
 
 
+TOKENS = """## Where a token budget fails
+
+24 GB, headroom 0.9, bfloat16, simulated. *Tuned*: the token budget that just fits at 2,048 tokens a sample, and the share
+of the device that its batches take at other lengths: over 100 % runs out of memory. *Safe*: the largest token budget that fits at
+every length up to the longest that fits at all, from one token on, and the share of the largest batch that it allows.
+Where memory is linear in padded tokens a token budget is all that is needed.
+
+{table}"""
+
+
 def by_family(result: Figures) -> str:
     """Where the closed form of the sizes is furthest off, and what the trees' lift does to it."""
     found = {n: (f["regressor, sizes known"], f["closed form, sizes known"]) for n, f in result["by_family"].items()}
@@ -200,6 +211,7 @@ def write(result: Figures) -> str:
         by_family(result),
         real_gpus(json.loads(PUBLISHED.read_text(encoding="utf-8"))),
         what_fits_checked(json.loads(FITS.read_text(encoding="utf-8"))),
+        token_budgets(json.loads(TOKEN_BUDGETS.read_text(encoding="utf-8"))),
         NOTES,
     ])  # fmt: skip
 
@@ -232,7 +244,20 @@ def what_fits_checked(found: Figures) -> str:
         rows.append([setting, str(names), str(len(mine)), str(sum(row["ok"] for row in mine)), reach])
     lengths = sorted({row["length"] for row in found["rows"] if "length" in row})
     models = ", ".join(dict.fromkeys(row["model"] for row in found["rows"]))
-    return CHECKED.format(table=table(rows), shortest=lengths[0], longest=lengths[-1], models=models)
+    left = [f"{row['model']} ({row['setting']})" for row in found["rows"] if not row.get("traced")]
+    missed = f"\nNot traced, so estimated from its sizes, with a warning: {', '.join(left)}.\n" if left else ""
+    return CHECKED.format(table=table(rows) + missed, shortest=lengths[0], longest=lengths[-1], models=models)
+
+
+def token_budgets(found: Figures) -> str:
+    """What a token budget tuned at one length does at others, and what a safe one leaves unused."""
+    lengths = found["about"]["lengths"]
+    rows = [["workload", "tuned", *(f"peak at {ln}" for ln in lengths), "safe", *(f"used at {ln}" for ln in lengths)]]
+    for name, row in found["rows"].items():
+        peaks = ["-" if share is None else f"{share:.0%}" for share in row["peak_share_of_tuned"]]
+        used = ["-" if share is None else f"{share:.1%}" for share in row["share_used_by_safe"]]
+        rows.append([name, str(row["tuned_tokens"]), *peaks, str(row["safe_tokens"]), *used])
+    return TOKENS.format(table=table(rows))
 
 
 def main() -> None:
