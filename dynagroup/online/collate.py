@@ -18,7 +18,8 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cut import cut
+from dynagroup.plan.cut import DEFAULT_WORK, cut
+from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.update.weigh import Weigh, weigher
 
@@ -73,6 +74,7 @@ class RefinementCollator:
         length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`.
         weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
         oversize: a sample that does not fit even alone: "alone" or "error".
+        work: predicted time of a batch, which cutting makes least.
 
     Raises:
         BudgetError: a collated batch is wider than measured and does not fit; or ``oversize="error"`` and one does not fit.
@@ -88,6 +90,7 @@ class RefinementCollator:
     length_of: LengthOf | None = None
     weigh: Weigh = field(default="tokens", kw_only=True)
     oversize: Oversize = field(default="alone", kw_only=True)
+    work: Work = field(default=DEFAULT_WORK, kw_only=True)
     _warned_wide: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -147,7 +150,7 @@ class RefinementCollator:
 
     def _divide(self, lengths: Streams, request: WindowRequest) -> tuple[Batches, list[int]]:
         if request.groups is None:
-            batches = cut(lengths, self.budget)
+            batches = cut(lengths, self.budget, work=self.work)
             return batches, [0] * len(batches)
         planned = Batches(
             np.arange(sum(request.groups)), np.concatenate([[0], np.cumsum(request.groups)]).astype(np.int64)
@@ -168,7 +171,7 @@ class RefinementCollator:
             if fits[number] or len(members) == 1:
                 made = _whole(members)
             else:
-                made = cut({n: v[members] for n, v in lengths.items()}, self.budget).map(members)
+                made = cut({n: v[members] for n, v in lengths.items()}, self.budget, work=self.work).map(members)
             parts.append(made)
             numbers += [number] * len(made)
         return Batches.concatenate(parts), numbers

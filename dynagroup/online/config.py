@@ -12,6 +12,8 @@ from dynagroup.budget.base import Budget
 from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
+from dynagroup.plan.cut import DEFAULT_WORK
+from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.weigh import Weigh
@@ -41,6 +43,8 @@ class OnlineConfig:
     """When a rank runs out: the others go on while it idles, or "stop" ends the epoch for all and counts what was left."""
     window_bytes: int | None = WINDOW_BYTES
     """A worker hands over about so many bytes of processed samples at a time; None: whole windows."""
+    work: Work = DEFAULT_WORK
+    """Predicted time of a batch, which cutting makes least."""
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("accumulation", 1), ("seed", 0)):
@@ -48,6 +52,8 @@ class OnlineConfig:
         check_choice("uneven", self.uneven, ("idle", "stop"))
         for name in ("shuffle", "drop_last"):
             check_choice(name, getattr(self, name), (False, True))
+        if not isinstance(self.work, Work):
+            raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {self.work!r}")
         if self.window_bytes is not None:
             object.__setattr__(self, "window_bytes", check_int("window_bytes", self.window_bytes))
         if self.samples_per_update is not None:

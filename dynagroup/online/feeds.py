@@ -350,7 +350,13 @@ class ExactFeed(PlanFeed):
         window = exact_window(source.lengths, source.budget, who.size, source.config)
         shuffle = source.config.shuffle
         return exact_plans(
-            source.lengths, source.budget, who, window=window, shuffle=shuffle, start=tuple(start or (0, 0))
+            source.lengths,
+            source.budget,
+            who,
+            window=window,
+            shuffle=shuffle,
+            work=source.config.work,
+            start=tuple(start or (0, 0)),
         )
 
 
@@ -378,7 +384,7 @@ class UpdateFeed(PlanFeed):
     @classmethod
     def plans(cls, source: Source, who: Rank, start: Sequence[int] | None) -> Iterable[Planned]:
         first = UpdateMark(*start) if start else source.restart
-        known = {"lengths": source.lengths, "hint": source.rough}
+        known = {"lengths": source.lengths, "hint": source.rough, "work": source.config.work}
         return update_plans(
             cls._sizes(source), who, budget=source.budget, **known, skipped=source.order.skipped, start=first
         )

@@ -19,6 +19,8 @@ from dynagroup.online.requests import EpochOrders
 from dynagroup.online.steps import OnlineSteps, Parts
 from dynagroup.online.takeover import taken_over
 from dynagroup.online.windows import Workers
+from dynagroup.plan.cut import DEFAULT_WORK
+from dynagroup.plan.work import Work
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.weigh import Weigh
 from dynagroup.world import World
@@ -53,6 +55,7 @@ class OnlineDataLoader(OnlineSteps):
         seed: of the order.
         weigh: loss weight of a batch: "tokens" (labels predicted by a causal model), "samples", or batch -> number.
         uneven: "idle" or "stop".
+        work: predicted time of a batch, which cutting makes least; ``Work.of(model)`` knows better than the default.
         window_bytes: a worker hands over about so many bytes of processed samples at a time, and asks for the rest of its
             window after that: what waits in shared memory is bounded, also for images. None: whole windows. The share of
             an update (``samples_per_update``) always comes whole, because ranks agree on all its steps at once.
@@ -90,6 +93,7 @@ class OnlineDataLoader(OnlineSteps):
         weigh: Weigh = "tokens",
         uneven: Uneven = "idle",
         oversize: Oversize = "alone",
+        work: Work = DEFAULT_WORK,
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -103,6 +107,7 @@ class OnlineDataLoader(OnlineSteps):
             shuffle=shuffle,
             weigh=weigh,
             uneven=uneven,
+            work=work,
         )
         stream, kwargs = is_stream(dataset), checked_kwargs(dataloader_kwargs)
         per_update = samples_per_update is not None
@@ -111,7 +116,7 @@ class OnlineDataLoader(OnlineSteps):
         )
         budget = as_budget(budget)
         check_budget(budget)
-        collator = RefinementCollator(collate_fn, budget, length_of, weigh=weigh, oversize=oversize)
+        collator = RefinementCollator(collate_fn, budget, length_of, weigh=weigh, oversize=oversize, work=work)
         orders = EpochOrders(dataset, config, stream=stream, sampler=sampler, batch_sampler=batch_sampler)
         learned = None if stream or batch_sampler is not None else LearnedLengths(len(dataset))
         parts = Parts(

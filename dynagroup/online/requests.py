@@ -15,10 +15,12 @@ from dynagroup.online.datasets import set_epoch
 from dynagroup.online.exchange import fingerprint
 from dynagroup.online.records import Planned
 from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.cut import DEFAULT_WORK
 from dynagroup.plan.order import EpochOrder
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.sampler import OrderSource
+from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.update.sizes import Cursor, UpdateSizes
 
@@ -161,10 +163,10 @@ class Rank:
 
 
 def rank_batches(
-    lengths: Streams, budget: Budget, who: Rank, *, rows_shuffled: bool, window: int = 0
+    lengths: Streams, budget: Budget, who: Rank, *, work: Work, rows_shuffled: bool, window: int = 0
 ) -> list[IntArray]:
     """This rank's batches of one window, a row each, as positions in the window; no sample is repeated to fill a row."""
-    batches = cut_rows(lengths, budget, who.size)
+    batches = cut_rows(lengths, budget, who.size, work=work)
     num_rows = -(-len(batches) // who.size)
     rng = np.random.default_rng((who.seed, who.epoch, window))
     mine = []
@@ -180,7 +182,14 @@ def rank_batches(
 
 
 def exact_plans(
-    lengths: Streams, budget: Budget, who: Rank, *, window: int, shuffle: bool, start: tuple[int, ...] = (0, 0)
+    lengths: Streams,
+    budget: Budget,
+    who: Rank,
+    *,
+    window: int,
+    shuffle: bool,
+    work: Work = DEFAULT_WORK,
+    start: tuple[int, ...] = (0, 0),
 ) -> Iterator[Planned]:
     """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks.
 
@@ -193,7 +202,7 @@ def exact_plans(
     for number in range(start[0], -(-num_samples // window)):
         first = number * window
         part = {name: values[first : first + window] for name, values in lengths.items()}
-        mine = rank_batches(part, budget, who, rows_shuffled=shuffle, window=number)
+        mine = rank_batches(part, budget, who, work=work, rows_shuffled=shuffle, window=number)
         for chunk in range(start[1] if number == start[0] else 0, -(-len(mine) // ROWS_A_REQUEST)):
             batches = mine[chunk * ROWS_A_REQUEST : (chunk + 1) * ROWS_A_REQUEST]
             positions = first + np.concatenate(batches)
@@ -238,6 +247,7 @@ def update_plans(
     budget: Budget,
     lengths: Streams | None = None,
     hint: IntArray | None = None,
+    work: Work = DEFAULT_WORK,
     skipped: int = 0,
     start: UpdateMark | None = None,
 ) -> Iterator[Planned]:
@@ -253,7 +263,7 @@ def update_plans(
         first, end = mark.samples_used - skipped, stop - skipped
         if lengths is not None:
             part = {name: values[first:end] for name, values in lengths.items()}
-            mine = rank_batches(part, budget, who, rows_shuffled=False, window=mark.update)
+            mine = rank_batches(part, budget, who, work=work, rows_shuffled=False, window=mark.update)
             flat = np.concatenate(mine) if mine else np.zeros(0, np.int64)
             groups, costs = tuple(len(b) for b in mine), _costs(mine, part, budget)
             yield Planned(first + flat, groups, keep=_keep(who, 1), mark=mark, costs=costs)

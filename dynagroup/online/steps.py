@@ -93,6 +93,7 @@ class Parts:
             "num_samples": None if self.stream else len(self.dataset),
             "window": config.window,
             "window_bytes": config.window_bytes,
+            "work": described(config.work),
             "samples_per_update": described(per_update) if callable(per_update) else per_update,
             "drop_last": config.drop_last,
             "accumulation": config.accumulation,
