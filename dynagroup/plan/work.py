@@ -99,10 +99,18 @@ class Work:
             )
         tokens = table[:, 0] * table[:, 1]
         columns = np.stack([np.ones(len(table)), tokens, tokens * table[:, 1]], axis=1) / table[:, 2:]
+        return cls.from_moments(columns.T @ columns, columns.sum(axis=0))
+
+    @classmethod
+    def from_moments(cls, products: NDArray[np.float64], targets: NDArray[np.float64]) -> Work:
+        """The least squares behind :meth:`fit`, from sums alone: ``products`` (3, 3) of the columns (1, n L, n L^2), each
+        divided by its seconds, and ``targets`` (3,), their sums. What comes out below zero is left out, the squares last."""
+        scale = np.sqrt(np.diag(products))
+        scaled, wanted = products / np.outer(scale, scale), targets / scale
         found = np.zeros(3)
         for used in ([0, 1, 2], [0, 1], [1, 2], [1]):  # the last is a ratio of sums of positive numbers
             found = np.zeros(3)
-            found[used] = np.linalg.lstsq(columns[:, used], np.ones(len(table)), rcond=None)[0]
+            found[used] = np.linalg.lstsq(scaled[np.ix_(used, used)], wanted[used], rcond=None)[0] / scale[used]
             if (found >= 0).all() and found[1] > 0:
                 break
         start, linear, squared = (float(value) for value in found)

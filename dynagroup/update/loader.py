@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from dynagroup.checks import check_int
 from dynagroup.errors import ConfigError
+from dynagroup.update.clock import StepClock
 from dynagroup.update.saving import Saved
 from dynagroup.update.sizes import Cursor, Walk, first_cursor
 from dynagroup.update.stats import LoaderStats
@@ -144,9 +145,14 @@ class StepLoader(Saved, Generic[B]):
             self._epoch = self._next
         self._next = self._epoch + 1
         live = self._live = self._run()
+        clock = StepClock(self.stats) if self.budget.layout == "padded" else None
         try:
             for step in live:
+                if clock is not None:
+                    clock.begin(step)
                 yield step
+                if clock is not None:
+                    clock.end(step)
                 if self._live is not live:
                     raise ConfigError("this iteration of the loader has ended: another one was begun since")
         finally:

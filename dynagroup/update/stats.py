@@ -6,9 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dynagroup.plan.work import Work
+from dynagroup.update.clock import Moments
 from dynagroup.world import World
 
 __all__ = ["LoaderStats"]
+
+ENOUGH_UPDATES = 20
 
 
 @dataclass(slots=True)
@@ -55,6 +59,8 @@ class LoaderStats:
     """Seconds that the main process waited for workers."""
     exchange_s: float = 0.0
     """Seconds that the main process spent in exchanges, waiting for other ranks included."""
+    times: Moments = field(default_factory=Moments, repr=False)
+    """How long the loop took with updates of which shapes; see :attr:`work`."""
 
     @property
     def real_share(self) -> float:
@@ -65,6 +71,16 @@ class LoaderStats:
     def row_imbalance(self) -> float:
         """How much more padded tokens the fullest rank of a step has than the mean rank: 0.0 is none."""
         return self.row_highest / self.row_total - 1.0 if self.row_total else 0.0
+
+    @property
+    def work(self) -> Work | None:
+        """The price of a step and the crossover of attention that the loop's own times suggest, after 20 updates of padded
+        batches; None before, and where batches do not differ enough to tell. It is never used by itself: a plan would depend
+        on the machine's mood. Hand it to the next run: ``work=loader.stats.work``."""
+        if self.times.num_updates < ENOUGH_UPDATES:
+            return None
+        products = self.times.products
+        return Work.from_moments(products[:3, :3], products[:3, 3])
 
     @property
     def batches(self) -> int:
@@ -119,12 +135,14 @@ class LoaderStats:
 
     def merged(self, world: World) -> LoaderStats:
         """The sum over ranks. Collective: every rank calls it."""
-        names = [f.name for f in fields(self) if f.name != "batch_sizes"]
+        names = [f.name for f in fields(self) if f.name not in ("batch_sizes", "times")]
         [largest] = world.all_max([self.largest_batch])
         sizes = [self.batch_sizes[size] for size in range(largest + 1)]
-        found = world.all_sum([*(getattr(self, name) for name in names), *sizes])
+        times = self.times.to_list()
+        found = world.all_sum([*times, *(getattr(self, name) for name in names), *sizes])
+        summed_times, found = Moments.from_list(found[: len(times)]), found[len(times) :]
         summed: dict[str, Any] = {
             name: value if name.endswith("_s") else int(value) for name, value in zip(names, found, strict=False)
         }
         counted = {size: int(count) for size, count in enumerate(found[len(names) :]) if count}
-        return LoaderStats(**summed, batch_sizes=Counter(counted))
+        return LoaderStats(**summed, batch_sizes=Counter(counted), times=summed_times)

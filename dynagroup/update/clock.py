@@ -1,0 +1,89 @@
+"""What a training loop's own times say about the work of its batches."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.update.step import Step
+
+if TYPE_CHECKING:
+    from dynagroup.update.stats import LoaderStats
+
+__all__ = ["Moments", "StepClock"]
+
+WARM_UP = 3
+"""Updates that are not timed: the first ones compile kernels, fill caches and make the optimizer's state."""
+SIZE = 4
+
+
+class Moments:
+    """Sums over updates of the products of (steps, n L, n L^2, seconds), each divided by the update's seconds.
+
+    They are all that least squares of relative errors needs, and they add up over ranks: so nothing grows with the run.
+    """
+
+    def __init__(self, products: NDArray[np.float64] | None = None, num_updates: float = 0) -> None:
+        self.products = np.zeros((SIZE, SIZE)) if products is None else products
+        self.num_updates = num_updates
+
+    def note(self, steps: int, tokens: float, squares: float, seconds: float) -> None:
+        """One more update, which took so long."""
+        row = np.array([steps, tokens, squares, seconds]) / seconds
+        self.products = self.products + np.outer(row, row)
+        self.num_updates += 1
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.products + other.products, self.num_updates + other.num_updates)
+
+    def __sub__(self, other: Moments) -> Moments:
+        return Moments(self.products - other.products, self.num_updates - other.num_updates)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moments) and np.array_equal(self.products, other.products)
+
+    __hash__ = None  # type: ignore[assignment] - it changes
+
+    def to_list(self) -> list[float]:
+        """Numbers that add up."""
+        return [*self.products.ravel().tolist(), float(self.num_updates)]
+
+    @classmethod
+    def from_list(cls, values: list[float]) -> Moments:
+        return cls(np.asarray(values[:-1]).reshape(SIZE, SIZE), values[-1])
+
+
+class StepClock:
+    """Times what a loop does between two steps, an update at a time: devices run behind the loop, and an update's end is where
+    loops wait for them (they log a loss, clip gradients, exchange them). Updates with idle steps wait for other ranks and
+    are left out. Costs a microsecond a step."""
+
+    def __init__(self, stats: LoaderStats) -> None:
+        self._stats = stats
+        self._updates = 0
+        self._begin_update()
+
+    def begin(self, step: Step[Any]) -> None:
+        """The loop is about to get this step, which the counts know already."""
+        samples, padded = self._stats.samples - self._samples, self._stats.padded_tokens - self._padded
+        self._samples, self._padded = self._stats.samples, self._stats.padded_tokens
+        self._usable &= samples > 0 and not step.idle
+        if self._usable:
+            self._row += (1, padded, padded * padded / samples)
+        self._since = time.perf_counter()
+
+    def end(self, step: Step[Any]) -> None:
+        """The loop asks for the next one."""
+        self._seconds += time.perf_counter() - self._since
+        if step.ends_update:
+            self._updates += 1
+            if self._usable and self._updates > WARM_UP and self._seconds > 0:
+                self._stats.times.note(*self._row.tolist(), self._seconds)
+            self._begin_update()
+
+    def _begin_update(self) -> None:
+        self._samples, self._padded = self._stats.samples, self._stats.padded_tokens
+        self._row, self._seconds, self._usable, self._since = np.zeros(3), 0.0, True, 0.0

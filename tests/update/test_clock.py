@@ -1,0 +1,94 @@
+"""A loader says what price and crossover its loop's own times suggest; it never uses them by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup.plan.work import Work
+from dynagroup.testing import run_ranks
+from dynagroup.update import clock as clock_module
+from dynagroup.update.stats import LoaderStats
+
+TRUE = Work(per_step=300, crossover=900)
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 1500), 2, 400).astype(int)
+DATA = [{"input_ids": [1] * n} for n in LENGTHS]
+
+
+class Clock:
+    """A clock that only the loop moves on."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(clock_module.time, "perf_counter", lambda: self.now)
+
+    def run(self, steps):
+        for step in steps:
+            if not step.idle:
+                n, longest = len(step.indices), int(LENGTHS[list(step.indices)].max())
+                self.now += 1e-6 * (TRUE.per_step + n * float(TRUE.of_lengths(longest)))
+
+
+def planned(**options):
+    return PlannedDataLoader(
+        DATA, LENGTHS, TokenBudget(2000), samples_per_update=16, collate_fn=list, weigh="samples", **options
+    )
+
+
+def online(**options):
+    return OnlineDataLoader(
+        DATA, TokenBudget(2000), samples_per_update=16, collate_fn=list, weigh="samples", shuffle=True, **options
+    )
+
+
+@pytest.mark.parametrize("make", [planned, online])
+def test_times_give_back_the_work_that_made_them(make, monkeypatch):
+    loader = make()
+    assert loader.stats.work is None
+    Clock(monkeypatch).run(loader)
+    assert loader.stats.work is not None
+    assert loader.stats.work.per_step == pytest.approx(TRUE.per_step, rel=1e-3)
+    assert loader.stats.work.crossover == pytest.approx(TRUE.crossover, rel=1e-3)
+
+
+def test_an_update_at_a_time_gives_the_same(monkeypatch):
+    loader, clock = planned(), Clock(monkeypatch)
+    for update in loader.updates():
+        clock.run(update)
+    assert loader.stats.work is not None
+    assert loader.stats.work.per_step == pytest.approx(TRUE.per_step, rel=1e-3)
+
+
+def test_a_plan_does_not_follow_the_clock(monkeypatch):
+    loader, other = planned(), planned()
+    clock = Clock(monkeypatch)
+    first = [list(step.indices) for step in loader]
+    clock.run(other)
+    loader.set_epoch(1)
+    other.set_epoch(1)
+    assert first
+    assert [list(step.indices) for step in loader] == [list(step.indices) for step in other]
+
+
+def test_stats_of_ranks_and_of_parts_of_a_run_add_up(monkeypatch):
+    loader = planned()
+    clock = Clock(monkeypatch)
+    clock.run(loader)
+    before = loader.stats.copy()
+    clock.run(loader)
+    assert (loader.stats - before).times.num_updates == before.times.num_updates > 20
+    doubled = run_ranks(2, lambda world: loader.stats.merged(world))[0]
+    assert doubled.work is not None
+    assert loader.stats.work is not None
+    assert doubled.work.per_step == pytest.approx(loader.stats.work.per_step)
+    assert LoaderStats().work is None
+
+
+def test_packed_batches_are_not_timed():
+    loader = PlannedDataLoader(
+        DATA, LENGTHS, TokenBudget(2000, layout="packed"), samples_per_update=16, collate_fn=list, weigh="samples"
+    )
+    for _ in loader:
+        pass
+    assert loader.stats.times.num_updates == 0
