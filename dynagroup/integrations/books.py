@@ -156,6 +156,12 @@ class Books(_Base):
             self._stats_to_log = (loader.stats - self._stats_logged).merged(loader.world)
             self._stats_logged = loader.stats.copy()
 
+    def log_suggested_work(self) -> None:
+        """One line at a training's end, where it was long enough to tell: ``Work`` for the next run's ``plan={"work": ...}``."""
+        work = self.update_loader.stats.work if self.update_loader is not None else None
+        if work is not None:
+            self.log({"work_per_step": round(work.per_step, 1), "work_crossover": round(work.crossover, 1)})
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         loader, stats = self.update_loader, self._stats_to_log
         if loader is not None and "loss" in logs and stats is not None and stats.updates:

@@ -32,6 +32,10 @@ class DynagroupCallback(TrainerCallback):
             if self.trainer.take_empty_epoch():
                 control.should_training_stop = False
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer is not None:
+            self.trainer.log_suggested_work()
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is not None:
             self.trainer.scale_learning_rate()

@@ -476,3 +476,14 @@ def test_one_argument_helps_at_the_trainers_defaults(kind, samples, tmp_path):
     found = time_of(step.batch for update in updates for step in update)
     assert sum(map(len, updates)) > 1.5 * len(updates), "most updates are several batches"
     assert found < 0.75 * fixed
+
+
+def test_a_training_ends_with_the_work_that_its_times_suggest(tmp_path):
+    made = trainer("causal", tmp_path, fits=True, max_steps=30)
+    made.train()
+    suggested = [logs for logs in made.state.log_history if "work_per_step" in logs]
+    assert len(suggested) == 1
+    assert suggested[0]["work_per_step"] >= 0
+    short = trainer("causal", tmp_path, fits=True, max_steps=5)
+    short.train()
+    assert not any("work_per_step" in logs for logs in short.state.log_history)
