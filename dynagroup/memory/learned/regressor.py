@@ -237,7 +237,7 @@ def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, 
 
 def _finite(values: FloatArray, missing: float) -> list[float]:
     big = np.sign(missing) * 1e30
-    return [float(v) if np.isfinite(v) else float(big) for v in values]
+    return [round(float(v), 9) if np.isfinite(v) else float(big) for v in values]  # the last bits differ between CPUs
 
 
 class _Kept(Mapping[str, "xgboost.Booster"]):
