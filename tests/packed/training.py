@@ -97,11 +97,10 @@ def packed(kind: str, attention: str) -> tuple[torch.Tensor, list[float], list[l
     return parameters(model), losses, updates, loader.stats.padding
 
 
-def packed_on_ranks(kind: str) -> tuple[torch.Tensor, list[float], list[list[int]], float]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+def packed_on_ranks(kinds: list[str]) -> list[tuple[torch.Tensor, list[float], list[list[int]], float]]:
+    dist.init_process_group("gloo")
     try:
-        return packed(kind, "sdpa")
+        return [packed(kind, "sdpa") for kind in kinds]
     finally:
         dist.destroy_process_group()
 
