@@ -63,7 +63,6 @@ class StepClock:
 
     def __init__(self, stats: LoaderStats) -> None:
         self._stats = stats
-        self._updates = 0
         self._begin_update()
 
     def begin(self, step: Step[Any]) -> None:
@@ -79,8 +78,7 @@ class StepClock:
         """The loop asks for the next one."""
         self._seconds += time.perf_counter() - self._since
         if step.ends_update:
-            self._updates += 1
-            if self._usable and self._updates > WARM_UP and self._seconds > 0:
+            if self._usable and self._stats.updates > WARM_UP and self._seconds > 0:
                 self._stats.times.note(*self._row.tolist(), self._seconds)
             self._begin_update()
 
