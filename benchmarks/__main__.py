@@ -25,6 +25,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "speed": ("benchmarks.plan", "bench_speed", "plan_speed"),
         "rival": ("benchmarks.plan", "bench_rival", "plan_rival"),
         "padding": ("benchmarks.plan", "bench_padding", "plan_padding"),
+        "shards": ("benchmarks.cut", "bench_shards", "shards"),
+        "pack": ("benchmarks.pack", "packs", "pack"),
     },
     "loader": {
         "speed": ("benchmarks.loader", "speed", "loader_speed"),

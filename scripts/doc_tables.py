@@ -105,7 +105,7 @@ def _with_rows(page: str, first: str, rows: list[str]) -> str:
 
 def packing_rows(dataset: str) -> list[str]:
     """One row a way of packing: what it makes of a data set; its time is relative to the first row's."""
-    found = _read("pack")["figures"][dataset]["methods"]
+    found = _read("pack")["figures"]["files"][dataset]["methods"]
     first = next(iter(found.values()))["critical_path"]
     return [
         _row(

@@ -77,7 +77,9 @@ def test_stats_of_ranks_and_of_parts_of_a_run_add_up(monkeypatch):
     clock.run(loader)
     before = loader.stats.copy()
     clock.run(loader)
-    assert (loader.stats - before).times.num_updates == before.times.num_updates > 20
+    assert (loader.stats - before).times.num_updates > before.times.num_updates > 20, (
+        "only a run warms up, not each epoch"
+    )
     doubled = run_ranks(2, lambda world: loader.stats.merged(world))[0]
     assert doubled.work is not None
     assert loader.stats.work is not None

@@ -1,15 +1,10 @@
 """Planning: how fast, how little memory, how little padding; peers in the same run.
 
-    python scripts/bench_plan.py             # everything, a few minutes
-    python scripts/bench_plan.py speed       # or some of: speed, rival, padding
-
-``rival`` needs dynabatch (extra ``bench``); it is left out, and said so, where that is missing.
+``rival`` needs dynabatch; it is left out, and said so, where that is missing.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -18,17 +13,14 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from results import save  # noqa: E402
-
-from dynagroup.budget.base import Budget  # noqa: E402
+from dynagroup.budget.base import Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.planner import PlanConfig, Planner  # noqa: E402
-from dynagroup.plan.sampler import LengthAwareBatchSampler  # noqa: E402
-from dynagroup.shapes import BatchShape  # noqa: E402
+from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.shapes import BatchShape
 
-LENGTHS = Path(__file__).parent.parent / "benchmarks" / "lengths"
+LENGTHS = Path(__file__).parent / "lengths"
 
 
 def lognormal(count: int, *, mean: float = 500.0, cv: float = 1.0, longest: int = 16384) -> np.ndarray:
@@ -161,37 +153,3 @@ def bench_padding() -> dict[str, Any]:
 def batch_size(tokens: np.ndarray, budget: TokenBudget) -> int:
     """Samples that a batch of this budget has on average."""
     return round(Planner({"tokens": tokens}, budget, PlanConfig()).batch_size)
-
-
-def show(name: str, figures: dict[str, Any]) -> None:
-    print(f"\n== {name}")
-    for key, value in figures.items():
-        if isinstance(value, dict) and "median_s" not in value:
-            print(f"{key:32s}", "  ".join(f"{k}={_short(v)}" for k, v in value.items()))
-        else:
-            print(f"{key:36s} {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{value['median_s']:.4g} s ({value['min_s']:.4g} to {value['max_s']:.4g})"
-    if isinstance(value, tuple):
-        return f"{value[0]:.3f}/{value[1]}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-BENCHES = {"speed": bench_speed, "rival": bench_rival, "padding": bench_padding}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help=f"some of {list(BENCHES)}; default: all")
-    for name in parser.parse_args().which or BENCHES:
-        figures = BENCHES[name]()
-        show(name, figures)
-        if "skipped" not in figures:
-            print("->", save(f"plan_{name}", figures, "dynabatch", "transformers", "xgboost"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Packed batches: what they hold and how equal their work is, beside the rules of other packers, in the same run.
 
-    python scripts/bench_pack.py        # a minute or two, writes benchmarks/results/pack.json
-
 TRL's packing is TRL's own code; Axolotl's multipack and verl's rearranging are written here from their descriptions.
 Everything is counted, nothing is trained: "work" is l + l^2 / 12,288 a sample, and a row is what all ranks do at once.
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,13 +15,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.record import RESULTS, save  # noqa: E402
-from dynagroup.budget.tokens import TokenBudget  # noqa: E402
-from dynagroup.plan.planner import PlanConfig, Planner  # noqa: E402
-from dynagroup.plan.work import Work  # noqa: E402
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.work import Work
 
-LENGTHS = Path(__file__).parent.parent / "benchmarks" / "lengths"
+LENGTHS = Path(__file__).parent / "lengths"
 FILES = {
     "gsm8k": 8_192,
     "azure_llm_conv_2023": 16_384,
@@ -173,7 +168,8 @@ def measured(rows: Rows, cap: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def packs() -> dict[str, Any]:
+    """Every packer on every length file."""
     figures: dict[str, Any] = {}
     for name, cap in FILES.items():
         loaded = np.maximum(np.load(LENGTHS / f"{name}.npz")["tokens"], 1)
@@ -199,9 +195,4 @@ def main() -> None:
             }
             figures[name]["methods"][method] = found
             print(f"{name:22s} {method:46s} {found}", flush=True)
-    more = {"ranks": RANKS, "update": UPDATE, "crossover": WORK.crossover, "per_step": WORK.per_step}
-    save(RESULTS, "pack", figures, "trl", "datasets", **more)
-
-
-if __name__ == "__main__":
-    main()
+    return {"ranks": RANKS, "update": UPDATE, "crossover": WORK.crossover, "per_step": WORK.per_step, "files": figures}

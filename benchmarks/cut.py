@@ -1,8 +1,5 @@
 """What the time-cut is worth, by prediction: against the fewest batches, and shards against a balancing rule of the field.
 
-    python scripts/bench_cut.py cut --before CHECKOUT    # of the version to compare with; a few minutes
-    python scripts/bench_cut.py shards
-
 ``cut``: updates of 16 to 256 samples and free ones, on 1 and 8 ranks, a budget of 16 of the longest sample, 20,000 samples
 (4,000 for updates of up to 64). The cost is padded tokens of the dearest rank of each step, plus 1,024 a step.
 ``shards``: `shard_micro_batches` against Karmarkar-Karp over the ranks, then over each rank's micro-batches, in the fewest
@@ -24,14 +21,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from results import save  # noqa: E402
+from dynagroup import TokenBudget, shard_micro_batches
+from dynagroup.plan.plan import BatchPlan
+from dynagroup.plan.planner import PlanConfig, Planner
 
-from dynagroup import TokenBudget, shard_micro_batches  # noqa: E402
-from dynagroup.plan.plan import BatchPlan  # noqa: E402
-from dynagroup.plan.planner import PlanConfig, Planner  # noqa: E402
-
-LENGTHS = Path(__file__).parent.parent / "benchmarks" / "lengths"
+LENGTHS = Path(__file__).parent / "lengths"
 CUT = (
     "gsm8k",
     "azure_llm_conv_2023",
@@ -85,9 +79,7 @@ def bench_cut(before: Path) -> dict[str, Any]:
     from dynagroup.plan.work import Work
 
     environment = {**os.environ, "PYTHONPATH": str(before)}
-    run = subprocess.run(
-        [sys.executable, __file__, "plans"], env=environment, check=True, capture_output=True, text=True
-    )
+    run = subprocess.run([sys.executable, __file__], env=environment, check=True, capture_output=True, text=True)
     earlier = json.loads(run.stdout)
     now = plans(work=Work(per_step=PRICE, crossover=math.inf))
     return {key: {"before": earlier[key], "now": now[key]} for key in now}
@@ -164,17 +156,14 @@ def bench_shards() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cut", "shards", "plans"])
     parser.add_argument("--before", type=Path, help="checkout of the version to compare with")
     given = parser.parse_args()
-    if given.what == "plans":
+    if given.before is None:  # a version that is compared with: it prints its plans
         print(json.dumps(plans()))
-    elif given.what == "shards":
-        save("shards", bench_shards())
-    elif given.before is None:
-        parser.error("cut needs --before")
     else:
-        save("cut", bench_cut(given.before))
+        from benchmarks.record import RESULTS, save  # an earlier version has none
+
+        print(save(RESULTS, "cut", bench_cut(given.before)))
 
 
 if __name__ == "__main__":
