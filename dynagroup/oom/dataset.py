@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -139,10 +140,14 @@ def embed_dataset(
     Arguments as for :func:`generate_dataset`; ``output`` may also be a ``.npy`` file.
 
     Args:
+        model: an encoder, or a causal model; of one with a head the part before it (``model.base_model``) is run.
         pooling: "mean" over the text's tokens, or the "first" or "last" of them.
         normalize: scale vectors to length 1.
         max_length: longer texts are truncated to so many tokens; default: to what model and tokenizer are made for (how many
             texts that shortens is logged).
+
+    Raises:
+        ConfigError: as there; or the model gives no hidden states.
     """
     common = _Common(batch_size, budget, max_length, progress)
     return _embedding(model, tokenizer, texts, common, pooling, normalize).whole(output, world)
@@ -291,14 +296,37 @@ def _embedding(
     def vectors(batch: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        pooled = _pool(model(**batch).last_hidden_state, batch["attention_mask"], pooling)
+        states = _field(model(**batch), "last_hidden_state", "embed", "without its head, as AutoModel loads it")
+        pooled = _pool(states, batch["attention_mask"], pooling)
         return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled
 
+    model = _without_head(model)
     return _forward(model, tokenizer, texts, common, vectors, {"task": f"embed {pooling}", "normalize": int(normalize)})
 
 
 def _classification(model: Any, tokenizer: Any, texts: Sequence[str], common: _Common) -> Job:
-    return _forward(model, tokenizer, texts, common, lambda batch: model(**batch).logits.float(), {"task": "classify"})
+    def logits(batch: dict[str, Any]) -> torch.Tensor:
+        way_out = "with a head, as AutoModelForSequenceClassification loads it"
+        return _field(model(**batch), "logits", "classify", way_out).float()
+
+    return _forward(model, tokenizer, texts, common, logits, {"task": "classify"})
+
+
+def _without_head(model: Any) -> Any:
+    """The part that gives hidden states: a language model's own output is a number for every word of its vocabulary."""
+    module = sys.modules.get("transformers.modeling_utils")  # whoever holds such a model has imported it
+    return model.base_model if module is not None and isinstance(model, module.PreTrainedModel) else model
+
+
+def _field(output: Any, name: str, task: str, way_out: str) -> Any:
+    """What is needed of a model's output."""
+    found = getattr(output, name, None)
+    if found is None:
+        has = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
+        raise ConfigError(
+            f"to {task} texts takes a model whose output has `{name}`, but it has {has}: give the model {way_out}"
+        )
+    return found
 
 
 def _forward(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import encode
+from dynagroup import TokenBudget, classify_dataset, embed_dataset, encode
 from dynagroup.errors import ConfigError
-from tests.oom.texts import TEXTS, save_encoder, small_tokenizer
+from tests.oom.texts import TEXTS, save_encoder, small_llama, small_tokenizer
 
 
 def one_at_a_time(model: Any, limit: int, pick: Any) -> np.ndarray:
@@ -46,3 +46,29 @@ def test_what_a_folder_asks_for_and_is_not_run_is_refused(tmp_path: Path) -> Non
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ConfigError, match="puts Dense after its model"):
         encode(tmp_path, TEXTS)
+
+
+def test_a_causal_model_is_asked_for_its_states_not_for_its_words() -> None:
+    model, tokenizer = small_llama(), small_tokenizer()
+    vectors = encode(model, TEXTS, tokenizer=tokenizer, pooling="last", progress=False)
+    np.testing.assert_allclose(vectors, one_at_a_time(model.model, 99, lambda states: states[-1]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(
+        vectors, encode(model.model, TEXTS, tokenizer=tokenizer, pooling="last", progress=False)
+    )
+
+
+def test_models_without_the_output_that_is_needed_are_refused() -> None:
+    class Words(torch.nn.Module):
+        config = small_llama().config
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"words": input_ids}
+
+    with pytest.raises(ConfigError, match="has `last_hidden_state`, but it has words: give the model without its head"):
+        embed_dataset(Words(), small_tokenizer(), TEXTS, budget=TokenBudget(60), progress=False)
+    with pytest.raises(ConfigError, match="has `logits`, but it has last_hidden_state.*: give the model with a head"):
+        classify_dataset(small_llama().model, small_tokenizer(), TEXTS, progress=False)
