@@ -71,6 +71,7 @@ def checked_states(
         StateError: a state says what cannot be, or is not this rank's; ranks are missing, or were not saved together.
     """
     for state in states:
+        _check_books(state)
         if state["progress"] is not None:
             _check_positions(state["progress"], num_ordered)
     given = states[0]["world_size"]
@@ -96,13 +97,25 @@ def _check_together(ordered: Sequence[Mapping[str, Any]], size: int) -> None:
     if len(ordered) != size or ranks != list(range(size)):
         raise StateError(f"states of ranks {ranks} were given; all {size} ranks' states are needed")
     places = {
-        (s["world_size"], s["epoch"], s["progress"]["runner"]["steps"] if s["progress"] else None, str(s["changes"]))
+        (s["world_size"], s["epoch"], s["progress"]["runner"]["steps"] if s["progress"] else None,
+         s["cursor"]["samples_seen"], str(s["changes"]))
         for s in ordered
-    }
+    }  # fmt: skip
     if len(places) > 1:
         raise StateError(
-            "the ranks' states were not taken after the same step: (ranks, epoch, step, changes) are "
+            "the ranks' states were not taken after the same step: (ranks, epoch, step, samples, changes) are "
             f"{sorted(places, key=str)}"
+        )
+
+
+def _check_books(state: Mapping[str, Any]) -> None:
+    """Samples are used of an epoch under way or of one that is over, never of one that has yet to begin."""
+    cursor, running = state["cursor"], state["progress"] is not None
+    used, here = cursor["samples_used"], cursor["epoch"] == state["epoch"]
+    if (running and not here) or (used and here and not running) or used > cursor["samples_seen"]:
+        raise StateError(
+            f"the state is damaged: it counts {used} samples used of epoch {cursor['epoch']} and {cursor['samples_seen']} of the "
+            f"run, but its place is {'in' if running else 'the beginning of'} epoch {state['epoch']}"
         )
 
 

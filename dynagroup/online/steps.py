@@ -153,7 +153,7 @@ class OnlineSteps(StepLoader[Any]):
     def cursor(self) -> Cursor:
         """Where the updates that were handed out end, the one under way included."""
         if self.sizes is None:
-            return self._done
+            return self._books
         if self._resume is not None:
             return UpdateMark(*self._resume[0]["progress"]["feed"]["next"]).passed.cursor(self.sizes)
         return self.sizes.start(self.epoch) if self._course is None or self._begun_anew else self._course.cursor
@@ -207,7 +207,7 @@ class OnlineSteps(StepLoader[Any]):
         if progress is not None:
             progress = {**progress, "order": self._parts.orders.fingerprint(self._epoch)}
         ended = begun is not None and progress is None
-        cursor = asdict(self._done)
+        cursor = asdict(self._books)
         return dict(
             world_size=size,
             rank=rank,
@@ -242,6 +242,12 @@ class OnlineSteps(StepLoader[Any]):
         self._course = None
         self._resume = None if own["progress"] is None else needed
         self._parts.workers.restart()
+
+    @property
+    def _books(self) -> Cursor:
+        """Counts of what was handed out; of an epoch that begins anew nothing is used."""
+        begins = self._resume is None and (self._course is None or self._begun_anew)
+        return replace(self._done, samples_used=0) if begins and self._done.epoch == self.epoch else self._done
 
     @property
     def _begun_anew(self) -> bool:

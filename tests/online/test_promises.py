@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dynagroup import ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
+from dynagroup.checks import seal_of
 from dynagroup.memory import PaddedTokens
 from dynagroup.online.collate import RefinementCollator
 from dynagroup.testing import run_ranks
@@ -199,3 +200,40 @@ def test_a_rank_takes_no_other_ranks_state():
 def _after_one_step(loader):
     next(iter(loader))
     return loader.state_dict()
+
+
+def test_a_place_that_is_gone_from_a_state_is_noticed_by_its_books():
+    """Without its place a state would begin the epoch anew, and count what was used of it twice."""
+    loader = make_loader(None, LENGTHS)
+    steps = iter(loader)
+    for _ in range(3):
+        next(steps)
+    state = loader.state_dict()
+    used_now = state["cursor"]["samples_used"]
+    lacks = {**state, "progress": None}
+    elsewhere = {**state, "cursor": {**state["cursor"], "epoch": 7}}
+    more = {**state, "cursor": {**state["cursor"], "samples_used": used_now + 1}}
+    for forged in (lacks, elsewhere, more):
+        with pytest.raises(StateError, match=r"the state is damaged: it counts \d+ samples used of epoch [07]"):
+            make_loader(None, LENGTHS).load_state_dict({**forged, "seal": seal_of(forged)})
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 16}])
+def test_of_an_epoch_that_is_begun_anew_nothing_is_used(options):
+    loader = make_loader(None, LENGTHS, **options)
+    steps = iter(loader)
+    while not next(steps).ends_update:
+        pass
+    seen = loader.cursor.samples_seen
+    assert (loader.cursor.samples_used, seen > 0) == (seen, True)
+    back = make_loader(None, LENGTHS, **options)
+    back.load_state_dict(loader.state_dict())
+    back.restart_epoch()
+    assert back.cursor.samples_used == 0
+    resumed = make_loader(None, LENGTHS, **options)
+    resumed.load_state_dict(back.state_dict())
+    assert sorted(i for step in resumed for i in used(step)) == list(range(60))
+    assert options or resumed.cursor.samples_seen == seen + 60
+    resumed.set_epoch(0)
+    resumed.load_state_dict(resumed.state_dict())
+    assert (resumed.epoch, resumed.cursor.samples_used) == (0, 0)
