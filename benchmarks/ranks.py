@@ -18,7 +18,7 @@ from dynagroup.online.config import OnlineConfig
 from dynagroup.online.exchange import WIDTH
 from dynagroup.online.requests import Rank, exact_plans, exact_window
 from dynagroup.plan.cut import cut
-from dynagroup.plan.rows import cut_evenly
+from dynagroup.plan.rows import cut_rows
 from dynagroup.shapes import TOKENS
 
 
@@ -112,7 +112,7 @@ def learned(ranks: int, samples: int) -> dict[str, Any]:
         plans = exact_plans(lengths, TokenBudget(BUDGET), Rank(rank, ranks, 0, 0), window=window, shuffle=True)
         counts.append(sum(len(p.groups or ()) for p in plans))
     total = sum(
-        len(cut_evenly({TOKENS: lengths[TOKENS][s : s + window]}, TokenBudget(BUDGET), ranks))
+        len(cut_rows({TOKENS: lengths[TOKENS][s : s + window]}, TokenBudget(BUDGET), ranks))
         for s in range(0, ranks * samples, window)
     )
     above = max(counts) / (total / ranks) - 1
