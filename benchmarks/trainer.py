@@ -21,14 +21,14 @@ from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import DynagroupTrainer
 
 LONGEST, BATCH, ACCUMULATION = 128, 8, 4
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-TINY = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+TINY: dict[str, Any] = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 WARM_UP = 3
 """Updates of each that are not counted: the first ones plan, ask the model about its loss, and fill caches."""
 
@@ -91,7 +91,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.where(ids > 0, ids, -100)}
 
 
-def trainer(model: dict[str, int], lengths: np.ndarray, updates: int, fits: bool, folder: str, clock: Clock) -> Trainer:
+def trainer(model: dict[str, Any], lengths: np.ndarray, updates: int, fits: bool, folder: str, clock: Clock) -> Trainer:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     rows = [{"input_ids": rng.integers(1, model["vocab_size"], n).tolist()} for n in lengths]
@@ -109,7 +109,7 @@ def trainer(model: dict[str, int], lengths: np.ndarray, updates: int, fits: bool
 
 
 def take_turns(
-    model: dict[str, int], lengths: np.ndarray, updates: int, fits: tuple[bool, bool]
+    model: dict[str, Any], lengths: np.ndarray, updates: int, fits: tuple[bool, bool]
 ) -> tuple[list[np.ndarray], list[float]]:
     """CPU seconds of each update and the training loss, of two Trainers; ``fits``: which of them has batches that fit."""
     turns = Turns()
@@ -133,7 +133,7 @@ def take_turns(
 
 
 def pairs(
-    model: dict[str, int], lengths: np.ndarray, updates: int, sessions: int, *, first: bool, second: bool
+    model: dict[str, Any], lengths: np.ndarray, updates: int, sessions: int, *, first: bool, second: bool
 ) -> dict[str, Any]:
     """The second Trainer's CPU seconds over the first's, update by update; which is built first changes with the session."""
     seconds: list[list[np.ndarray]] = [[], []]

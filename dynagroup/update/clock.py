@@ -79,7 +79,8 @@ class StepClock:
         self._seconds += time.perf_counter() - self._since
         if step.ends_update:
             if self._usable and self._stats.updates > WARM_UP and self._seconds > 0:
-                self._stats.times.note(*self._row.tolist(), self._seconds)
+                steps, tokens, squares = self._row.tolist()
+                self._stats.times.note(int(steps), tokens, squares, self._seconds)
             self._begin_update()
 
     def _begin_update(self) -> None:
