@@ -28,7 +28,13 @@ MODEL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-TINY: dict[str, Any] = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+TINY: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
 WARM_UP = 3
 """Updates of each that are not counted: the first ones plan, ask the model about its loss, and fill caches."""
 

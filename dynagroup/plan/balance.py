@@ -41,7 +41,7 @@ def balanced_partitions(
         ConfigError: an argument is wrong. BudgetError: the items were not brought within the limit.
 
     >>> balanced_partitions([9, 1, 4, 4, 2, 8], 2)
-    [[0, 2, 4], [1, 3, 5]]
+    [[0, 1, 3], [2, 4, 5]]
     >>> balanced_partitions([5, 1, 1, 1], 2, equal_size=True)
     [[0, 3], [1, 2]]
     """

@@ -41,6 +41,7 @@ def cut_rows(
     The number of batches divides by ``num_ranks`` wherever some batch has more than one sample. Row after row, each
     row's dearest batch first, the row with the longest sample in front; a row that cannot be filled comes last.
 
+    >>> from dynagroup.budget.tokens import TokenBudget
     >>> window = {"tokens": np.full(10, 5, np.int32)}
     >>> cut_rows(window, TokenBudget(20), 4).sizes.tolist()
     [3, 3, 2, 2]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dynagroup.plan.work import Work
-from dynagroup.update.clock import Moments
+from dynagroup.update.moments import Moments
 from dynagroup.world import World
 
 __all__ = ["LoaderStats"]
