@@ -34,6 +34,7 @@ from dynagroup.integrations.host import (
     warn_of_layout,
     write_state,
 )
+from dynagroup.integrations.packing import check_packed_training
 from dynagroup.integrations.reading import sample_lengths
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
@@ -159,6 +160,8 @@ class DynagroupTrainerMixin(Evaluating):
         loader = self.update_loader
         if loader is None:
             return resumed
+        if loader.budget.layout == "packed":
+            check_packed_training(self)
         callback = next(c for c in self.callback_handler.callbacks if isinstance(c, DynagroupCallback))
         callback.trainer = self
         if checkpoint is None or not self.state.global_step:

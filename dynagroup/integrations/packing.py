@@ -6,12 +6,14 @@ or stand in wrong places, and the loss looks healthy. So the model itself is ask
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from dynagroup.errors import ConfigError
+from dynagroup.oom.inference import evaluating
 
-__all__ = ["check_packing", "mask_bytes", "packing_collator"]
+__all__ = ["check_packed_training", "check_packing", "mask_bytes", "packing_collator"]
 
 LINEAR = (
     "flash_attention",
@@ -21,6 +23,7 @@ LINEAR = (
 MOST_MASK_BYTES = 2**30
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
+SIZES = [len(probe) for probe in PROBES]
 
 
 def packing_collator(model: Any, *, max_tokens: int | None = None, **options: Any) -> Collate:
@@ -66,23 +69,50 @@ def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = N
             f"tokens would take {need / 1e9:.1f} GB for it; load the model with attn_implementation='flash_attention_2', or call "
             "dynagroup.integrations.varlen.use_varlen_attention(model)"
         )
-    samples = [{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES]
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
-    try:
-        with torch.no_grad():
-            together = _answer(model, collate_fn(samples), device)
-            alone = torch.cat([_answer(model, {"input_ids": torch.tensor([ids])}, device) for ids in PROBES], dim=1)
-    finally:
-        model.train(was_training)
+    batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
+    if tuple(batch["input_ids"].shape) != (1, sum(SIZES)):
+        raise ConfigError(
+            f"`collate_fn` does not pack: two samples of 8 tokens came out as {tuple(batch['input_ids'].shape)}; use the padded "
+            "layout, or packing_collator(model)"
+        )
+    device = next(model.parameters()).device
+    with evaluating(model), torch.no_grad():
+        together = _answer(model, batch, device)
+        parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
+        alone = torch.cat([_answer(model, {"input_ids": part}, device) for part in parts], dim=1)
     if together.shape != alone.shape:
         raise ConfigError(
-            f"`collate_fn` does not pack: two samples of 8 tokens came out as {tuple(together.shape[:2])}"
+            f"{type(model).__name__} does not answer token by token, so it cannot train on packed samples; use the padded layout"
         )
     apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
-    if apart > (5e-5 if alone.dtype.itemsize >= 4 else 5e-2):
+    if apart > _rounding(model, alone):
         raise ConfigError(
             f"{type(model).__name__} answers otherwise on packed samples than on each alone (by {apart:.1%}): {_why(model)}"
+        )
+
+
+def check_packed_training(trainer: Any) -> None:
+    """:func:`check_packing` of what a Trainer is about to train on. A model or collator that cannot be asked is warned of.
+
+    Raises:
+        ConfigError: see :func:`check_packing`.
+    """
+    why = None
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        why = "the model is sharded or not on its device yet"
+    else:
+        try:
+            with trainer.accelerator.autocast():
+                check_packing(trainer.model, trainer.data_collator)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a collator or model of the user's may need more than tokens
+            why = f"{type(error).__name__}: {error}"
+    if why is not None:
+        warnings.warn(
+            "whether the model keeps the samples of a packed batch apart could not be checked; try "
+            f"dynagroup.integrations.packing.check_packing(model, collate_fn) yourself ({why})",
+            stacklevel=2,
         )
 
 
@@ -105,6 +135,17 @@ def _answer(model: Any, batch: dict[str, Any], device: Any) -> Any:
     output = model(**inputs)
     found = output.logits if getattr(output, "logits", None) is not None else output[0]
     return found.detach()
+
+
+def _rounding(model: Any, answer: Any) -> float:
+    """How far two ways to the same answer may be apart, relative to the largest number in it."""
+    import torch
+
+    widths = [answer.dtype.itemsize, next(model.parameters()).dtype.itemsize]
+    if min(widths) < 4 or torch.is_autocast_enabled(answer.device.type):
+        return 5e-2
+    short = answer.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return 5e-3 if short else 5e-5
 
 
 def _attention(model: Any) -> str:

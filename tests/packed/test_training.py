@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+from dynagroup import ConfigError  # noqa: E402
+from tests.integrations import toys  # noqa: E402
+from tests.integrations.jobs import trainer  # noqa: E402
 from tests.integrations.ranks import on_ranks  # noqa: E402
 from tests.packed import training  # noqa: E402
 
@@ -45,3 +51,39 @@ def test_the_trainer_on_packed_batches_ends_with_the_parameters_of_fixed_ones(tm
 def test_the_trainer_on_two_ranks_too(tmp_path) -> None:
     for (theirs, _), (ours, _logs) in on_ranks(2, training.trained_both, tmp_path, str(tmp_path)):
         assert (ours - theirs).abs().max() < 1e-8
+
+
+def packed_trainer(folder: Any, **changes: Any) -> Any:
+    run = trainer(
+        "causal", folder, fits=True, max_steps=2, model=training.llama("sdpa"), config={"budget": training.BUDGET}
+    )
+    run.data_collator = training.FLAT
+    for name, value in changes.items():
+        setattr(run, name, value)
+    return run
+
+
+def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -> None:
+    """With a cache transformers builds no mask: samples would see each other, and the loss would look healthy."""
+    run = packed_trainer(tmp_path)
+    run.model.config.use_cache = True
+    before = training.parameters(run.model)
+    with pytest.raises(ConfigError, match=r"answers otherwise on packed samples .* set model.config.use_cache = False"):
+        run.train()
+    assert run.state.global_step == 0
+    assert torch.equal(training.parameters(run.model), before)
+    with pytest.raises(ConfigError, match=r"`collate_fn` does not pack: .* \(2, 5\); use the padded layout"):
+        packed_trainer(tmp_path, data_collator=toys.collate).train()
+
+
+def test_what_the_trainer_cannot_ask_is_warned_of_and_trains(tmp_path) -> None:
+    def picky(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        assert len(rows[0]["input_ids"]) != 5, "another kind of sample"
+        return training.FLAT(rows)
+
+    run = packed_trainer(tmp_path, data_collator=picky)
+    run.train_dataset = [row for row in toys.samples("causal", 64) if len(row["input_ids"]) != 5]
+    run.dynagroup = replace(run.dynagroup, lengths=toys.lengths(run.train_dataset))
+    with pytest.warns(UserWarning, match=r"could not be checked; try .*check_packing.*AssertionError: another kind"):
+        run.train()
+    assert run.state.global_step == 2
