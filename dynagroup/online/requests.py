@@ -19,7 +19,7 @@ from dynagroup.plan.cut import DEFAULT_WORK
 from dynagroup.plan.order import EpochOrder
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.rows import cut_rows
-from dynagroup.plan.sampler import OrderSource
+from dynagroup.plan.source import OrderSource
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.update.sizes import Cursor, UpdateSizes

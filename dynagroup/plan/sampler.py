@@ -5,11 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import warnings
-import zlib
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,36 +13,24 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learning import LearningBudget
-from dynagroup.checks import (
-    Check,
-    a_list,
-    a_text,
-    an_int,
-    anything,
-    check_int,
-    check_seal,
-    check_state,
-    either,
-    nothing,
-    seal_of,
-)
-from dynagroup.errors import AlignmentError, ConfigError, StateError
+from dynagroup.checks import check_int
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
+from dynagroup.plan.config import Oversize, PlanConfig
 from dynagroup.plan.cut import Objective
-from dynagroup.plan.planner import BatchPlan, Oversize, PlanConfig, PlannedWindow, Planner, Position, Uneven
+from dynagroup.plan.notices import PlanNotices, warn_of_oversize
+from dynagroup.plan.plan import BatchPlan
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.rounding import RoundBatch
+from dynagroup.plan.rows import Uneven
+from dynagroup.plan.saving import MOST_RANKS, Trail, checked_states, sampler_state
+from dynagroup.plan.source import OrderSource, check_alike
+from dynagroup.plan.windows import Position
 from dynagroup.plan.work import Work
 from dynagroup.shapes import IntArray
-from dynagroup.world import current_world, rank_and_size
+from dynagroup.world import rank_and_size
 
-__all__ = ["LengthAwareBatchSampler", "OrderSource", "Trail"]
-
-KIND = "LengthAwareBatchSampler"
-STATE_VERSION = 1
-MOST_RANKS = 1 << 20
-JUDGED = 1000
-"""Samples after which a plan's padding says something."""
+__all__ = ["LengthAwareBatchSampler"]
 
 
 class EpochHandle:
@@ -68,44 +52,6 @@ class EpochHandle:
         if self._expected is not None:
             self._ahead, self._expected = self._expected - epoch, None
         self._sampler.set_epoch(epoch + self._ahead)
-
-
-class Trail:
-    """What one iteration has handed out.
-
-    Args:
-        start: where it began.
-        world_size: its ranks.
-        steps_before: steps of the epoch that were used before it, in iterations that it resumes.
-    """
-
-    def __init__(self, start: Position, world_size: int, steps_before: int = 0) -> None:
-        self.start = start
-        self.world_size = world_size
-        self.steps_before = steps_before
-        self.steps = 0
-        self.ended = False
-        self._rows_before = [0]
-        self._windows_before = [start.windows_done]
-
-    def open(self, num_rows: int, num_windows: int) -> None:
-        """So many rows, made of so many windows, are about to be handed out."""
-        self._rows_before.append(self._rows_before[-1] + num_rows)
-        self._windows_before.append(self._windows_before[-1] + num_windows)
-
-    def position(self, steps: int | None) -> Position:
-        """Where the epoch stands after so many steps of this iteration; None: all that were handed out."""
-        steps = self.steps if steps is None else steps
-        if not 0 <= steps <= self.steps:
-            raise StateError(f"`num_steps` must be from 0 to the {self.steps} steps handed out, but is {steps}")
-        window = bisect_right(self._rows_before, steps) - 1
-        rows = steps - self._rows_before[window]
-        used = self.start.segments if window == 0 else ()
-        if rows and used and used[-1][0] == self.world_size:
-            used = (*used[:-1], (self.world_size, used[-1][1] + rows))
-        elif rows:
-            used = (*used, (self.world_size, rows))
-        return replace(self.start, windows_done=self._windows_before[window], segments=used)
 
 
 class LengthAwareBatchSampler(Sampler[list[int]]):
@@ -184,9 +130,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._read_late = False  # the plan, after its epoch was handed out
         self._plans: dict[tuple[int, int, Position | None], BatchPlan] = {}
         self._handle = EpochHandle(self)
-        self._warned_of_repeats = False
-        self._warned_of_padding = False
-        self._warn_of_oversize()
+        self._notices = PlanNotices()
+        warn_of_oversize(self._planner, stacklevel=2)
 
     @property
     def epoch(self) -> int:
@@ -262,7 +207,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             self._planner = planner
             self._plans.clear()
             self._lengths.clear()
-            self._warn_of_oversize()
+            warn_of_oversize(self._planner, stacklevel=2)
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
@@ -271,15 +216,15 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             self.set_epoch(self._epoch + self._advance)
         self._advance = 1
         order = self._epoch_order()
-        self._check_alike(size)
+        if self._order is not None and self._world_size is None and size > 1:
+            check_alike(self._order, self._epoch)
         start, self._start = self._start or self._planner.start(size, self._epoch, order), None
         self._trail = trail = Trail(start, size, self._steps_before)
         self._steps_before = 0
         epoch, planner = self._epoch, self._planner
-        first: list[PlannedWindow] = []
+        self._notices.begin()
         for planned in planner.steps(epoch, size, start, order):
-            self._warn_of_repeats(planned)
-            self._warn_of_padding(planner, first, planned, size)
+            self._notices.see(planner, planned, epoch, size, stacklevel=2)
             trail.open(len(planned.table), planned.num_windows)
             for row in planned.table.tolist():
                 trail.steps += 1
@@ -300,21 +245,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 an epoch while worker processes run.
         """
         position, steps = self._position(num_steps)
-        state = {
-            "kind": KIND,
-            "version": STATE_VERSION,
-            "identity": self._planner.identity,
-            "epoch": self._epoch,
-            "steps": steps,
-            "window_size": position.window_size,
-            "windows_done": position.windows_done,
-            "segments": [list(segment) for segment in position.segments],
-            "tail": position.tail,
-            "learned": LearningBudget.saved(self._planner.budget),
-            "order": None if self._order is None else self._order.checksum(self._epoch),
-            "seal": "",
-        }
-        return {**state, "seal": seal_of(state)}
+        return sampler_state(self._planner, self._order, self._epoch, position, steps)
 
     def _position(self, num_steps: int | None) -> tuple[Position, int]:
         """Where the epoch stands, and how many of its steps lie before."""
@@ -358,11 +289,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             raise StateError(
                 f"a state, or the list of all ranks' states, was expected, but {state_dict!r:.80} was given"
             )
-        with _unless_refused(self._planner.budget):
-            planner, state = self._checked(states)
+        planner, position, state = checked_states(self._planner, self._order, states)
         self._planner = planner
         self._epoch, self._advance = state["epoch"], 0
-        position = _position_of(state)
         unused = not position.windows_done and not position.segments
         self._start, self._steps_before = None if unused else position, state["steps"]
         self._trail = None
@@ -372,31 +301,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             self._advance = 1  # the epoch was used up
         self._handle.resume_at(self._epoch + self._advance)
 
-    def _checked(self, states: Sequence[Any]) -> tuple[Planner, Mapping[str, Any]]:
-        """The first of the states, if all are whole, of this run and of one step; and the planner to go on with.
-
-        What the budget has learned is taken over first, because fingerprints show it.
-        """
-        learned = states[0].get("learned") if isinstance(states[0], Mapping) else None
-        LearningBudget.restore(self._planner.budget, learned)
-        planner = self._planner.rebuilt()
-        for state in states:
-            check_state(state, KIND, STATE_VERSION, SCHEMA, planner.identity)
-            check_seal(state)
-        own = {"learned": None, "seal": None}
-        if any({**other, **own} != {**states[0], **own} for other in states[1:]):
-            raise StateError("the ranks' states differ: they were not taken after the same step")
-        state, position = states[0], _position_of(states[0])
-        if self._order is not None and self._order.checksum(state["epoch"]) != state["order"]:
-            raise StateError(
-                f"`order` gives other indices in epoch {state['epoch']} than when the state was taken; "
-                "seed its generator alike, or give it a set_epoch"
-            )
-        planner.check_position(
-            position, state["epoch"], None if self._order is None else self._order.of_epoch(state["epoch"])
-        )
-        return planner, state
-
     def _rank_and_size(self) -> tuple[int | None, int]:
         if self._world_size is not None:
             return self._rank, self._world_size
@@ -405,19 +309,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     def _epoch_order(self) -> IntArray | None:
         return None if self._order is None else self._order.of_epoch(self._epoch)
 
-    def _check_alike(self, world_size: int) -> None:
-        """Refuse an `order` that differs between the ranks of this job. Collective, once an epoch."""
-        if self._order is None or world_size == 1 or self._rank is not None or self._world_size is not None:
-            return
-        crc = self._order.checksum(self._epoch)
-        world = current_world()
-        highest, lowest = world.all_max([crc, -crc])
-        if highest != -lowest:
-            raise AlignmentError(
-                f"`order` gives other indices on other ranks in epoch {self._epoch}, so samples would be lost and repeated; "
-                "seed it alike on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
-            )
-
     def _warn_of_a_plan_read_late(self) -> None:
         if self._read_late:
             warnings.warn(
@@ -425,109 +316,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 "begins now, with other steps; call set_epoch(epoch) before reading the plan of an epoch",
                 stacklevel=3,
             )
-
-    def _warn_of_padding(
-        self, planner: Planner, first: list[PlannedWindow], planned: PlannedWindow, world_size: int
-    ) -> None:
-        """Say once, after the first windows with a thousand samples, what keeps the plan from saving more."""
-        if self._warned_of_padding:
-            return
-        first.append(planned)
-        if sum(len(window.batches.order) for window in first) >= JUDGED:
-            self._warned_of_padding = True
-            said = planner.joined(first, self._epoch, world_size).advice()
-            if said is not None:
-                warnings.warn(said, stacklevel=3)
-
-    def _warn_of_oversize(self) -> None:
-        oversize = self._planner.oversize
-        if len(oversize):
-            done = "left out" if self._planner.config.oversize == "drop" else "emitted alone"
-            warnings.warn(
-                f"{len(oversize)} samples do not fit the budget even alone and are {done}; the first is sample "
-                f"{oversize[0]} with {self._planner.lengths['tokens'][oversize[0]]} tokens",
-                stacklevel=3,
-            )
-
-    def _warn_of_repeats(self, planned: PlannedWindow) -> None:
-        if len(planned.repeated) and not self._warned_of_repeats:
-            self._warned_of_repeats = True
-            warnings.warn(
-                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a "
-                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead",
-                stacklevel=3,
-            )
-
-
-class OrderSource:
-    """Reads a user's sampler of indices once an epoch and keeps the epoch that is running.
-
-    A sampler with ``set_epoch`` is told the epoch. One with a ``generator`` reaches an epoch by drawing all before it, from
-    where its generator stood at first: an epoch has the same order whenever it is asked for. Any other is read once for each
-    epoch, as it comes.
-
-    Raises:
-        ConfigError: it is no iterable, can be read only once, or gives what is no index.
-    """
-
-    def __init__(self, source: Iterable[int], num_samples: int) -> None:
-        if not isinstance(source, Iterable):
-            raise ConfigError(f"`order` must be an iterable of dataset indices, but is {source!r}")
-        if isinstance(source, Iterator):
-            raise ConfigError(
-                f"`order` must give indices anew every epoch, but {type(source).__name__} can be read only once; "
-                "pass a list or a sampler"
-            )
-        self._source = source
-        self._num_samples = num_samples
-        self._epoch = -1
-        self._indices: IntArray = np.zeros(0, np.int64)
-        generator = getattr(source, "generator", None)
-        self._generator = generator if hasattr(generator, "get_state") else None
-        self._before: dict[int, Any] = {0: self._generator.get_state()} if self._generator is not None else {}
-
-    def __len__(self) -> int:
-        """Indices an epoch draws, without drawing them where the source can say."""
-        return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
-
-    def of_epoch(self, epoch: int) -> IntArray:
-        if epoch != self._epoch:
-            set_epoch = getattr(self._source, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
-                self._indices = self._checked(list(self._source))
-            elif self._generator is not None:
-                self._indices = self._drawn(epoch)
-            else:
-                for _ in range(max(1, epoch - self._epoch)):  # it may be seeded in a way that cannot be seen
-                    self._indices = self._checked(list(self._source))
-            self._epoch = epoch
-        return self._indices
-
-    def _drawn(self, epoch: int) -> IntArray:
-        assert self._generator is not None
-        known = max(e for e in self._before if e <= epoch)
-        self._generator.set_state(self._before[known])
-        indices: list[int] = []
-        for drawn in range(known, epoch + 1):
-            self._before[drawn] = self._generator.get_state()
-            indices = list(self._source)
-        self._before = {e: state for e, state in self._before.items() if e in (0, epoch)}
-        return self._checked(indices)
-
-    def checksum(self, epoch: int) -> int:
-        return zlib.crc32(self.of_epoch(epoch).data)
-
-    def _checked(self, indices: list[int]) -> IntArray:
-        array = np.asarray(indices)
-        if len(array) and not np.issubdtype(array.dtype, np.integer):
-            raise ConfigError(f"`order` must give integer indices, but gives {array.dtype}")
-        outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
-        if len(outside):
-            raise ConfigError(
-                f"`order` gives index {array[outside[0]]}, but there are lengths for {self._num_samples} samples"
-            )
-        return array.astype(np.int64)
 
 
 def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
@@ -541,42 +329,7 @@ def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None,
     return None if rank is None else int(rank), world_size
 
 
-def _position_of(state: Mapping[str, Any]) -> Position:
-    segments = tuple((ranks, rows) for ranks, rows in state["segments"])
-    return Position(state["window_size"], state["windows_done"], segments, state["tail"])
-
-
-@contextmanager
-def _unless_refused(budget: Budget) -> Iterator[None]:
-    """Undoes what a refused state has taught the budget."""
-    before = LearningBudget.saved(budget)
-    try:
-        yield
-    except BaseException:
-        LearningBudget.restore(budget, before)
-        raise
-
-
 def _workers_fetch_ahead(caller: FrameType) -> bool:
     """Whether a state must be told its steps: worker processes live, and the caller is no loader that counts itself."""
     counts_itself = str(caller.f_globals.get("__name__", "")).startswith("torchdata.")
     return not counts_itself and any(child.daemon for child in multiprocessing.active_children())
-
-
-def _segment(value: Any, place: str) -> None:
-    a_list(an_int(1), length=2)(value, place)
-    an_int(1, MOST_RANKS)(value[0], f"{place}[0]")
-
-
-SCHEMA: Mapping[str, Check] = {
-    "epoch": an_int(),
-    "steps": an_int(),
-    "window_size": an_int(1),
-    "windows_done": an_int(),
-    "segments": a_list(_segment, most=4096),
-    "tail": an_int(1),
-    "learned": anything(),
-    "order": either(nothing(), an_int()),
-    "seal": a_text(),
-}
-"""What the fields of a saved state must be."""

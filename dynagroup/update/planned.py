@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -13,8 +12,9 @@ from dynagroup.checks import Check, a_list, an_int, check_int, either, nothing
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
+from dynagroup.plan.notices import warn_of_oversize
 from dynagroup.plan.planner import PlanConfig, Planner
-from dynagroup.plan.sampler import OrderSource
+from dynagroup.plan.source import OrderSource
 from dynagroup.update.course import Course, Notes
 from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.loader import StepLoader
@@ -117,7 +117,7 @@ class PlannedDataLoader(StepLoader[B]):
         """Where the update ends that is under way."""
         self._length: tuple[Any, int] | None = None
         self._notes = Notes(self.stats, set(planner.oversize.tolist()))
-        _warn_of_oversize(planner)
+        warn_of_oversize(planner, stacklevel=2)
 
     @property
     def budget(self) -> Budget:
@@ -268,18 +268,6 @@ def _refuse_without_size(sampler: Any, drop_last: bool) -> None:
         raise ConfigError("`sampler` needs `samples_per_update`: free-running updates group samples across windows")
     if drop_last:
         raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
-
-
-def _warn_of_oversize(planner: Planner) -> None:
-    count = len(planner.oversize)
-    if count:
-        first = int(planner.oversize[0])
-        done = "left out" if planner.config.oversize == "drop" else "emitted alone"
-        warnings.warn(
-            f"{count} samples do not fit the budget even alone and are {done}; the first is sample {first} with "
-            f"{planner.lengths['tokens'][first]} tokens",
-            stacklevel=4,
-        )
 
 
 def _compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Place) -> None:

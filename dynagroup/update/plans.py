@@ -17,7 +17,8 @@ from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.order import epoch_order
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner, Position
-from dynagroup.plan.sampler import OrderSource, Trail
+from dynagroup.plan.saving import Trail
+from dynagroup.plan.source import OrderSource
 from dynagroup.shapes import TOKENS, IntArray
 from dynagroup.update.place import Begun, Place
 from dynagroup.update.schedule import BatchSizeSchedule

@@ -22,6 +22,7 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.checks import seal_of
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.plan import sampler as sampler_module
+from dynagroup.plan import source as source_module
 from dynagroup.plan.rounding import friendly_size, multiple_of
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
@@ -446,7 +447,7 @@ def test_every_rank_of_a_world_sees_its_own_column() -> None:
 def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = threading.local()
     monkeypatch.setattr(sampler_module, "rank_and_size", lambda: (mine.world.rank, mine.world.size))
-    monkeypatch.setattr(sampler_module, "current_world", lambda: mine.world)
+    monkeypatch.setattr(source_module, "current_world", lambda: mine.world)
 
     def run(world: World, seed: int) -> list[list[int]]:
         mine.world = world

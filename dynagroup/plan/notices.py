@@ -1,0 +1,58 @@
+"""What a user should know of a plan, said once."""
+
+from __future__ import annotations
+
+import warnings
+
+from dynagroup.plan.plan import PlannedWindow
+from dynagroup.plan.planner import Planner
+
+__all__ = ["PlanNotices", "warn_of_oversize"]
+
+JUDGED = 1000
+"""Samples after which a plan's padding says something."""
+
+
+def warn_of_oversize(planner: Planner, stacklevel: int) -> None:
+    """Say which samples do not fit even alone, if any."""
+    oversize = planner.oversize
+    if len(oversize):
+        done = "left out" if planner.config.oversize == "drop" else "emitted alone"
+        warnings.warn(
+            f"{len(oversize)} samples do not fit the budget even alone and are {done}; the first is sample "
+            f"{oversize[0]} with {planner.lengths['tokens'][oversize[0]]} tokens",
+            stacklevel=stacklevel + 1,
+        )
+
+
+class PlanNotices:
+    """Looks at windows as they are handed out, and warns of repeats and of padding, each once in its life."""
+
+    def __init__(self) -> None:
+        self._said_repeats = self._said_padding = False
+        self._first: list[PlannedWindow] = []
+        self._samples = 0
+
+    def begin(self) -> None:
+        """Windows of another epoch follow."""
+        self._first, self._samples = [], 0
+
+    def see(self, planner: Planner, planned: PlannedWindow, epoch: int, world_size: int, stacklevel: int) -> None:
+        """The next window of the epoch."""
+        if len(planned.repeated) and not self._said_repeats:
+            self._said_repeats = True
+            warnings.warn(
+                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a "
+                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead",
+                stacklevel=stacklevel + 1,
+            )
+        if self._said_padding:
+            return
+        self._first.append(planned)
+        self._samples += len(planned.batches.order)
+        if self._samples >= JUDGED:
+            self._said_padding = True
+            said = planner.joined(self._first, epoch, world_size).advice()
+            self.begin()
+            if said is not None:
+                warnings.warn(said, stacklevel=stacklevel + 1)
