@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,8 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
         length_of: a cut -> its frames, tokens ...; default: its ``num_frames``.
 
     Raises:
-        ConfigError: bounds do not grow. BudgetError: the longest sample of a bucket does not fit even alone.
+        ConfigError: bounds do not grow; while sampling, a cut has no frames, or is longer than the last bound.
+        BudgetError: the longest sample of a bucket does not fit even alone.
     """
 
     def __init__(
@@ -70,4 +70,9 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 
 
 def _num_frames(cut: Any) -> float:
-    return math.ceil(cut.num_frames)
+    if cut.num_frames is None:
+        raise ConfigError(
+            f"cut {cut.id!r} has no features, so no `num_frames`; give length_of=lambda cut: cut.num_samples, with budget and "
+            "`bounds` in audio samples, or another length"
+        )
+    return cut.num_frames

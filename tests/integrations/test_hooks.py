@@ -102,6 +102,35 @@ def test_lhotse_samples_never_exceed_the_budget():
     assert DurationBatcher([], constraint=constraint.copy()).constraint.budget == TokenBudget(80)
 
 
+@pytest.mark.filterwarnings("ignore:You are using DynamicBucketingSampler")
+@pytest.mark.parametrize("size", [1, 2])
+def test_lhotses_own_sampler_makes_batches_that_fit_of_every_cut_once(size):
+    pytest.importorskip("lhotse")
+    from lhotse import CutSet
+    from lhotse.dataset import DynamicBucketingSampler
+    from lhotse.testing.dummies import dummy_cut, dummy_features
+
+    from dynagroup.integrations.lhotse import BudgetConstraint
+
+    seconds = [0.5 + 29 * (i * 37 % 100) / 100 for i in range(100)]
+    cuts = [dummy_cut(i, duration=s, features=dummy_features(i, duration=s)) for i, s in enumerate(seconds)]
+    bounds = [400, 800, 1600, 3000]
+    seen = []
+    for rank in range(size):
+        constraint = BudgetConstraint(12_000, bounds)
+        sampler = DynamicBucketingSampler(
+            CutSet.from_cuts(cuts), duration_bins=bounds[:-1], constraint=constraint, shuffle=True, buffer_size=50,
+            world_size=size, rank=rank,
+        )  # fmt: skip
+        for batch in sampler:
+            frames = [cut.num_frames for cut in batch]
+            assert len(frames) * max(frames) <= 12_000
+            seen += [cut.id for cut in batch]
+    assert sorted(seen) == sorted(cut.id for cut in cuts)
+    with pytest.raises(ConfigError, match="has no features, so no `num_frames`; give length_of"):
+        BudgetConstraint(12_000, bounds).add(cuts[0].drop_features())
+
+
 def test_sentence_transformers_take_batches_that_fit(tmp_path):
     datasets = pytest.importorskip("datasets")
     from dynagroup.integrations.sentence_transformers import batches_that_fit
