@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -18,9 +19,9 @@ __all__ = ["OrderSource", "check_alike"]
 class OrderSource:
     """Reads a user's sampler of indices once an epoch and keeps the epoch that is running.
 
-    A sampler with ``set_epoch`` is told the epoch. One with a ``generator`` reaches an epoch by drawing all before it, from
-    where its generator stood at first: an epoch has the same order whenever it is asked for. Any other is read once for each
-    epoch, as it comes.
+    A sampler with ``set_epoch`` is told the epoch. One with a ``generator`` (of torch, NumPy or ``random``) reaches an epoch by
+    drawing all before it, from where its generator stood at first: an epoch has the same order whenever it is asked for. Any
+    other is read once for each epoch, as it comes.
 
     Raises:
         ConfigError: it is no iterable, can be read only once, or gives what is no index.
@@ -38,9 +39,9 @@ class OrderSource:
         self._num_samples = num_samples
         self._epoch = -1
         self._indices: IntArray = np.zeros(0, np.int64)
-        generator = getattr(source, "generator", None)
-        self._generator = generator if hasattr(generator, "get_state") else None
-        self._before: dict[int, Any] = {0: self._generator.get_state()} if self._generator is not None else {}
+        self._generator = getattr(source, "generator", None)
+        start = _state_of(self._generator)
+        self._before: dict[int, Any] = {} if start is None else {0: start}
 
     def __len__(self) -> int:
         """Indices an epoch draws, without drawing them where the source can say."""
@@ -52,21 +53,29 @@ class OrderSource:
             if set_epoch is not None:
                 set_epoch(epoch)
                 self._indices = self._checked(list(self._source))
-            elif self._generator is not None:
+            elif self._before:
                 self._indices = self._drawn(epoch)
             else:
                 for _ in range(max(1, epoch - self._epoch)):  # it may be seeded in a way that cannot be seen
-                    self._indices = self._checked(list(self._source))
+                    self._indices = self._read_again()
             self._epoch = epoch
         return self._indices
 
+    def _read_again(self) -> IntArray:
+        indices = self._checked(list(self._source))
+        if len(self._indices) and not len(indices):
+            raise ConfigError(
+                f"`order` must give indices anew every epoch, but {type(self._source).__name__} gave {len(self._indices)} once "
+                "and then none; its __iter__ must begin anew"
+            )
+        return indices
+
     def _drawn(self, epoch: int) -> IntArray:
-        assert self._generator is not None
         known = max(e for e in self._before if e <= epoch)
-        self._generator.set_state(self._before[known])
+        _rewind(self._generator, self._before[known])
         indices: list[int] = []
         for drawn in range(known, epoch + 1):
-            self._before[drawn] = self._generator.get_state()
+            self._before[drawn] = _state_of(self._generator)
             indices = list(self._source)
         self._before = {e: state for e, state in self._before.items() if e in (0, epoch)}
         return self._checked(indices)
@@ -84,6 +93,24 @@ class OrderSource:
                 f"`order` gives index {array[outside[0]]}, but there are lengths for {self._num_samples} samples"
             )
         return array.astype(np.int64)
+
+
+def _state_of(generator: Any) -> Any:
+    """Where a generator stands; None if it is none that can be set back."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else None
+
+
+def _rewind(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def check_alike(order: OrderSource, epoch: int) -> None:
