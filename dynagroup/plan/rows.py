@@ -44,7 +44,7 @@ def cut_rows(
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> window = {"tokens": np.full(10, 5, np.int32)}
     >>> cut_rows(window, TokenBudget(20), 4).sizes.tolist()
-    [3, 3, 2, 2]
+    [3, 3, 3, 1]
     """
     if num_ranks == 1 or not len(lengths[TOKENS]):
         return cut(lengths, budget, work=work, objective=objective, round_batch=round_batch)
