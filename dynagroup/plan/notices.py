@@ -37,8 +37,8 @@ class PlanNotices:
         """Windows of another epoch follow."""
         self._first, self._samples = [], 0
 
-    def see(self, planner: Planner, planned: PlannedWindow, epoch: int, world_size: int, stacklevel: int) -> None:
-        """The next window of the epoch."""
+    def of_repeats(self, planned: PlannedWindow, stacklevel: int) -> None:
+        """Say which samples of a window fill its last row."""
         if len(planned.repeated) and not self._said_repeats:
             self._said_repeats = True
             warnings.warn(
@@ -46,6 +46,11 @@ class PlanNotices:
                 "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead",
                 stacklevel=stacklevel + 1,
             )
+
+    def of_padding(
+        self, planner: Planner, planned: PlannedWindow, epoch: int, world_size: int, stacklevel: int
+    ) -> None:
+        """After the first windows of a thousand samples, say what keeps the plan from saving more."""
         if self._said_padding:
             return
         self._first.append(planned)

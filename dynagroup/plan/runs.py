@@ -6,6 +6,7 @@ A division into runs is its offsets: int64 (B + 1,), from 0 to the number of sam
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,33 +92,40 @@ def _by_queue(window: SortedWindow, per_step: float) -> IntArray:
     ahead is dropped for good. Every line enters and leaves once: O(N) time, O(N) memory.
     """
     num = len(window)
-    work, reach = window.work.tolist(), (np.arange(num) + window.most).tolist()
-    best, came_from = [0.0] * (num + 1), [0] * (num + 1)
-    starts, since, base, slope = [0], [1], [per_step], [work[0]]
-    front = 0
+    work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop out of reach
+    came_from, since = [0] * (num + 1), [0] * (num + 1)
+    base, slope, limit = per_step, work[0], after[0]  # of the last line; the queue is lines[front : tail + 1]
+    lines = [(0, base, slope, limit)] * (num + 1)
+    best, best_base, best_slope = 0, base, slope  # the line in front, which is best now
+    front, tail, upcoming = 0, 0, num + 1  # upcoming: where the next one overtakes it
     for stop in range(1, num):
-        while front + 1 < len(starts) and since[front + 1] <= stop:
+        if upcoming <= stop:
             front += 1
-        best[stop] = cost = base[front] + slope[front] * stop
-        came_from[stop] = starts[front]
+            while front < tail and since[front + 1] <= stop:
+                front += 1
+            best, best_base, best_slope, _ = lines[front]
+            upcoming = since[front + 1] if front < tail else num + 1
+        came_from[stop] = best
         flatter = work[stop]
-        height = cost + per_step - stop * flatter
+        height = best_base + best_slope * stop + per_step - stop * flatter
         while True:
-            ahead = reach[starts[-1]] + 1
-            if slope[-1] > flatter:
-                meet = (height - base[-1]) / (slope[-1] - flatter)
+            ahead = limit
+            if slope > flatter:
+                meet = (height - base) / (slope - flatter)
                 if meet < ahead - 1:
                     ahead = int(meet) + 1
-            if ahead > since[-1] or len(starts) == front + 1:
+            if tail == front or ahead > since[tail]:
                 break
-            del starts[-1], since[-1], base[-1], slope[-1]
-        starts.append(stop)
-        since.append(ahead)
-        base.append(height)
-        slope.append(flatter)
-    while front + 1 < len(starts) and since[front + 1] <= num:
+            tail -= 1
+            _, base, slope, limit = lines[tail]
+        tail += 1
+        base, slope, limit = height, flatter, after[stop]
+        lines[tail], since[tail] = (stop, base, slope, limit), ahead
+        if tail == front + 1:
+            upcoming = ahead
+    while front < tail and since[front + 1] <= num:
         front += 1
-    came_from[num] = starts[front]
+    came_from[num] = lines[front][0]
     return _offsets(came_from)
 
 
@@ -150,8 +158,9 @@ def _one_by_one(window: SortedWindow, per_step: float) -> IntArray:
     """Each run, from the longest sample on, as large as makes its price and padding a sample least.
 
     A run should end where what its samples are padded down to the next sample's length has paid for a new run; that
-    grows with every sample, so it is found by doubling and bisection. In a window of alike neighbours the next run can do
-    no better than its own least, which makes this as good as the exact cut: O(B log N) time.
+    grows with every sample, so it is found from the size of the run before, by doubling steps and bisection. In a window
+    of alike neighbours the next run can do no better than its own least, which makes this as good as the exact cut:
+    O(B log N) time.
     """
     sums = np.append(0.0, np.cumsum(window.work)).data
     work, most, num = window.work.data, window.most.data, len(window)
@@ -163,10 +172,7 @@ def _one_by_one(window: SortedWindow, per_step: float) -> IntArray:
     offsets, start, size = [0], 0, 1
     while start < num:
         limit = min(most[start], num - start - 1)
-        low, high = 0, max(1, size)  # low: has not paid
-        while high < limit and not has_paid(start, high):
-            low, high = high, 2 * high
-        high = min(high, limit + 1)
+        low, high = _bracket(has_paid, start, min(size, limit + 1), limit)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if has_paid(start, middle) else (middle, high)
@@ -176,6 +182,20 @@ def _one_by_one(window: SortedWindow, per_step: float) -> IntArray:
         start += size
         offsets.append(start)
     return np.asarray(offsets, np.int64)
+
+
+def _bracket(has_paid: Callable[[int, int], bool], start: int, guess: int, limit: int) -> tuple[int, int]:
+    """Sizes (low, high) around the least that has paid: low has not, high has or is past the limit. Close to a good guess."""
+    step = 1
+    if guess > limit or has_paid(start, guess):
+        low, high = guess - 1, guess
+        while low > 0 and has_paid(start, low):
+            low, high, step = low - 2 * step, low, 2 * step
+        return max(low, 0), high
+    low, high = guess, guess + 1
+    while high <= limit and not has_paid(start, high):
+        low, high, step = high, high + 2 * step, 2 * step
+    return low, min(high, limit + 1)
 
 
 def split_dearest(window: SortedWindow, offsets: IntArray, number: int) -> IntArray:

@@ -172,10 +172,15 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return self._plan_from(position if resumed else None)
 
     def __len__(self) -> int:
-        """Batches of a full epoch on this rank (of all ranks, where it emits all)."""
+        """Batches of a full epoch on this rank (of all ranks, where it emits all).
+
+        How many there are is known when all windows have been cut, so the first call in an epoch takes as long as planning
+        it; only counts are kept. ``samples_per_update`` tells the number of updates without cutting: samples / its value.
+        """
         rank, size = self._rank_and_size()
         if (self._epoch, size) not in self._lengths:
-            self._lengths[self._epoch, size] = self._plan_from(None).num_steps
+            windows = self._planner.steps(self._epoch, size, order=self._epoch_order())
+            self._lengths[self._epoch, size] = sum(len(window.table) for window in windows)
         steps = self._lengths[self._epoch, size]
         return steps if rank is not None else steps * size
 
@@ -224,7 +229,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         epoch, planner = self._epoch, self._planner
         self._notices.begin()
         for planned in planner.steps(epoch, size, start, order):
-            self._notices.see(planner, planned, epoch, size, stacklevel=2)
+            self._notices.of_repeats(planned, stacklevel=2)
+            self._notices.of_padding(planner, planned, epoch, size, stacklevel=2)
             trail.open(len(planned.table), planned.num_windows)
             for row in planned.table.tolist():
                 trail.steps += 1

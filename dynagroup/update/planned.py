@@ -12,7 +12,7 @@ from dynagroup.checks import Check, a_list, an_int, check_int, either, nothing
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
-from dynagroup.plan.notices import warn_of_oversize
+from dynagroup.plan.notices import PlanNotices, warn_of_oversize
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.source import OrderSource
 from dynagroup.update.course import Course, Notes
@@ -108,6 +108,7 @@ class PlannedDataLoader(StepLoader[B]):
                 )
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = PreservedUpdates(planner, samples_per_update, order, shuffle=shuffle, drop_last=drop_last)
+        self._plan.notices = PlanNotices()
         self._feed = PlannedFeed(dataset, planner.config.seed, dataloader_kwargs)
         self._place: Place | None = None
         """Where the steps that were handed out end."""

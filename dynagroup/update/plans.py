@@ -14,6 +14,7 @@ from dynagroup.checks import check_int
 from dynagroup.errors import BudgetError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
+from dynagroup.plan.notices import PlanNotices
 from dynagroup.plan.order import epoch_order
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner, Position
@@ -25,6 +26,8 @@ from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
 
 __all__ = ["FreeUpdates", "PlannedUpdate", "PreservedUpdates", "Updates"]
+
+LOOP = 12  # frames from a plan's notices to the training loop, with num_workers=0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Updates(ABC):
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
+        self.notices: PlanNotices | None = None
+        """Told of the windows that are handed out."""
 
     @abstractmethod
     def updates(self, place: Place, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
@@ -127,10 +132,18 @@ class Updates(ABC):
         """The epoch's order of samples, where there is one."""
         return None
 
+    def _notice(self, window: PlannedWindow, epoch: int, world_size: int) -> None:
+        if self.notices is not None:
+            self.notices.of_padding(self.planner, window, epoch, world_size, stacklevel=LOOP)
+
     def num_steps(self, epoch: int, world_size: int) -> int:
         """Steps of a whole epoch."""
-        whole = self.updates(Place(self.start(epoch, world_size)), 0, world_size)
-        return sum(len(update.batches) for update in whole)
+        notices, self.notices = self.notices, None  # counting hands nothing out
+        try:
+            whole = self.updates(Place(self.start(epoch, world_size)), 0, world_size)
+            return sum(len(update.batches) for update in whole)
+        finally:
+            self.notices = notices
 
 
 def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, **where: Any) -> PlannedUpdate:
@@ -233,6 +246,7 @@ class PreservedUpdates(Updates):
                     f"no sample of update {before.update} fits the budget even alone; filter such samples out beforehand, "
                     "or pass oversize='alone'"
                 )
+            self._notice(window, before.epoch, world_size)
             trail = Trail(position, world_size)
             trail.open(len(window.table), 1)
             trail.steps = len(window.table)
@@ -343,6 +357,7 @@ class FreeUpdates(Updates):
         )
         trail = Trail(position, world_size)
         for window in self.planner.steps(before.epoch, world_size, position):
+            self._notice(window, before.epoch, world_size)
             trail.open(len(window.table), window.num_windows)
             first = 0
             while first < len(window.table):

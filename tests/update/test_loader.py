@@ -354,3 +354,20 @@ def test_a_run_of_fixed_batches_is_gone_on_with():
     assert loader.epoch == 1
     with pytest.raises(StateError, match="only updates with samples_per_update"):
         loader_of().skip_to(0, 20, 2)
+
+
+def test_what_keeps_updates_from_saving_more_is_said_once() -> None:
+    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
+    loader = PlannedDataLoader(
+        range(2000), lengths, TokenBudget(1 << 20), samples_per_update=4, weigh="samples", collate_fn=list
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(loader) >= 500  # counting warns of nothing
+    with pytest.warns(UserWarning, match=r"^\d\d% of the tokens are padding: .* take more samples an update") as said:
+        list(loader)
+    assert [warning.filename for warning in said] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(loader)
+        list(PlannedDataLoader(range(2000), lengths, TokenBudget(4096), weigh="samples", collate_fn=list))
