@@ -7,13 +7,14 @@ packed one at most as many; fixed batches hold as many of the longest samples as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from dynagroup import LengthAwareBatchSampler, TokenBudget
+from dynagroup.plan.work import Work
 
 __all__ = ["METHODS", "Job", "Method", "updates_of"]
 
@@ -28,6 +29,8 @@ class Job:
     per_update: int
     tokens: int
     seed: int = 0
+    work: Work = field(default_factory=Work)
+    """What the model's steps take, measured beforehand where a benchmark does so."""
 
     @property
     def fixed(self) -> int:
@@ -91,7 +94,13 @@ def _planned(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Ite
     def updates(job: Job, epoch: int) -> Iterator[Update]:
         budget = TokenBudget(job.tokens, layout=layout)
         sampler = LengthAwareBatchSampler(
-            job.lengths, budget, samples_per_update=job.per_update, seed=job.seed, rank=0, world_size=1, **options
+            job.lengths,
+            budget,
+            samples_per_update=job.per_update,
+            seed=job.seed,
+            rank=0,
+            world_size=1,
+            **{"work": job.work, **options},
         )
         sampler.set_epoch(epoch)
         plan = sampler.plan
@@ -198,13 +207,14 @@ def _grouped(batches: Update, job: Job) -> Iterator[Update]:
 
 METHODS: dict[str, Method] = {
     "fixed": Method(_shuffled),
-    "transformers group_by_length": Method(_group_by_length),
+    "transformers group_by_length": Method(_group_by_length, same_updates=False),
     "transformers batch_rebalance": Method(_batch_rebalance),
     "TRL padding-free": Method(_padding_free, packed=True),
     "TRL packing (bfd)": Method(_best_fit_packs, packed=True, same_updates=False),
     "dynabatch": Method(_dynabatch, same_updates=False, capped=False, needs="dynabatch"),
     "online-dynamic-batching": Method(_online_dynamic_batching, same_updates=False, needs="odb"),
     "dynagroup": Method(_planned()),
+    "dynagroup, default work": Method(_planned(work=Work())),
     "dynagroup, fewest batches": Method(_planned(objective="fewest")),
     "dynagroup, free updates": Method(_free, same_updates=False),
     "dynagroup, packed": Method(_planned("packed"), packed=True),

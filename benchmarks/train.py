@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.methods import METHODS, Job, updates_of
 from benchmarks.record import spread
+from dynagroup.plan.work import Work
 
 __all__ = ["run", "table"]
 
@@ -67,7 +68,8 @@ def _case(text: np.ndarray, cv: float, updates: int) -> dict[str, Any]:
     lengths = np.clip(rng.lognormal(np.log(MEAN) - sigma**2 / 2, sigma, SAMPLES), 4, LONGEST).astype(np.int32)
     lengths[0] = LONGEST
     starts = rng.integers(0, len(text) - LONGEST, SAMPLES + HELD_OUT)
-    job = Job(lengths, PER_UPDATE, FIXED * LONGEST)
+    work = _measured_work()
+    job = Job(lengths, PER_UPDATE, FIXED * LONGEST, work=work)
     held_out = [text[s : s + LONGEST // 2] for s in starts[SAMPLES:]]
     runs = {name: _Run(name, job, text, starts) for name, method in METHODS.items() if method.available}
     for _ in range(updates):
@@ -75,9 +77,24 @@ def _case(text: np.ndarray, cv: float, updates: int) -> dict[str, Any]:
             one.train_until(one.samples + PER_UPDATE)
     return {
         "tokens_a_batch": job.tokens, "fixed_batch": job.fixed, "samples_per_update": PER_UPDATE, "updates": updates,
-        "cv": float(lengths.std() / lengths.mean()),
+        "cv": float(lengths.std() / lengths.mean()), "per_step": work.per_step, "crossover": min(work.crossover, 1e9),
         "methods": {name: one.figures(held_out) for name, one in runs.items()},
     }  # fmt: skip
+
+
+def _measured_work() -> Work:
+    """What the recipe says: time a dozen shapes, fit. Medians of five, CPU seconds."""
+    model = _model(packed=False)
+    rows = []
+    for n, longest in ((1, 16), (1, 64), (1, 256), (4, 16), (4, 64), (4, 256), (16, 16), (16, 64), (32, 16), (32, 64)):
+        ids = torch.randint(3, 1536, (n, longest))
+        taken = []
+        for _ in range(6):
+            began = time.process_time()
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+            taken.append(time.process_time() - began)
+        rows.append((n, longest, float(np.median(taken[1:]))))
+    return Work.fit(rows)
 
 
 def _model(packed: bool) -> Any:

@@ -16,6 +16,7 @@ from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, StreamDataset
 from dynagroup.online.records import Planned, Queued, RefinedWindow, WindowRequest
 from dynagroup.online.requests import Order
+from dynagroup.update.feed import answers_of
 from dynagroup.world import World
 
 __all__ = ["RequestQueue", "Windows", "Workers", "split_queued"]
@@ -225,7 +226,7 @@ class Workers:
         if self._loader is None or not self.persistent:
             data: Any = IndexedDataset(self._dataset)
             self._loader = DataLoader(data, batch_sampler=self.queue, collate_fn=self._collator, **self._kwargs)  # type: ignore[arg-type]
-        return iter(self._loader)
+        return answers_of(self._loader)
 
     def open_stream(self, epoch: int, world: World, resume: Mapping[str, Any] | None) -> Iterator[Any]:
         """Iterate over the stream, from where its workers stood."""
@@ -235,4 +236,4 @@ class Workers:
             )
             self._loader = DataLoader(self._stream, batch_size=None, collate_fn=self._collator, **self._kwargs)
         self._stream.start(epoch, resume)
-        return iter(self._loader)
+        return answers_of(self._loader)

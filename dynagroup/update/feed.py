@@ -68,6 +68,23 @@ class _Requests:
                 yield _seeded_indices(indices, int(np.random.SeedSequence(key).generate_state(1)[0]))
 
 
+def answers_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What a DataLoader's workers answer. One that dies while it hands over a batch is a bare EOFError in torch; here it is
+    told like one that dies between batches.
+
+    Raises:
+        RuntimeError: a worker died.
+    """
+    try:
+        yield from loader
+    except (EOFError, ConnectionError) as error:
+        if str(error):  # the user's own
+            raise
+        raise RuntimeError(
+            "a DataLoader worker died while it handed over a batch: it was killed, or the machine ran out of memory"
+        ) from error
+
+
 class PlannedFeed:
     """Loads planned updates, one after another, with the user's workers and collate function.
 
@@ -111,7 +128,7 @@ class PlannedFeed:
         requests.planned.clear()
         requests.source = updates
         self._generator.manual_seed(int(np.random.SeedSequence((requests.seed, epoch)).generate_state(1)[0]))
-        batches = iter(self._loader)
+        batches = answers_of(self._loader)
         for batch in batches:
             collected = [batch, *(next(batches) for _ in requests.planned[0].batches[1:])]
             yield requests.planned.popleft(), collected

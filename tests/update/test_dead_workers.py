@@ -1,0 +1,25 @@
+"""A worker that dies is told as such, wherever it was when it died."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynagroup.update.feed import answers_of
+
+
+def dies_with(error):
+    yield 1
+    raise error
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
+def test_a_worker_that_dies_handing_over_is_told(error):
+    answers = answers_of(dies_with(error))
+    assert next(answers) == 1
+    with pytest.raises(RuntimeError, match="worker died while it handed over a batch"):
+        next(answers)
+
+
+def test_the_users_own_end_of_file_stays_what_it_is():
+    with pytest.raises(EOFError, match="broken shard 7"):
+        list(answers_of(dies_with(EOFError("broken shard 7"))))
