@@ -80,10 +80,15 @@ _HOME = {
     "text_dataloader": "text",
 }
 
+_ROOMS = ("integrations", "memory", "oom", "testing")
+"""Rooms that users visit: `dynagroup.memory` works without importing it by name."""
+
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"dynagroup.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'dynagroup' has no attribute {name!r}")
     value = getattr(import_module(f"dynagroup.{_HOME[name]}"), name)
@@ -92,4 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*_HOME, *_ROOMS, "__version__"})

@@ -140,3 +140,13 @@ def test_the_names_of_the_design_are_there():
 def test_an_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = dynagroup.nothing  # type: ignore[attr-defined]
+
+
+def test_rooms_that_users_visit_need_no_import_of_their_own():
+    code = "import dynagroup; print(dynagroup.memory.Workload.__name__, dynagroup.testing.run_ranks.__name__)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert said == ["Workload", "run_ranks"]
+
+
+def test_dir_shows_the_api_only():
+    assert set(dir(dynagroup)) - set(dynagroup.__all__) == {"__version__", "integrations", "memory", "oom", "testing"}

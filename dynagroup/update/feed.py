@@ -69,8 +69,8 @@ class _Requests:
 
 
 def answers_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What a DataLoader's workers answer. One that dies while it hands over a batch is a bare EOFError in torch; here it is
-    told like one that dies between batches.
+    """What a DataLoader's workers answer. One that dies while it hands over a batch is a bare EOFError or a lost connection
+    in torch; here it is told like one that dies between batches.
 
     Raises:
         RuntimeError: a worker died.
@@ -78,7 +78,7 @@ def answers_of(loader: DataLoader[Any]) -> Iterator[Any]:
     try:
         yield from loader
     except (EOFError, ConnectionError) as error:
-        if str(error):  # the user's own
+        if not getattr(loader, "num_workers", 1) or "in DataLoader worker process" in str(error):  # the dataset's own
             raise
         raise RuntimeError(
             "a DataLoader worker died while it handed over a batch: it was killed, or the machine ran out of memory"

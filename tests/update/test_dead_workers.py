@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.utils.data import DataLoader
 
 from dynagroup.update.feed import answers_of
 
@@ -12,7 +13,7 @@ def dies_with(error):
     raise error
 
 
-@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
 def test_a_worker_that_dies_handing_over_is_told(error):
     answers = answers_of(dies_with(error))
     assert next(answers) == 1
@@ -21,5 +22,20 @@ def test_a_worker_that_dies_handing_over_is_told(error):
 
 
 def test_the_users_own_end_of_file_stays_what_it_is():
+    said = "Caught EOFError in DataLoader worker process 0.\nEOFError: broken shard 7"
     with pytest.raises(EOFError, match="broken shard 7"):
-        list(answers_of(dies_with(EOFError("broken shard 7"))))
+        list(answers_of(dies_with(EOFError(said))))
+
+
+def test_without_workers_nobody_died():
+    def broken(self, index):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    class Broken:
+        __getitem__ = broken
+
+        def __len__(self):
+            return 2
+
+    with pytest.raises(ConnectionResetError):
+        list(answers_of(DataLoader(Broken())))
