@@ -65,7 +65,7 @@ class Way:
     def waiting(self) -> float:
         """Share of the ranks' time spent waiting for the slowest of their step."""
         most = self.rank_work.max(axis=1, initial=0.0).sum() * self.table.shape[1]
-        return 1.0 - float(self.work.sum()) / max(float(most), 1e-9)
+        return max(0.0, 1.0 - float(self.work.sum()) / max(float(most), 1e-9))
 
     @property
     def largest_batch(self) -> int:

@@ -27,7 +27,7 @@ from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
 
 __all__ = ["FreeUpdates", "PlannedUpdate", "PreservedUpdates", "Updates"]
 
-LOOP = 12  # frames from a plan's notices to the training loop, with num_workers=0
+LOOP = 13  # frames from a plan's notices to the training loop, with num_workers=0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dynagroup.testing import run_ranks
 from dynagroup.update import clock as clock_module
 from dynagroup.update.stats import LoaderStats
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
 TRUE = Work(per_step=300, crossover=900)
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 1500), 2, 400).astype(int)
 DATA = [{"input_ids": [1] * n} for n in LENGTHS]
