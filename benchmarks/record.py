@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 from collections.abc import Mapping
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+
+from dynagroup import __version__
+from dynagroup.plan.report import environment
 
 __all__ = ["RESULTS", "about", "save", "spread"]
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("dynagroup", "torch", "numpy")
 
 
 def about(*packages: str) -> dict[str, Any]:
     """Hardware, versions of the packages that are installed, and the date."""
-    found = {"date": date.today().isoformat(), "python": platform.python_version(), "hardware": _hardware()}
-    for package in (*PACKAGES, *packages):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = _own_version() if package == "dynagroup" else "not installed"
-    return found
+    found = environment(*packages)
+    return {**found, "dynagroup": __version__, "hardware": f"{found['hardware']}, {_gpu()}"}
 
 
-def _own_version() -> str:
-    from dynagroup import __version__
-
-    return __version__
-
-
-def _hardware() -> str:
-    import torch
-
+def _gpu() -> str:
     if not torch.cuda.is_available():
-        return f"{os.cpu_count()} CPU cores, no GPU"
+        return "no GPU"
     gpu = torch.cuda.get_device_properties(0)
     return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, driver {_driver()}, CUDA {torch.version.cuda}"
 
@@ -68,7 +56,5 @@ def spread(values: list[float]) -> dict[str, Any]:
     >>> spread([1.0, 2.0, 9.0])
     {'median': 2.0, 'quartiles': [1.5, 5.5], 'repeats': 3}
     """
-    import numpy as np
-
     low, middle, high = (round(float(q), 9) for q in np.quantile(values, [0.25, 0.5, 0.75]))
     return {"median": middle, "quartiles": [low, high], "repeats": len(values)}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,10 +34,29 @@ __all__ = [
     "either",
     "nothing",
     "seal_of",
+    "warn_user",
 ]
 
 LARGEST = 1 << 62
 """No count of a real run is larger; what claims to be is damaged."""
+
+
+_NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", str(Path("torch", "utils", "data")) + os.sep)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's that led here, however many frames of dynagroup and of DataLoader lie between.
+
+    >>> with warnings.catch_warnings(record=True) as said:
+    ...     warnings.simplefilter("always")
+    ...     warn_user("careful")
+    >>> str(said[0].message)
+    'careful'
+    """
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USER):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = "") -> int:

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from results import save  # noqa: E402
-
+from benchmarks.record import RESULTS, save  # noqa: E402
 from dynagroup.oom import LearningBudget, OomSafeBackward, generate_with_oom_retry, run_with_oom_retry  # noqa: E402
 
 STEPS, VOCAB = 10, 8192
@@ -199,7 +198,7 @@ def main() -> None:
         raise SystemExit("no CUDA device; give --dry to try the checks against a stand-in")
     found = figures(dry)
     if not dry:
-        save("gpu_oom", {**found, "device": torch.cuda.get_device_name()}, "transformers")
+        save(RESULTS, "gpu_oom", {**found, "device": torch.cuda.get_device_name()}, "transformers")
 
 
 if __name__ == "__main__":

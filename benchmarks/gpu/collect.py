@@ -26,7 +26,7 @@ def collected(folder: Path) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
         dry = ", DRY: figures mean nothing" if found.get("dry") else ""
         sections.append(
-            f"{part}: {found['hardware']}, torch {found['torch']}, {found['date']}{dry}\n{show(found['figures'])}"
+            f"{part}: {found['hardware']}, torch {found['versions']['torch']}, {found['date']}{dry}\n{show(found['figures'])}"
         )
     return "\n\n".join(sections)
 

@@ -114,11 +114,6 @@ class Fits:
             memory, limit_bytes, headroom, pad_to_multiple_of, tuple(wanted), tuple(samples), tokens, code, title
         )
 
-    @property
-    def room_bytes(self) -> int:
-        """What is left for batches."""
-        return max(0, int(self.headroom * self.limit_bytes) - self.memory.static_bytes)
-
     def rows(self) -> list[tuple[int, int, int, int]]:
         """(tokens of the longest sample, most samples, their padded tokens, their bytes, static ones included)"""
         counts, lengths = np.array(self.samples), np.array(self.lengths)

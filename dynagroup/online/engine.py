@@ -6,14 +6,13 @@ It knows no DataLoader: a :class:`~dynagroup.online.feeds.Feed` brings windows, 
 from __future__ import annotations
 
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dynagroup.checks import Check, a_flag, a_list, a_number, an_int
+from dynagroup.checks import Check, a_flag, a_list, a_number, an_int, warn_user
 from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, quantile
 from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds import Feed
@@ -162,10 +161,9 @@ class Runner(ABC):
         self.stats.real_tokens += refined.real
         self.stats.padded_tokens += refined.padded
         if refined.oversize and not self.stats.oversize:
-            warnings.warn(
+            warn_user(
                 f"sample {refined.indices[0]} ({refined.real} tokens) does not fit the budget even alone and is emitted alone, "
-                "as others may be (stats.oversize counts them); truncate it, raise the budget, or pass oversize='error'",
-                stacklevel=2,
+                "as others may be (stats.oversize counts them); truncate it, raise the budget, or pass oversize='error'"
             )
         self.stats.oversize += refined.oversize
         return take

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynagroup.checks import warn_user
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.engine import FreeRunner, Knobs, Runner, UpdateRunner
 from dynagroup.online.exchange import Exchange, fingerprint
@@ -153,11 +153,6 @@ class EpochRun:
         """Where the updates that were handed out end; the one that is under way counts."""
         return self.feed.cursor
 
-    @property
-    def within_update(self) -> bool:
-        """The next step belongs to an update that was begun."""
-        return self.runner.offset > 0
-
     def set_samples_per_update(self, samples: int) -> int:
         """See :meth:`OnlineDataLoader.set_samples_per_update`."""
         return self.feed.set_samples_per_update(samples)
@@ -222,10 +217,9 @@ class EpochRun:
         left = self.feed.unused(self.runner.pool)
         self.source.stats.left_samples += len(left)
         if left:
-            warnings.warn(
+            warn_user(
                 f"uneven='stop' ended the epoch with {len(left)} samples left on rank {self.source.world.rank}: "
-                f"{shorten(left)}; uneven='idle' uses them",
-                stacklevel=4,
+                f"{shorten(left)}; uneven='idle' uses them"
             )
 
 

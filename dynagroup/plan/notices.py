@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
+from dynagroup.checks import warn_user
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
 
@@ -13,15 +12,15 @@ JUDGED = 1000
 """Samples after which a plan's padding says something."""
 
 
-def warn_of_oversize(planner: Planner, stacklevel: int) -> None:
+def warn_of_oversize(planner: Planner) -> None:
     """Say which samples do not fit even alone, if any."""
     oversize = planner.oversize
     if len(oversize):
         done = "left out" if planner.config.oversize == "drop" else "emitted alone"
-        warnings.warn(
+        warn_user(
             f"{len(oversize)} samples do not fit the budget even alone and are {done}; the first is sample "
-            f"{oversize[0]} with {planner.lengths['tokens'][oversize[0]]} tokens",
-            stacklevel=stacklevel + 1,
+            f"{oversize[0]} with {planner.lengths['tokens'][oversize[0]]} tokens; truncate them, raise the budget, or pass "
+            "oversize='error'"
         )
 
 
@@ -37,19 +36,16 @@ class PlanNotices:
         """Windows of another epoch follow."""
         self._first, self._samples = [], 0
 
-    def of_repeats(self, planned: PlannedWindow, stacklevel: int) -> None:
+    def of_repeats(self, planned: PlannedWindow) -> None:
         """Say which samples of a window fill its last row."""
         if len(planned.repeated) and not self._said_repeats:
             self._said_repeats = True
-            warnings.warn(
+            warn_user(
                 f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a "
-                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead",
-                stacklevel=stacklevel + 1,
+                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
             )
 
-    def of_padding(
-        self, planner: Planner, planned: PlannedWindow, epoch: int, world_size: int, stacklevel: int
-    ) -> None:
+    def of_padding(self, planner: Planner, planned: PlannedWindow, epoch: int, world_size: int) -> None:
         """After the first windows of a thousand samples, say what keeps the plan from saving more."""
         if self._said_padding:
             return
@@ -60,4 +56,4 @@ class PlanNotices:
             said = planner.joined(self._first, epoch, world_size).advice()
             self.begin()
             if said is not None:
-                warnings.warn(said, stacklevel=stacklevel + 1)
+                warn_user(said)

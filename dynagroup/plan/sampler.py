@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from dynagroup.budget.base import Budget
-from dynagroup.checks import check_int
+from dynagroup.checks import check_int, warn_user
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.config import Oversize, PlanConfig
@@ -131,7 +130,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._plans: dict[tuple[int, int, Position | None], BatchPlan] = {}
         self._handle = EpochHandle(self)
         self._notices = PlanNotices()
-        warn_of_oversize(self._planner, stacklevel=2)
+        warn_of_oversize(self._planner)
 
     @property
     def epoch(self) -> int:
@@ -212,7 +211,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             self._planner = planner
             self._plans.clear()
             self._lengths.clear()
-            warn_of_oversize(self._planner, stacklevel=2)
+            warn_of_oversize(self._planner)
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
@@ -229,8 +228,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         epoch, planner = self._epoch, self._planner
         self._notices.begin()
         for planned in planner.steps(epoch, size, start, order):
-            self._notices.of_repeats(planned, stacklevel=2)
-            self._notices.of_padding(planner, planned, epoch, size, stacklevel=2)
+            self._notices.of_repeats(planned)
+            self._notices.of_padding(planner, planned, epoch, size)
             trail.open(len(planned.table), planned.num_windows)
             for row in planned.table.tolist():
                 trail.steps += 1
@@ -317,10 +316,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def _warn_of_a_plan_read_late(self) -> None:
         if self._read_late:
-            warnings.warn(
+            warn_user(
                 f"sampler.plan was read after epoch {self._epoch} and is its plan, but epoch {self._epoch + self._advance} "
-                "begins now, with other steps; call set_epoch(epoch) before reading the plan of an epoch",
-                stacklevel=3,
+                "begins now, with other steps; call set_epoch(epoch) before reading the plan of an epoch"
             )
 
 

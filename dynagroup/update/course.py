@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from dynagroup.budget.base import Budget
+from dynagroup.checks import warn_user
 from dynagroup.errors import AlignmentError
 from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.notice import unplanned
@@ -53,11 +53,10 @@ class Notes:
         differs = unplanned(batch, samples=samples, longest=longest, tokens=real, budget=budget)
         if differs is not None:
             self.warned = True
-            warnings.warn(
+            warn_user(
                 f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
                 "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
-                "processed, or use OnlineDataLoader, which measures after processing (said once)",
-                stacklevel=6,
+                "processed, or use OnlineDataLoader, which measures after processing (said once)"
             )
 
 

@@ -118,7 +118,7 @@ class PlannedDataLoader(StepLoader[B]):
         """Where the update ends that is under way."""
         self._length: tuple[Any, int] | None = None
         self._notes = Notes(self.stats, set(planner.oversize.tolist()))
-        warn_of_oversize(planner, stacklevel=2)
+        warn_of_oversize(planner)
 
     @property
     def budget(self) -> Budget:

@@ -27,8 +27,6 @@ from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
 
 __all__ = ["FreeUpdates", "PlannedUpdate", "PreservedUpdates", "Updates"]
 
-LOOP = 13  # frames from a plan's notices to the training loop, with num_workers=0
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
@@ -134,7 +132,7 @@ class Updates(ABC):
 
     def _notice(self, window: PlannedWindow, epoch: int, world_size: int) -> None:
         if self.notices is not None:
-            self.notices.of_padding(self.planner, window, epoch, world_size, stacklevel=LOOP)
+            self.notices.of_padding(self.planner, window, epoch, world_size)
 
     def num_steps(self, epoch: int, world_size: int) -> int:
         """Steps of a whole epoch."""
