@@ -1,4 +1,4 @@
-"""Run a script on real gloo ranks and collect what each rank reports."""
+"""Real gloo ranks, each a process that ``torchrun`` starts: a script that reports, or a function that returns."""
 
 from __future__ import annotations
 
@@ -7,33 +7,49 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parent.parent
 
 
-def torchrun(script: str | Path, *args: str, ranks: int, timeout_s: float = 240.0) -> list[Any]:
+def torchrun(script: str | Path, *args: str, ranks: int, timeout_s: float = 300.0) -> list[Any]:
     """Start ``script`` (under ``tests/ranks/``) on ``ranks`` processes; each prints one line ``REPORT <json>``.
 
     Returns the reports in the order of ``report["rank"]``.
     """
-    path = ROOT / "tests" / "ranks" / script
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.TemporaryDirectory() as logs:  # a file a rank: lines of ranks that share a pipe may mix
-        launch = [
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            "--redirects",
-            "1",
-            "--log-dir",
-            logs,
-        ]
-        command = [sys.executable, "-m", *launch, str(path), *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT)
-        printed = "\n".join(log.read_text() for log in sorted(Path(logs).glob("**/stdout.log")))
-    assert done.returncode == 0, f"{path.name} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-6000:]}"
+    printed = started(ROOT / "tests" / "ranks" / script, *args, ranks=ranks, timeout_s=timeout_s)
     reports = [json.loads(line.split("REPORT ", 1)[1]) for line in printed.splitlines() if "REPORT " in line]
     assert len(reports) == ranks, f"{len(reports)} of {ranks} ranks reported:\n{printed[-3000:]}"
     return sorted(reports, key=lambda report: report["rank"])
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function(*args)``, of a module that can be imported, returns on each of ``ranks`` processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save((function, args), f"{folder}/job.pt")
+        started(ROOT / "tests" / "ranks" / "function.py", folder, ranks=ranks)
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def started(script: str | Path, *args: str, ranks: int, timeout_s: float = 300.0) -> str:
+    """What ``ranks`` processes of the script print to stdout, one after the other; asserts that all end well."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    with tempfile.TemporaryDirectory() as logs:  # a file a rank: lines of ranks that share a pipe may mix
+        launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, "-m", *launch, "--redirects", "1", "--log-dir", logs]
+        command += [str(ROOT / "tests" / "ranks" / "__main__.py"), str(script), *args]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT)
+        printed = "\n".join(log.read_text() for log in sorted(Path(logs).glob("**/stdout.log")))
+    assert done.returncode == 0, f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-6000:]}"
+    return printed

@@ -18,7 +18,7 @@ from dynagroup.integrations.accelerate import prepare  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
-from tests.integrations.ranks import on_ranks  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROWS = toys.samples("classifier", 48)
@@ -97,8 +97,8 @@ def on_one_rank_and_many():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return on_ranks(2, on_one_rank_and_many, tmp_path_factory.mktemp("ranks"))
+def ranks():
+    return on_ranks(2, on_one_rank_and_many)
 
 
 @pytest.mark.slow

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import ROOT, started
 
 
 def losses_of(script: str, ranks: int) -> list[float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [float(word) for word in done.stdout.strip().splitlines()[-1].split()]
+    return [float(word) for word in started(ROOT / script, ranks=ranks).strip().splitlines()[-1].split()]
 
 
 def alone() -> list[float]:

@@ -17,7 +17,7 @@ from dynagroup.integrations.evaluation import EvaluationRows  # noqa: E402
 from dynagroup.integrations.hf import dynagroup_trainer  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import arguments, trainer  # noqa: E402
-from tests.integrations.ranks import on_ranks  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 COUNT = 37
@@ -212,7 +212,7 @@ def on_two_ranks(folder: Any) -> list[Any]:
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(tmp_path):
     alone = on_two_ranks(tmp_path)
-    for rank in on_ranks(2, on_two_ranks, tmp_path, tmp_path):
+    for rank in on_ranks(2, on_two_ranks, tmp_path):
         for (metrics, predictions, labels), (expected, wanted, targets) in zip(rank, alone, strict=True):
             assert same(metrics, expected)
             assert (labels == targets).all()

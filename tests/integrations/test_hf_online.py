@@ -13,7 +13,7 @@ from transformers import TrainerCallback  # noqa: E402
 from dynagroup.update.schedule import doubling  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, train, trainer  # noqa: E402
-from tests.integrations.ranks import on_ranks  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
@@ -151,6 +151,6 @@ def both_online(folder):
 
 @pytest.mark.slow
 def test_online_updates_are_the_same_on_two_ranks(tmp_path):
-    for pairs in on_ranks(2, both_online, tmp_path, tmp_path):
+    for pairs in on_ranks(2, both_online, tmp_path):
         for fixed, ours in pairs:
             assert (fixed - ours).abs().max() < 1e-8

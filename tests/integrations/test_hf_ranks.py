@@ -14,7 +14,7 @@ from dynagroup import TokenBudget  # noqa: E402
 from tests.allocator import Allocator  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, trained_on, trainer  # noqa: E402
-from tests.integrations.ranks import on_ranks  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
@@ -140,7 +140,7 @@ def everything(folder: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return on_ranks(2, everything, folder, folder)  # once for all tests: to start ranks takes longer than to train
+    return on_ranks(2, everything, folder)  # once for all tests: to start ranks takes longer than to train
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from dynagroup.testing import assert_conserves  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
-from tests.integrations.ranks import on_ranks  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = toys.samples("causal", 48)
@@ -226,7 +226,7 @@ RUNS = {"offline": (True, False), "online": (True, True), "manual": (False, Fals
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return on_ranks(2, on_many_ranks, folder, folder)
+    return on_ranks(2, on_many_ranks, folder)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.integrations.jobs import MODELS, parameters, train, train_both  # noqa: E402
-from tests.integrations.ranks import on_ranks  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -49,7 +49,7 @@ def all_cases(folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return on_ranks(2, all_cases, folder, folder)
+    return on_ranks(2, all_cases, folder)
 
 
 @pytest.mark.slow

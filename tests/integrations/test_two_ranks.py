@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, train_both, trainer  # noqa: E402
-from tests.integrations.ranks import on_ranks  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 LAST = 7
@@ -51,7 +51,7 @@ def everything(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return on_ranks(2, everything, folder, str(folder))
+    return on_ranks(2, everything, str(folder))
 
 
 def test_two_ranks_make_the_updates_of_fixed_batches(ranks):

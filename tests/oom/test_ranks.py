@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,21 +15,19 @@ from dynagroup.errors import AlignmentError, BudgetError
 from dynagroup.oom import LearningBudget, OomSafeBackward, gradients
 from tests.allocator import Allocator
 from tests.oom import training as loop
+from tests.torchrun import on_ranks
 
 
-def spawn(ranks: int, folder: Path, *jobs: Callable[[int, int], Any]) -> list[list[Any]]:
+def together(ranks: int, *jobs: Callable[[int, int], Any]) -> list[list[Any]]:
     """Run every ``job(rank, size)`` on so many gloo ranks; [job][rank] -> what it returned."""
-    torch.multiprocessing.spawn(_rank, (ranks, str(folder), jobs), nprocs=ranks, join=True)
-    answers = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
-    return [list(per_rank) for per_rank in zip(*answers, strict=True)]
+    return [list(per_rank) for per_rank in zip(*on_ranks(ranks, _rank, ranks, jobs), strict=True)]
 
 
-def _rank(rank: int, size: int, folder: str, jobs: tuple[Callable[[int, int], Any], ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), size, rank)
-    torch.save([job(rank, size) for job in jobs], f"{folder}/{rank}.pt")
+def _rank(size: int, jobs: tuple[Callable[[int, int], Any], ...]) -> list[Any]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    answers = [job(dist.get_rank(), size) for job in jobs]
     dist.destroy_process_group()
+    return answers
 
 
 NEVER = float("inf")
@@ -135,10 +131,10 @@ def gradients_from_before(rank: int, size: int) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+def two_ranks() -> dict[Any, list[Any]]:
     """One start of two processes for all that is asked of them."""
     jobs = (several_places, no_way_out, buffers_and_unused_parameters, gradients_from_before, a_rank_that_leaves)
-    return dict(zip(jobs, spawn(2, tmp_path_factory.mktemp("ranks"), *jobs), strict=True))
+    return dict(zip(jobs, together(2, *jobs), strict=True))
 
 
 def test_parameters_are_those_of_a_run_that_never_failed(two_ranks: dict[Any, list[Any]]) -> None:
@@ -146,8 +142,8 @@ def test_parameters_are_those_of_a_run_that_never_failed(two_ranks: dict[Any, li
 
 
 @pytest.mark.slow
-def test_the_same_on_four_ranks(tmp_path: Path) -> None:
-    check_several_places(loop.train_plainly(4), spawn(4, tmp_path, several_places)[0])
+def test_the_same_on_four_ranks() -> None:
+    check_several_places(loop.train_plainly(4), together(4, several_places)[0])
 
 
 def test_ranks_raise_and_skip_alike(two_ranks: dict[Any, list[Any]]) -> None:

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from dynagroup import ConfigError  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import trainer  # noqa: E402
-from tests.integrations.ranks import on_ranks  # noqa: E402
 from tests.packed import training  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -33,7 +33,7 @@ def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind: st
 
 def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(tmp_path) -> None:
     for (ours, losses, updates, _), (others, *_rest) in zip(
-        *on_ranks(2, training.packed_on_ranks, tmp_path, ["planned", "online"]), strict=True
+        *on_ranks(2, training.packed_on_ranks, ["planned", "online"]), strict=True
     ):
         assert torch.equal(ours, others)
         theirs, fixed_losses = training.fixed(updates, "sdpa")
@@ -49,7 +49,7 @@ def test_the_trainer_on_packed_batches_ends_with_the_parameters_of_fixed_ones(tm
 
 @pytest.mark.slow
 def test_the_trainer_on_two_ranks_too(tmp_path) -> None:
-    for (theirs, _), (ours, _logs) in on_ranks(2, training.trained_both, tmp_path, str(tmp_path)):
+    for (theirs, _), (ours, _logs) in on_ranks(2, training.trained_both, str(tmp_path)):
         assert (ours - theirs).abs().max() < 1e-8
 
 
