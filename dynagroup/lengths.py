@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams
 
-__all__ = ["as_streams", "measure_lengths", "with_tokens"]
+__all__ = ["as_streams", "measure_lengths", "named_tokenizer", "with_tokens"]
 
 LONGEST = int(np.iinfo(np.int32).max)
 TEXTS_PER_CALL = (
@@ -189,6 +189,24 @@ def measure_lengths(
     if max_length is not None:  # a length of text; streams beside it count other things
         streams = {**streams, TOKENS: np.minimum(streams[TOKENS], np.int32(max_length))}
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
+
+
+def named_tokenizer(name: str) -> Any:
+    """The transformers tokenizer of that name or folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except ImportError:  # a tokenizer's own package: its message says which
+        raise
+    except Exception as error:  # whatever a hub, a folder's files or a tokenizer's own code raise
+        raise ConfigError(
+            f"no tokenizer found for {name!r}; give the name of a transformers tokenizer, or a folder with its files"
+        ) from error
 
 
 def _check_arguments(data: Any, max_length: int | None, num_proc: int | None) -> None:

@@ -113,6 +113,9 @@ def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys
         ("x.txt", b"3\nfour\n", [], "say which `--tokenizer`"),
         ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
         ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose one with `--column`"),
+        ("x.csv", b"a,length\n1,2\n3\n", [], "row 2 of"),
+        ("x.csv", b"id,b\n" + b"".join(b"%d,7\n" % i for i in range(9)), ["--column", "id"], "that is an index"),
+        ("x.jsonl", b"".join(b'{"nr": %d}\n' % i for i in (3, 9, 4, 10, 5, 8, 7, 6)), [], "numbers its rows (3 to 10"),
         ("x.csv", b"a,b\n1,2\n", ["--column", "c"], "must be one of ['a', 'b']"),
         ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "no JSON in line 2"),
         ("x.jsonl", b'{"length": 3}\n{"size": 3}\n', [], "sample 1 of"),
@@ -121,11 +124,14 @@ def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys
         ("x.docx", b"", [], "unknown ending"),
         ("x.npy", b"no array", ["--tokenizer", "t"], "cannot be read as .npy"),
         ("x.json", b"[3, 4]", ["--tokenizer", "t"], "holds no texts"),
-        ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no/such/tokenizer/here"),
+        ("x.json", b"[" * 100_000, [], "cannot be read as .json"),
+        ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no tokenizer found for 'no/such/tokenizer"),
+        ("x.txt", b"some text", ["--tokenizer", "nosuch"], "no tokenizer found for 'nosuch'"),
         (None, b"", [], "cannot be read as a folder saved by datasets"),
     ],
 )
-def test_a_wrong_file_is_one_line(tmp_path, name, content, arguments, message, capsys):
+def test_a_wrong_file_is_one_line(tmp_path, name, content, arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = tmp_path if name is None else tmp_path / name
     if name is not None:
         path.write_bytes(content)

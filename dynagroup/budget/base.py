@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.checks import LARGEST
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.run import Layout
@@ -97,6 +98,8 @@ def positive(name: str, value: float, kind: type = int) -> None:
         raise ConfigError(f"`{name}` must be a positive {kind.__name__}, but is {value!r}")
     if not value > 0 or math.isinf(value):
         raise ConfigError(f"`{name}` must be greater than 0 and finite, but is {value!r}")
+    if kind is int and value > LARGEST:  # 64-bit arithmetic would overflow
+        raise ConfigError(f"`{name}` must be at most 2**62, but is {value!r}")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import dynagroup
 from dynagroup.cli import compare, demo, doctor, fit, plan, profile
@@ -29,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(arguments)
     try:
-        args.run(args)
+        with _in_lines(args.command):
+            args.run(args)
     except (AlignmentError, BudgetError, ConfigError, StateError) as error:
         return _failed(args.command, str(error))
     except OSError as error:  # a file that cannot be written, a model's name that leads nowhere
@@ -41,6 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+@contextmanager
+def _in_lines(command: str) -> Iterator[None]:
+    """Warnings are a line each, and a hub that cannot be reached is told once, by our own error."""
+    hub = logging.getLogger("huggingface_hub.utils._http")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(
+            f"dynagroup {command}: warning: {' '.join(str(message).split())}", file=sys.stderr
+        )
+        try:
+            yield
+        finally:
+            hub.setLevel(level)
 
 
 def _failed(command: str, message: str) -> int:

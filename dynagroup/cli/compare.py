@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from dynagroup.cli.inputs import add_lengths, lengths_of, save_picture, tokens
+from dynagroup.cli.inputs import add_lengths, add_picture, check_picture, lengths_of, show_picture, tokens
 
 if TYPE_CHECKING:
     from dynagroup.plan.compare import Comparison
@@ -17,8 +17,7 @@ __all__ = ["add_arguments", "add_setting", "comparison_of"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser)
-    parser.add_argument("--picture", metavar="PNG", help="also save a picture")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_picture(parser)
     parser.set_defaults(run=run)
 
 
@@ -67,7 +66,7 @@ def _work_of(model: str | None) -> Work | None:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_picture(args)
     found = comparison_of(args)
     print(json.dumps(found.figures(), indent=1) if args.json else found.report())
-    if args.picture:
-        save_picture(found.plot(), args.picture)
+    show_picture(found.plot, args)

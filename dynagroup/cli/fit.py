@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from dynagroup.cli.inputs import save_picture, tokens
-from dynagroup.cli.profile import add_workload, known
+from dynagroup.cli.inputs import add_picture, check_picture, show_picture, tokens
+from dynagroup.cli.profile import add_workload, figure_of, known
 
 __all__ = ["add_arguments"]
 
@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", nargs="+", type=tokens, metavar="T", help="tokens of the longest sample: 512 2k 8k"
     )
-    parser.add_argument("--picture", metavar="PNG", help="also save a picture")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_picture(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     from dynagroup.memory.fits import what_fits
 
+    check_picture(args)
     found = what_fits(
         args.model,
         args.gpu_memory,
@@ -42,12 +42,7 @@ def run(args: argparse.Namespace) -> None:
         **_how(args),
     )
     print(json.dumps(_figures(found), indent=1) if args.json else found)
-    if args.picture:
-        from dynagroup.plan.pictures import new_figure
-
-        figure = new_figure(6, 3.6)
-        found.draw(figure.subplots())
-        save_picture(figure, args.picture)
+    show_picture(lambda: figure_of(found), args)
 
 
 def _how(args: argparse.Namespace) -> dict[str, Any]:

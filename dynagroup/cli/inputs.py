@@ -1,11 +1,10 @@
-"""Lengths from whatever file a user has, budgets from what he says, pictures to where he wants them."""
+"""Lengths from whatever file a user has, budgets from what he says."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import json
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,20 @@ if TYPE_CHECKING:
     from dynagroup.budget.base import Budget
     from dynagroup.shapes import Streams
 
-__all__ = ["add_budget", "add_lengths", "budget_of", "lengths_of", "save_picture", "tokens"]
+__all__ = [
+    "add_budget",
+    "add_lengths",
+    "add_picture",
+    "budget_of",
+    "check_picture",
+    "lengths_of",
+    "show_picture",
+    "tokens",
+]
 
 KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder saved by datasets"
 NAMES = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # what a column of lengths or ids is usually called
-UNREADABLE = (OSError, ValueError, EOFError, KeyError, TypeError, csv.Error, zipfile.BadZipFile)
+NO_INDEX_BELOW = 8  # samples: so few lengths may well be 1, 2, 3
 
 
 def tokens(text: str) -> int:
@@ -34,7 +42,7 @@ def tokens(text: str) -> int:
     number, times = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
     try:
         return int(float(number) * times) if "." in number else int(number) * times
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 16384 or 16k, but is {text!r}") from None
 
 
@@ -62,10 +70,10 @@ def lengths_of(args: argparse.Namespace) -> Streams:
         raise ConfigError(f"there is no file {args.data!r}; give {KINDS}")
     found = _read(path, args)
     if args.tokenizer is not None:
-        from transformers import AutoTokenizer
+        from dynagroup.lengths import named_tokenizer
 
         texts = _texts(found, args)
-        found = measure_lengths(texts, AutoTokenizer.from_pretrained(args.tokenizer), max_length=args.max_length)
+        found = measure_lengths(texts, named_tokenizer(args.tokenizer), max_length=args.max_length)
     elif isinstance(found, list) and found and isinstance(found[0], str):
         raise ConfigError(f"{args.data!r} holds texts; say which `--tokenizer` measures them")
     elif isinstance(found, list) and any(hasattr(value, "__len__") for value in found[:1]):
@@ -74,6 +82,8 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     if not len(streams["tokens"]):
         raise ConfigError(f"{args.data!r} holds no samples")
     if args.max_length is not None:
+        if args.max_length < 1:
+            raise ConfigError(f"`--max-length` must be at least 1, but is {args.max_length}")
         streams["tokens"] = np.minimum(streams["tokens"], np.int32(args.max_length))
     return streams
 
@@ -92,7 +102,7 @@ def _read(path: Path, args: argparse.Namespace) -> Any:
         return READERS[kind](path, args)
     except (ConfigError, ModuleNotFoundError):
         raise
-    except UNREADABLE as error:
+    except Exception as error:  # what a broken file makes of numpy's, pyarrow's and datasets' readers
         what = "a folder saved by datasets" if kind == "folder" else kind
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{str(path)!r} cannot be read as {what}: {reason}") from error
@@ -107,7 +117,10 @@ def _npy(path: Path, args: argparse.Namespace) -> Any:
 def _npz(path: Path, args: argparse.Namespace) -> Any:
     import numpy as np
 
-    with np.load(path) as arrays:
+    with (
+        path.open("rb") as file,
+        np.load(file) as arrays,
+    ):  # a broken archive leaves the file open where numpy opened it
         streams = {name: arrays[name] for name in arrays.files}
     if args.column is not None:
         return streams[_chosen(args.column, list(streams), path)]
@@ -125,7 +138,9 @@ def _csv(path: Path, args: argparse.Namespace) -> list[Any]:
         rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
         column = _column(list(rows.fieldnames or []), args, path)
         values = [row[column] for row in rows]
-    return values if args.tokenizer is not None else _numbers_or_texts(values)
+    if None in values:
+        raise ConfigError(f"row {values.index(None) + 1} of {str(path)!r} ends before the column {column!r}")
+    return values if args.tokenizer is not None else _no_index(column, _numbers_or_texts(values), path)
 
 
 def _jsonl(path: Path, args: argparse.Namespace) -> list[Any]:
@@ -157,14 +172,14 @@ def _of_rows(rows: list[Any], args: argparse.Namespace, path: Path) -> list[Any]
     for number, row in enumerate(rows):
         if not isinstance(row, dict) or column not in row:
             raise ConfigError(f"sample {number} of {str(path)!r} has no {column!r}")
-    return [row[column] for row in rows]
+    return _no_index(column, [row[column] for row in rows], path)
 
 
 def _parquet(path: Path, args: argparse.Namespace) -> list[Any]:
     import pyarrow.parquet as pq
 
     column = _column(pq.read_schema(path).names, args, path)
-    return pq.read_table(path, columns=[column]).column(0).to_pylist()
+    return _no_index(column, pq.read_table(path, columns=[column]).column(0).to_pylist(), path)
 
 
 def _folder(path: Path, args: argparse.Namespace) -> list[Any]:
@@ -173,7 +188,8 @@ def _folder(path: Path, args: argparse.Namespace) -> list[Any]:
     data = load_from_disk(str(path))
     if isinstance(data, DatasetDict):
         data = data[_chosen(args.split or "train", list(map(str, data)), path, "--split")]
-    return list(data[_column(data.column_names, args, path)])
+    column = _column(data.column_names, args, path)
+    return _no_index(column, list(data[column]), path)
 
 
 READERS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
@@ -196,6 +212,19 @@ def _chosen(name: str, names: list[str], path: Path, option: str = "--column") -
     if name not in names:
         raise ConfigError(f"`{option}` must be one of {names} in {str(path)!r}, but is {name!r}")
     return name
+
+
+def _no_index(column: str, values: list[Any], path: Path) -> list[Any]:
+    """The column's values, unless they are numbers of rows: every number of a range once, under a name that says nothing
+    of lengths. Lengths repeat; eight or more that do not, and leave none out, are no lengths."""
+    if column not in NAMES and len(values) >= NO_INDEX_BELOW and all(type(v) in (int, float) for v in values):
+        first, last = min(values), max(values)
+        if last - first == len(values) - 1 and len(set(values)) == len(values):
+            raise ConfigError(
+                f"the column {column!r} of {str(path)!r} numbers its rows ({first:g} to {last:g}, each once): that is an "
+                "index, no lengths; choose another `--column`, or call it 'length' if it is one"
+            )
+    return values
 
 
 def _numbers_or_texts(values: Sequence[str]) -> list[Any]:
@@ -230,12 +259,26 @@ def budget_of(args: argparse.Namespace) -> Budget:
     return MemoryBudget(args.batch_size, headroom=args.headroom, pad_to_multiple_of=args.pad_to_multiple_of)
 
 
-def save_picture(figure: Figure, path: str | Path) -> None:
-    """Save a figure; its folder is made."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(target, dpi=110)
-    except ValueError as error:  # an ending that matplotlib does not know
-        raise ConfigError(f"{str(path)!r} cannot be a picture: {error}") from error
-    print(f"picture: {path}")
+def add_picture(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    parser.add_argument(
+        "--picture", metavar="PNG", default=default, help=f"default: {default}" if default else "also save a picture"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def check_picture(args: argparse.Namespace) -> None:
+    """Refuse what cannot be a picture before the work that it would show."""
+    if args.picture:
+        from dynagroup.plan.pictures import picture_path
+
+        picture_path(args.picture)
+
+
+def show_picture(draw: Callable[[], Figure], args: argparse.Namespace) -> None:
+    """Draw and save the picture that was asked for, and say where it is, unless machines read what is printed."""
+    if args.picture:
+        from dynagroup.plan.pictures import save_picture
+
+        save_picture(draw(), args.picture)
+        if not args.json:
+            print(f"picture: {args.picture}")

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 
-from dynagroup.cli.inputs import add_budget, add_lengths, budget_of, lengths_of, save_picture
+from dynagroup.cli.inputs import (
+    add_budget,
+    add_lengths,
+    add_picture,
+    budget_of,
+    check_picture,
+    lengths_of,
+    show_picture,
+)
 
 __all__ = ["add_arguments"]
 
@@ -19,14 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples-per-update", type=int, metavar="N", help="exactly so many samples in each update")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--picture", metavar="PNG", help="also save a picture")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_picture(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     from dynagroup.plan.sampler import LengthAwareBatchSampler
 
+    check_picture(args)
     sampler = LengthAwareBatchSampler(
         lengths_of(args),
         budget_of(args),
@@ -41,5 +49,4 @@ def run(args: argparse.Namespace) -> None:
     plan = sampler.plan
     figures = {**plan.statistics, "fingerprint": plan.fingerprint}
     print(json.dumps(figures, indent=1) if args.json else plan.report())
-    if args.picture:
-        save_picture(plan.plot(), args.picture)
+    show_picture(plan.plot, args)

@@ -6,9 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["add_arguments", "add_workload", "known"]
+from dynagroup.cli.inputs import add_picture, check_picture, show_picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["add_arguments", "add_workload", "figure_of", "known"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="run random weights on the CUDA device here; default: simulate"
     )
-    parser.add_argument("--picture", metavar="PNG", type=Path, default=Path("profile.png"), help="default: %(default)s")
     parser.add_argument("--output", metavar="PARQUET", help="also save the rows")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_picture(parser, default="profile.png")
     parser.set_defaults(run=run)
 
 
@@ -62,6 +66,7 @@ def run(args: argparse.Namespace) -> None:
     from dynagroup.memory.fits import bytes_of, usual_lengths
     from dynagroup.memory.trace.build import as_config
 
+    check_picture(args)
     gpu_memory, config = bytes_of(args.gpu_memory), as_config(args.model)
     rows: Measurements | None = None
     if args.measure:
@@ -95,18 +100,16 @@ def run(args: argparse.Namespace) -> None:
     if args.output and rows is not None:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         rows.to_parquet(args.output)
-    _draw(found, args.picture)
-    if not args.json:
-        print(f"picture: {args.picture}")
+    show_picture(lambda: figure_of(found), args)
 
 
-def _draw(found: Any, path: Path) -> None:
-    from matplotlib.figure import Figure
+def figure_of(found: Any) -> Figure:
+    """What fits, as a curve."""
+    from dynagroup.plan.pictures import new_figure
 
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    figure = new_figure(6, 3.6)
     found.draw(figure.subplots())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _figures(found: Any) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.checks import check_int, check_number
 from dynagroup.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.figure import Figure
 
     from dynagroup.demo.training import Run
 
@@ -62,6 +64,14 @@ class DemoConfig:
     results: str | None = None
     """Where the figures are saved as JSON; default: nowhere."""
 
+    def __post_init__(self) -> None:
+        for name in ("budget", "max_length", "samples", "samples_per_update"):
+            check_int(name, getattr(self, name))
+        check_int("seed", self.seed, least=0, most=2**32 - 1)
+        check_number("seconds", self.seconds)
+        if self.learning_rate is not None:
+            check_number("learning_rate", self.learning_rate)
+
 
 def run_demo(config: DemoConfig) -> dict[str, Any]:
     """Run the comparison: prints progress and a table, saves a picture, returns the figures.
@@ -69,14 +79,15 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a setting is wrong, or a package of dynagroup[hf,viz] is missing.
     """
-    import torch
     from transformers.utils import logging
 
     from dynagroup.demo.corpus import load_texts
     from dynagroup.lengths import measure_lengths
+    from dynagroup.plan.pictures import picture_path, save_picture
 
     logging.set_verbosity_error()  # the tokenizer's remark that a text is long, which the demo truncates
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    picture_path(config.picture)
+    device = _device(config.device)
     texts = load_texts(config.texts, config.dataset, config.column, config.split)
     tokenizer = _tokenizer(config, texts)
     full = measure_lengths(texts, tokenizer)
@@ -89,8 +100,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     _train_both(config, texts, tokenizer, runs, held_out, lengths, device)
     figures = _figures(config, runs, lengths, str(device))
     print("\n" + _table(figures, runs))
-    Path(config.picture).parent.mkdir(parents=True, exist_ok=True)
-    _draw(runs, lengths, config.picture)
+    save_picture(_drawn(runs, lengths), config.picture)
     print(f"picture: {config.picture}")
     if config.results:
         Path(config.results).parent.mkdir(parents=True, exist_ok=True)
@@ -98,15 +108,25 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     return figures
 
 
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such word; no such device here
+        raise ConfigError(f"`device` must be a device of this machine, such as cpu or cuda, but is {name!r}") from error
+    return device
+
+
 def _tokenizer(config: DemoConfig, texts: Sequence[str]) -> Any:
     from dynagroup.demo.corpus import train_tokenizer
+    from dynagroup.lengths import named_tokenizer
 
     name = config.tokenizer or config.model
     if name is None:
         return train_tokenizer(texts)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = named_tokenizer(name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -180,11 +200,11 @@ def _train_both(
 def _model_maker(config: DemoConfig, tokenizer: Any) -> Callable[[], torch.nn.Module]:
     def make() -> torch.nn.Module:
         import torch
-        from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(config.seed)
         if config.model is not None:
-            return AutoModelForCausalLM.from_pretrained(config.model)
+            return _named_model(config.model)
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(tokenizer),
@@ -199,6 +219,17 @@ def _model_maker(config: DemoConfig, tokenizer: Any) -> Callable[[], torch.nn.Mo
         )
 
     return make
+
+
+def _named_model(name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no causal language model found for {name!r}; give its name, or a folder with its weights"
+        ) from error
 
 
 def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32], device: str) -> dict[str, Any]:
@@ -269,7 +300,7 @@ def _table(figures: dict[str, Any], runs: Sequence[Run]) -> str:
     )
 
 
-def _draw(runs: Sequence[Run], lengths: NDArray[np.int32], path: str) -> None:
+def _drawn(runs: Sequence[Run], lengths: NDArray[np.int32]) -> Figure:
     """The first update of both runs: the same samples, so that the eye can compare them."""
     from dynagroup.plan.pictures import draw_padding, new_figure
 
@@ -280,4 +311,4 @@ def _draw(runs: Sequence[Run], lengths: NDArray[np.int32], path: str) -> None:
         axes.set(xlabel="samples of the first update, batch after batch")
         title = f"{run.name}: {found['padding']:.0%} padding, {found['steps']:,} steps, {found['seconds']:.0f} s in all"
         axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=110)
+    return figure

@@ -31,7 +31,7 @@ def load_texts(texts: str | None, dataset: str | None, column: str | None, split
     if texts and dataset:
         raise ConfigError("`texts` and `dataset` both name a source; give one of them")
     if texts:
-        found = [line for line in Path(texts).read_text(encoding="utf-8").splitlines() if line.strip()]
+        found = [line for line in _content(texts).splitlines() if line.strip()]
     elif dataset:
         found = _dataset_column(dataset, column, split)
     else:
@@ -41,12 +41,22 @@ def load_texts(texts: str | None, dataset: str | None, column: str | None, split
     return found
 
 
+def _content(texts: str) -> str:
+    try:
+        return Path(texts).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`texts` must be a text file in UTF-8, but {texts!r} cannot be read: {error}") from error
+
+
 def _dataset_column(dataset: str, column: str | None, split: str) -> list[str]:
     from datasets import load_dataset
 
     if column is None:
         raise ConfigError("`dataset` needs `column`: the name of the column that holds the texts")
-    data = load_dataset(dataset, split=split)
+    try:
+        data = load_dataset(dataset, split=split)
+    except Exception as error:  # whatever a hub, a script or a broken file raise
+        raise ConfigError(f"`dataset` {dataset!r} (split {split!r}) cannot be loaded: {error}") from error
     if column not in data.column_names:  # type: ignore[operator]
         raise ConfigError(f"`column` must be one of {data.column_names}, but is {column!r}")
     return list(data[column])  # type: ignore[index,call-overload]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import ConfigError
+from dynagroup.lengths import named_tokenizer
 from dynagroup.oom.dataset import Pooling, embed_dataset
 
 __all__ = ["encode"]
@@ -77,11 +78,11 @@ class _Recipe:
 
 def _load(name: str, tokenizer: Any, device: Any) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel
 
     place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModel.from_pretrained(name).eval().to(place)
-    return model, tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name)
+    return model, tokenizer if tokenizer is not None else named_tokenizer(name)
 
 
 def _recipe_of(name: str) -> _Recipe:

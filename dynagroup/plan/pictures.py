@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,8 +33,10 @@ __all__ = [
     "draw_padding",
     "draw_work",
     "new_figure",
+    "picture_path",
     "plot_comparison",
     "plot_plan",
+    "save_picture",
 ]
 
 REAL, PADDING, LINE = "#2f5d8a", "#f3c9ae", "#333333"
@@ -52,6 +55,26 @@ def new_figure(width: float, height: float) -> Figure:
         return _picture_type()(figsize=(width, height), layout="constrained")
     except ImportError as error:
         raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
+
+
+def picture_path(path: str | Path) -> Path:
+    """Where a picture can be saved: asked before hours of work, not after them.
+
+    Raises:
+        ConfigError: no picture has such an ending, or matplotlib is not installed.
+    """
+    kinds = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
+    target = Path(path)
+    if target.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"{str(path)!r} cannot be a picture; end it in one of {', '.join(f'.{k}' for k in kinds)}")
+    return target
+
+
+def save_picture(figure: Figure, path: str | Path) -> None:
+    """Save a figure as the ending says; its folder is made."""
+    target = picture_path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=110)
 
 
 @cache
