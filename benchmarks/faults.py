@@ -7,7 +7,7 @@ What is judged is read from the batches themselves: sample ``i`` is the token ``
 it holds, and its loss is made up from them. Laws: every sample of an epoch once over all ranks and restarts; equally many
 steps on all ranks; updates weighed as one process would; after a refused state the loader does what it would have done
 without it; errors are the library's own (or the user's, where the user's code raised). A hang is a case that does not end in
-a minute.
+ten minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dynagroup.testing import run_ranks
 __all__ = ["FAULTS", "Case", "main", "run_case"]
 
 OURS = (AlignmentError, BudgetError, ConfigError, StateError)
-HANG_S = 60.0
+HANG_S = 600.0
 
 
 # -- data that shows what happened to it ------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def item_raises(case: Case) -> list[str]:
     broken = case.rng.randrange(len(case.lengths))
     data = Numbered(case.lengths, broken=broken)
     try:
-        run_ranks(case.ranks, lambda world: epoch_of(case.loader(world, data)), timeout_s=20)
+        run_ranks(case.ranks, lambda world: epoch_of(case.loader(world, data)))
     except Exception as error:  # noqa: BLE001 - any, as long as it tells
         return [] if f"{broken}" in str(error) else [f"the error does not name the broken record: {error!r}"]
     return ["a broken record went unnoticed"]

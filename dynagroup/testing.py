@@ -75,7 +75,7 @@ class ThreadWorld:
         return combine.reduce(gathered).tolist()
 
 
-def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: float = 60.0) -> list[T]:
+def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: float = 300.0) -> list[T]:
     """Run ``function`` on ``size`` ranks at once and return what each returned.
 
     A rank that raises ends the others' exchanges with AlignmentError; its own error is raised here.

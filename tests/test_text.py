@@ -37,7 +37,7 @@ def seen(batch: dict[str, torch.Tensor]) -> list[str]:
     return [" ".join(str(int(i) - 2) for i in row if i) for row in batch["input_ids"]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=50), st.booleans())
 def test_every_text_once_in_batches_that_fit(tokenizer, lengths, shuffle):
     texts = numbered(lengths)

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
+HANG_S = 1200.0
+"""Only what hangs takes so long, on the slowest of machines."""
 ROOT = Path(__file__).parent.parent
 
 
-def torchrun(script: str | Path, *args: str, ranks: int, timeout_s: float = 300.0) -> list[Any]:
+def torchrun(script: str | Path, *args: str, ranks: int) -> list[Any]:
     """Start ``script`` (under ``tests/ranks/``) on ``ranks`` processes; each prints one line ``REPORT <json>``.
 
     Returns the reports in the order of ``report["rank"]``.
     """
-    printed = started(ROOT / "tests" / "ranks" / script, *args, ranks=ranks, timeout_s=timeout_s)
+    printed = started(ROOT / "tests" / "ranks" / script, *args, ranks=ranks)
     reports = [json.loads(line.split("REPORT ", 1)[1]) for line in printed.splitlines() if "REPORT " in line]
     assert len(reports) == ranks, f"{len(reports)} of {ranks} ranks reported:\n{printed[-3000:]}"
     return sorted(reports, key=lambda report: report["rank"])
@@ -35,7 +37,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def started(script: str | Path, *args: str, ranks: int, timeout_s: float = 300.0) -> str:
+def started(script: str | Path, *args: str, ranks: int) -> str:
     """What ``ranks`` processes of the script print to stdout, one after the other; asserts that all end well."""
     environment = {
         **os.environ,
@@ -49,7 +51,7 @@ def started(script: str | Path, *args: str, ranks: int, timeout_s: float = 300.0
         launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [sys.executable, "-m", *launch, "--redirects", "1", "--log-dir", logs]
         command += [str(ROOT / "tests" / "ranks" / "__main__.py"), str(script), *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment, cwd=ROOT)
         printed = "\n".join(log.read_text() for log in sorted(Path(logs).glob("**/stdout.log")))
     assert done.returncode == 0, f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-6000:]}"
     return printed

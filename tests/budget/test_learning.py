@@ -45,7 +45,7 @@ BUDGETS: list[Budget | None] = [
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda b: "none" if b is None else b.fingerprint)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     events=st.lists(st.tuples(st.booleans(), st.integers(1, 12), st.integers(1, 120), st.floats(0.1, 1.0)), max_size=30)
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +27,32 @@ def outputs(cell: Any) -> str:
     )
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs a notebook in a folder of its own: what it shows as text, one cell after another, and its pictures."""
-    from nbclient import NotebookClient
+# A process of its own: zmq leaves its sockets to the collector, which would come upon them in the middle of another test.
+# They lie in a folder with a short name, for no two kernels to be given one port; so does IPython's history, a database.
+EXECUTE = """
+import os, sys, tempfile, nbformat
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+source, folder = sys.argv[1:]
+with tempfile.TemporaryDirectory() as short:
+    os.environ["IPYTHONDIR"] = short
+    manager = AsyncKernelManager(kernel_name="python3", transport="ipc", connection_file=f"{short}/k.json")
+    notebook, resources = nbformat.read(source, as_version=4), {"metadata": {"path": folder}}
+    NotebookClient(notebook, km=manager, timeout=1200, startup_timeout=1200, resources=resources).execute()
+nbformat.write(notebook, f"{folder}/executed.ipynb")
+"""
 
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a notebook in a folder of its own: what it shows as text, one cell after another, and its pictures."""
 
     def run(name: str) -> str:
-        notebook = read(ROOT / "notebooks" / f"{name}.ipynb")
-        resources = {"metadata": {"path": str(tmp_path)}}  # what it saves stays out of the repository
-        NotebookClient(notebook, kernel_name="python3", timeout=180, resources=resources).execute()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-c", EXECUTE, str(ROOT / "notebooks" / f"{name}.ipynb"), str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-6000:]
+        notebook = read(tmp_path / "executed.ipynb")
         pictures = [o for c in notebook.cells for o in c.get("outputs", ()) if "image/png" in o.get("data", {})]
         assert len(pictures) == PICTURES[name]
         return "\n".join(outputs(cell) for cell in notebook.cells if cell.cell_type == "code")
@@ -44,9 +60,6 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-# jupyter_client writes its connection file before it has one, and zmq leaves sockets to the collector
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestRuns:
     def test_quickstart(self, run):
         shown = run("quickstart")

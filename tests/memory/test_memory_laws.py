@@ -52,7 +52,7 @@ def test_constraints_are_on_exactly_the_features_of_the_candidate():
     assert sum(MONOTONE) == 5
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.integers(1, 64), st.integers(8, 4096), st.sampled_from(sorted(WORKLOADS)))
 @pytest.mark.filterwarnings("ignore:the regressor never saw:UserWarning")
 def test_largest_agrees_with_fits(batch_size, longest, name):

@@ -76,7 +76,7 @@ def test_a_cache_that_slides_stops_growing():
     assert at_border.batch_bytes(long) == beyond.batch_bytes(long) <= without.batch_bytes(long)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(sorted(CASES)), st.integers(1, 300), st.integers(1, 3000), st.integers(0, 50), st.integers(0, 400)
 )

@@ -37,7 +37,7 @@ class Jittered(Tokens):
 
     def __init__(self, lengths):
         super().__init__(lengths)
-        self.rng = np.random.default_rng()
+        self.rng = np.random.default_rng(len(self.lengths))
 
     def __getitem__(self, index):
         length = max(1, int(self.lengths[index] * self.rng.uniform(0.7, 1.4)))

@@ -69,7 +69,7 @@ def test_three_epochs_keep_the_laws(size, options):
         check_epoch(steps_by_rank, lengths)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 200), max_size=70),
     size=st.integers(1, 4),

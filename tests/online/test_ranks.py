@@ -7,55 +7,50 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from tests.torchrun import torchrun
+from tests.torchrun import HANG_S, torchrun
 
 ROOT = Path(__file__).parent.parent.parent
-TIMEOUT_S = 120.0
 
 
-def start(fault, size, tmp_path):
+def start(fault, rank, size, folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     script = str(ROOT / "tests" / "ranks" / "online_rank.py")
-    return [
-        subprocess.Popen(
-            [sys.executable, script, fault, str(rank), str(size), str(tmp_path / "store")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        for rank in range(size)
-    ]
+    command = [sys.executable, script, fault, str(rank), str(size), str(folder / "store")]
+    with (folder / f"{rank}.err").open("w") as errors:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment, cwd=ROOT)
 
 
-def reports(fault, size, tmp_path, wait_for=None):
-    processes = start(fault, size, tmp_path)
-    found = {}
+def reports(fault, size, tmp_path, stays=None):
+    """What each rank reports, or how it died. All stay until every one has; one that ``stays`` reports when asked to end."""
+    processes = [start(fault, rank, size, tmp_path) for rank in range(size)]
+    watch = threading.Timer(HANG_S, lambda: [process.kill() for process in processes])
+    watch.start()
     try:
-        order = [r for r in range(size) if r != wait_for] + ([wait_for] if wait_for is not None else [])
-        for rank in order:
-            process = processes[rank]
-            if rank == wait_for:
-                out, err = process.communicate(timeout=TIMEOUT_S)  # closes its stdin: it may end now
-            else:
-                process.wait(TIMEOUT_S)
-                out, err = process.stdout.read(), process.stderr.read()
-            lines = [line.split("REPORT ", 1)[1] for line in out.splitlines() if "REPORT " in line]
-            found[rank] = json.loads(lines[0]) if lines else {"died": process.returncode, "stderr": err[-2000:]}
+        found = {rank: report_of(processes[rank]) for rank in range(size) if rank != stays}
+        if stays is not None:
+            processes[stays].stdin.close()
+            found[stays] = report_of(processes[stays])
     finally:
+        watch.cancel()
         for process in processes:
-            if process.poll() is None:
-                process.kill()
+            process.stdin.close()
+            process.stdout.close()
             process.wait()
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                pipe.close()
+    for rank, process in enumerate(processes):
+        if found[rank] is None:
+            found[rank] = {"died": process.returncode, "stderr": (tmp_path / f"{rank}.err").read_text()[-2000:]}
     return found
+
+
+def report_of(process):
+    lines = (line.split("REPORT ", 1)[1] for line in process.stdout if "REPORT " in line)
+    return next((json.loads(line) for line in lines), None)
 
 
 def test_real_ranks_keep_the_laws(tmp_path):
@@ -89,7 +84,7 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 
 
 def test_a_rank_that_stops_early_ends_the_others_within_the_timeout(tmp_path):
-    found = reports("stops_early", 3, tmp_path, wait_for=1)
+    found = reports("stops_early", 3, tmp_path, stays=1)
     assert found[1]["steps"] == 3
     for rank in (0, 2):
         assert found[rank]["error"] == "AlignmentError"

@@ -34,7 +34,7 @@ from dynagroup.world import SingleProcess
 from tests.allocator import Allocator
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
 from tests.oom.texts import TEXTS, small_llama, small_tokenizer
-from tests.torchrun import ROOT, torchrun
+from tests.torchrun import HANG_S, ROOT, torchrun
 
 SMALL: Any = {"budget": TokenBudget(40), "progress": False}
 
@@ -141,7 +141,7 @@ def run_alone(output: Path, die_after: int) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, str(ROOT / "tests/ranks/generate_job.py"), str(output), str(die_after)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment, cwd=ROOT)
 
 
 def test_a_killed_run_goes_on_where_it_was(expected: list[str], tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(DAMAGE)), st.floats(0, 1, exclude_max=True))
 def test_no_damage_gives_a_wrong_result(tmp_path_factory: Any, kind: str, place: float) -> None:
     folder = tmp_path_factory.mktemp("journal")

@@ -18,7 +18,7 @@ def padded(mask: torch.Tensor) -> int:
     return mask.shape[0] * mask.shape[1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     limit=st.integers(9, 60),

@@ -10,7 +10,7 @@ from dynagroup import BudgetError, ConfigError, balanced_partitions
 COSTS = st.lists(st.integers(0, 50), max_size=40)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(COSTS, st.integers(1, 9), st.booleans())
 def test_every_item_is_in_one_part_and_no_part_is_far_from_the_mean(
     costs: list[int], num_parts: int, equal: bool
@@ -26,7 +26,7 @@ def test_every_item_is_in_one_part_and_no_part_is_far_from_the_mean(
         assert heaviest <= sum(costs) / num_parts + max(costs, default=0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(COSTS, st.integers(1, 9), st.integers(1, 200), st.integers(0, 9))
 def test_no_part_is_larger_than_the_limit(costs: list[int], num_parts: int, limit: int, seed: int) -> None:
     sizes = np.random.default_rng(seed).integers(0, 60, len(costs))

@@ -15,7 +15,7 @@ from dynagroup.plan.work import Work
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.9, 400).clip(4, 400).astype(np.int32)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
 @pytest.mark.filterwarnings("ignore")
 def test_every_way_has_every_sample_and_counts_its_padding(lengths, batch_size, world_size, accumulation):

@@ -38,7 +38,7 @@ OBJECTIVES = st.sampled_from(["time", "fewest"])
 WORKS = st.builds(Work, per_step=st.sampled_from([0.0, 1.0, 30.0, 1024.0]), crossover=st.sampled_from([10.0, math.inf]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(strategies.lengths, strategies.budgets, strategies.ROUNDINGS, OBJECTIVES, WORKS)
 def test_every_batch_fits_and_nothing_is_lost(
     values: list[int], budget: Budget, rounding: object, objective: str, work: Work
@@ -50,7 +50,7 @@ def test_every_batch_fits_and_nothing_is_lost(
     assert all(smaller_size(size, rounding) == size for size in batches.sizes.tolist())  # type: ignore[arg-type]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(strategies.lengths, strategies.capped_budgets, OBJECTIVES)
 def test_several_streams(values: list[int], budget: Budget, objective: str) -> None:
     lengths = streams(values, patches=True)
@@ -64,7 +64,7 @@ class WithoutTable(TokenBudget):
         return None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(strategies.lengths, st.integers(1, 300))
 def test_table_and_search_cut_alike(values: list[int], max_tokens: int) -> None:
     lengths = streams(values)
@@ -94,7 +94,7 @@ def runs_that_fit(values: list[int], budget: TokenBudget, rounding: RoundBatch |
 FEW = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(FEW, st.integers(5, 60), strategies.ROUNDINGS)
 def test_fewest_batches_and_the_least_padding_among_those(values: list[int], max_tokens: int, rounding: Any) -> None:
     budget, lengths = TokenBudget(max_tokens), streams(values)
@@ -103,7 +103,7 @@ def test_fewest_batches_and_the_least_padding_among_those(values: list[int], max
     assert (len(batches), padded_tokens(shapes_of(batches, lengths), budget).sum()) == best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(FEW, st.integers(5, 60), strategies.ROUNDINGS, WORKS)
 def test_no_cut_into_runs_takes_less_time(values: list[int], max_tokens: int, rounding: Any, work: Work) -> None:
     budget, lengths = TokenBudget(max_tokens), streams(values)

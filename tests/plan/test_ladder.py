@@ -9,7 +9,7 @@ from dynagroup import ConfigError, LengthAwareBatchSampler, ShapeLadder, TokenBu
 from dynagroup.testing import assert_budget_law
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 9), st.sampled_from([1, 8]))
 def test_planned_batches_have_few_shapes_that_fit(lengths: list[int], num_shapes: int, multiple: int) -> None:
     budget = TokenBudget(400, pad_to_multiple_of=multiple)

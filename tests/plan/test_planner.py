@@ -35,7 +35,7 @@ configs = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(strategies.lengths, strategies.budgets, configs, st.integers(1, 16), st.integers(0, 3))
 def test_laws_of_a_plan(values: list[int], budget: Budget, config: PlanConfig, ranks: int, epoch: int) -> None:
     planner = Planner({"tokens": np.asarray(values, np.int32)}, budget, config)
@@ -62,7 +62,7 @@ def test_laws_of_a_plan(values: list[int], budget: Budget, config: PlanConfig, r
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(strategies.lengths, strategies.token_budgets, st.integers(16, 40), st.integers(1, 16), st.integers(0, 2))
 def test_an_update_holds_the_samples_that_fixed_batches_would(
     values: list[int], budget: Budget, size: int, ranks: int, epoch: int
@@ -161,7 +161,7 @@ def test_rows_that_cannot_be_filled() -> None:
     assert empty.statistics["num_samples"] == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=40),
     st.integers(20, 80),

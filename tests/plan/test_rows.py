@@ -24,7 +24,7 @@ def time_of(batches: Batches, lengths: dict[str, np.ndarray], budget: Budget, ra
     return work.of_rows(work.of_batches(batches, lengths, budget).reshape(-1, ranks))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(strategies.lengths, strategies.budgets, strategies.ROUNDINGS, OBJECTIVES, WORKS, st.integers(1, 9))
 def test_rows_are_full_wherever_a_batch_can_be_divided(
     values: list[int], budget: Budget, rounding: Any, objective: Any, work: Work, ranks: int
@@ -46,7 +46,7 @@ def dealt_out(lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: 
     return one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(strategies.lengths, st.integers(20, 400), WORKS, st.integers(2, 5))
 @example([9, 5, 5, 4, 4, 3, 3, 1], 211, Work(per_step=1.0, crossover=10.0), 3)
 @example([58, 39, 37, 30, 30, 11, 10, 10, 1], 112, Work(per_step=1.0, crossover=math.inf), 2)

@@ -47,7 +47,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(strategies.lengths, strategies.budgets, st.sampled_from(MODES), st.integers(1, 16), st.integers(0, 2))
 def test_ranks_together_emit_the_plan(values: list[int], budget: Budget, mode: dict, ranks: int, epoch: int) -> None:
     with warnings.catch_warnings():
@@ -78,7 +78,7 @@ def test_resumes_exactly(mode: dict[str, Any], before: int, after: int) -> None:
             assert_resumes_exactly(make, world_size=before, resume_world_size=after, steps=steps, fillers=after - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     strategies.lengths,
     strategies.token_budgets,

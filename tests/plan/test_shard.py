@@ -10,7 +10,7 @@ from dynagroup import BudgetError, ConfigError, TokenBudget
 from dynagroup.plan.shard import shard_micro_batches
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=24, max_size=120),
     num_ranks=st.integers(1, 6),

@@ -37,7 +37,8 @@ def half_of(sample):
 
 def main(fault, rank, size, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    world = DistributedWorld(timeout_s=8.0)
+    dist.barrier()  # all are here: from now on only the rank that waits in vain waits long
+    world = DistributedWorld(timeout_s=20.0 if fault == "stops_early" else 600.0)
     strange = rank == 1
     options = {"seed": 5} if fault == "other_seed" and strange else {}
     if fault == "wrong_lengths" and strange:
@@ -72,4 +73,5 @@ if __name__ == "__main__":
     except (AlignmentError, RuntimeError, ValueError) as error:
         report = {"error": type(error).__name__, "text": str(error)}
     print("REPORT " + json.dumps(report), flush=True)
+    sys.stdin.read()  # until all have reported: a rank that has left is another fault
     os._exit(0)  # without the orderly end that a broken group would hang in

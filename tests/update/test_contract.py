@@ -66,7 +66,7 @@ def samples_of(step: Any) -> list[int]:
 # Conservation, equal steps, exact weights.
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     ranks=st.integers(1, 4),

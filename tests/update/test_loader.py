@@ -45,7 +45,7 @@ def test_updates_hold_the_samples_that_fixed_batches_would():
     assert loader.num_updates_in(1) == len(expected) == 6
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(size=st.integers(4, 30), ranks=st.integers(1, 4), workers=st.just(0), free=st.booleans())
 def test_every_sample_once_equal_steps_and_weights_that_add_up(size, ranks, workers, free):
     def one(world):
@@ -245,7 +245,7 @@ def test_a_rank_that_fails_ends_the_others_at_once(settings):
             return type(error).__name__, str(error)
         raise AssertionError(f"no {expected.__name__}")
 
-    assert_told(run_ranks(2, one, timeout_s=20))
+    assert_told(run_ranks(2, one))
 
 
 def assert_told(found):
@@ -267,7 +267,7 @@ def test_a_rank_that_cannot_weigh_a_batch_is_told_of_too():
             return type(error).__name__, str(error)
         raise AssertionError("nothing raised")
 
-    assert_told(run_ranks(2, one, timeout_s=20))
+    assert_told(run_ranks(2, one))
 
 
 class Rows(torch.utils.data.Dataset):
