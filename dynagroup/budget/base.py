@@ -6,6 +6,7 @@ Law: a shape that fits still fits after a sample is taken away or shortened. Eve
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -18,7 +19,18 @@ from dynagroup.fingerprint import described
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
 
-__all__ = ["AdditiveCap", "AllOf", "BoolArray", "Budget", "Layout", "UNLIMITED", "padded_tokens", "positive"]
+__all__ = [
+    "AdditiveCap",
+    "AllOf",
+    "BoolArray",
+    "Budget",
+    "Layout",
+    "UNLIMITED",
+    "padded_streams",
+    "padded_tokens",
+    "positive",
+    "real_tokens",
+]
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 
@@ -60,6 +72,10 @@ class Budget(Protocol):
         """Which of these K shapes fit: bool (K,)."""
         ...
 
+    def pads(self, stream: str, /) -> bool:
+        """Whether a stream beside ``tokens`` is padded, so that it counts as tokens in orders, predicted times and reports."""
+        return True
+
     def bind(self, lengths: Streams, /) -> Budget:
         """This budget with its limit taken from the lengths of a whole dataset, where it needs that."""
         return self
@@ -86,11 +102,28 @@ class Budget(Protocol):
         return AllOf.of(self, other)
 
 
+def padded_streams(budget: Budget, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of these streams whose tokens are padded: ``tokens``, and every other that is not laid end to end.
+
+    >>> padded_streams(AdditiveCap("patches", 9), ["tokens", "target", "patches"])
+    ('tokens', 'target')
+    """
+    return tuple(name for name in names if name == TOKENS or budget.pads(name))
+
+
 def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
-    """Tokens that a device multiplies for each shape: with padding, or without it in a packed layout. int64 (K,)."""
+    """Tokens that a device multiplies for each shape: with padding, or without it in a packed layout; all padded streams
+    added. int64 (K,)."""
     if budget.layout == "packed":
-        return shape.total[TOKENS]
-    return shape.num_samples * round_up(shape.longest[TOKENS], budget.pad_to_multiple_of)
+        return real_tokens(shape, budget)
+    streams = padded_streams(budget, shape.longest)
+    widths = [round_up(shape.longest[name], budget.pad_to_multiple_of) for name in streams]
+    return shape.num_samples * np.sum(widths, axis=0)
+
+
+def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
+    """Tokens of each shape's samples, of all padded streams: int64 (K,)."""
+    return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)
 
 
 def positive(name: str, value: float, kind: type = int) -> None:
@@ -120,6 +153,9 @@ class AdditiveCap(Budget):
         if not isinstance(self.stream, str) or not self.stream:
             raise ConfigError(f"`stream` must be the name of a length stream, but is {self.stream!r}")
         positive("limit", self.limit)
+
+    def pads(self, stream: str, /) -> bool:
+        return stream != self.stream
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         if self.stream not in shape.total:
@@ -156,6 +192,10 @@ class AllOf(Budget):
     @property
     def fingerprint(self) -> str:
         return " & ".join(p.fingerprint for p in self.parts)
+
+    def pads(self, stream: str, /) -> bool:
+        others = [p for p in self.parts if not isinstance(p, AdditiveCap)]
+        return stream not in self._end_to_end and (not others or any(p.pads(stream) for p in others))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         return np.logical_and.reduce([p.fits(self.seen_by(p, shape)) for p in self.parts])

@@ -169,6 +169,9 @@ class LearningBudget(Budget):
         cost = self.cost(shape)
         return (cost <= limit) & (cost < wall)
 
+    def pads(self, stream: str, /) -> bool:
+        return self.budget is None or self.budget.pads(stream)
+
     def bind(self, lengths: Streams, /) -> LearningBudget:
         return self._around(None if self.budget is None else self.budget.bind(lengths))
 

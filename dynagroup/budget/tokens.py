@@ -70,6 +70,9 @@ class TokenBudget(Budget):
         positive("micro_batch_size", micro_batch_size)
         return cls(sequence_length * 2 * micro_batch_size)
 
+    def pads(self, stream: str, /) -> bool:
+        return self.streams is None or stream in self.streams
+
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
         return ok & (self._counted(shape) <= self.max_tokens)

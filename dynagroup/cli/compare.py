@@ -43,7 +43,8 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
     from dynagroup.plan.compare import compare
 
     lengths = lengths_of(args)
-    most = args.batch_size * max(int(lengths["tokens"].max()), 1) if args.max_tokens is None else args.max_tokens
+    longest = sum(int(values.max()) for values in lengths.values())
+    most = args.batch_size * max(longest, 1) if args.max_tokens is None else args.max_tokens
     budget = TokenBudget(max(most, 1), layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
     return compare(
         lengths,

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.budget.base import Budget, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
@@ -185,7 +185,7 @@ class RefinementCollator:
         shapes = shapes_of(batches, lengths)
         fits = self.budget.fits(shapes).tolist()
         padded = padded_tokens(shapes, self.budget).tolist()
-        longest, real = shapes.longest[TOKENS].tolist(), shapes.total[TOKENS].tolist()
+        longest, real = shapes.longest[TOKENS].tolist(), real_tokens(shapes, self.budget).tolist()
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
         made = []
         for number, members in enumerate(batches):

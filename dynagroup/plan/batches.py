@@ -9,7 +9,7 @@ import numpy as np
 
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
-__all__ = ["Batches", "longest_first", "offsets_of", "shapes_of"]
+__all__ = ["Batches", "fixed_batches", "longest_first", "offsets_of", "shapes_of"]
 
 
 class Batches(Sequence[IntArray]):
@@ -77,6 +77,15 @@ class Batches(Sequence[IntArray]):
 def offsets_of(sizes: IntArray) -> IntArray:
     """Where batches of these sizes start, laid end to end; and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def fixed_batches(order: IntArray, batch_size: int) -> Batches:
+    """Consecutive batches of one size; the last may be smaller.
+
+    >>> [batch.tolist() for batch in fixed_batches(np.arange(5), 2)]
+    [[0, 1], [2, 3], [4]]
+    """
+    return Batches(order, np.append(np.arange(0, len(order), batch_size), len(order)))
 
 
 def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:

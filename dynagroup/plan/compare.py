@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.checks import check_int
 from dynagroup.lengths import as_streams
-from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.batches import Batches, fixed_batches, shapes_of
 from dynagroup.plan.order import epoch_order
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
-__all__ = ["Comparison", "Way", "compare", "fixed_batches", "grouped_batches"]
+__all__ = ["Comparison", "Way", "compare", "grouped_batches"]
 
 MEGA_BATCHES = 50  # `group_by_length` of transformers sorts so many batches together
 NOTHING = -1  # in a table: this rank has no batch in this step
@@ -163,7 +163,7 @@ def compare(
     streams = as_streams(lengths)
     for name, value in {"batch_size": batch_size, "world_size": world_size, "accumulation": accumulation}.items():
         check_int(name, value)
-    longest = max(int(streams[TOKENS].max(initial=1)), 1)
+    longest = max(sum(int(values.max(initial=0)) for values in streams.values()), 1)
     fits = TokenBudget(batch_size * longest) if budget is None else budget
     each, cost = batch_size * world_size * accumulation, Work() if work is None else work
     order = epoch_order(len(streams[TOKENS]), seed=seed, epoch=0)
@@ -184,15 +184,6 @@ def compare(
     return Comparison(ways, streams, world_size, batch_size, each, fits)
 
 
-def fixed_batches(order: IntArray, batch_size: int) -> Batches:
-    """Consecutive batches of one size; the last may be smaller.
-
-    >>> [batch.tolist() for batch in fixed_batches(np.arange(5), 2)]
-    [[0, 1], [2, 3], [4]]
-    """
-    return Batches(order, np.append(np.arange(0, len(order), batch_size), len(order)))
-
-
 def grouped_batches(lengths: NDArray[np.integer], batch_size: int, *, world_size: int = 1, seed: int = 0) -> Batches:
     """Batches as ``group_by_length`` makes them: a shuffle in pieces of 50 batches, each sorted, longest first."""
     order = epoch_order(len(lengths), seed=seed, epoch=0)
@@ -210,7 +201,8 @@ def _way(name: str, batches: Batches, lengths: Streams, world_size: int, budget:
     steps = -(-len(batches) // world_size)
     table = np.full(steps * world_size, NOTHING, np.int64)
     table[: len(batches)] = np.arange(len(batches))
-    padded = TokenBudget(1, pad_to_multiple_of=budget.pad_to_multiple_of)
+    names = padded_streams(budget, lengths)
+    padded = TokenBudget(1, pad_to_multiple_of=budget.pad_to_multiple_of, streams=names)
     return _judged(name, batches, table.reshape(steps, world_size), lengths, padded, work)
 
 
@@ -224,7 +216,7 @@ def _judged(name: str, batches: Batches, table: IntArray, lengths: Streams, budg
         padded=padded_tokens(shapes, budget),
         work=cost,
         time=work.of_rows(_of_ranks(cost, table)),
-        real_tokens=int(shapes.total[TOKENS].sum()),
+        real_tokens=int(real_tokens(shapes, budget).sum()),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.plan.batches import Batches, offsets_of
 from dynagroup.plan.level import level
 from dynagroup.plan.room import Bin, Room
@@ -80,7 +80,7 @@ def pack(
     if not len(lengths[TOKENS]):
         return Batches(np.zeros(0, np.int64), np.zeros(1, np.int64))
     work = work or _UsualWork()
-    costs = work.of_lengths(lengths[TOKENS])
+    costs = np.sum([work.of_lengths(lengths[name]) for name in padded_streams(budget, lengths)], axis=0)
     bins = _rows(Room(lengths, budget), costs, multiple, work.per_step)
     members = [np.sort(np.asarray(bin.members, np.int64)) for bin in bins]
     if round_batch is not None:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.errors import ConfigError
-from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.fixed import FixedBatches
+from dynagroup.shapes import TOKENS, IntArray, Streams
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,16 +104,14 @@ def plot_plan(plan: BatchPlan) -> Figure:
     """
     figure = new_figure(13, 7)
     places = figure.subplots(2, 3)
-    tokens = plan.lengths[TOKENS]
-    size = _fixed_size(plan)
-    order = np.random.default_rng(0).permutation(plan.batches.order)
-    fixed = [tokens[order[start : start + size]] for start in range(0, len(order), size)]
+    streams, fixed = plan.padded_lengths, FixedBatches.of(plan)
     if any(_predicts(part) for part in _parts(plan.budget)) and len(plan.batches):
         draw_memory(plan, ax=places[0, 0])
     else:
-        draw_lengths(tokens, ax=places[0, 0])
-    draw_padding(fixed, ax=places[0, 1]).set_title(f"before: shuffled, fixed {size}: {_padding(fixed):.0%} padding")
-    draw_padding([tokens[batch] for batch in plan.batches], ax=places[0, 2])
+        draw_lengths(_sample_tokens(streams), ax=places[0, 0])
+    _draw_batches(fixed.batches, streams, places[0, 1])
+    places[0, 1].set_title(f"before: shuffled, fixed {fixed.size}: {fixed.padding:.0%} padding")
+    _draw_batches(plan.batches, streams, places[0, 2])
     places[0, 2].set_title(f"after: {plan.statistics['padding']:.0%} padding, {plan.num_steps:,} steps")
     top = max(places[0, 1].get_ylim()[1], places[0, 2].get_ylim()[1])
     places[0, 1].set_ylim(0, top)
@@ -122,15 +122,15 @@ def plot_plan(plan: BatchPlan) -> Figure:
     return figure
 
 
-def _fixed_size(plan: BatchPlan) -> int:
-    """Samples of a fixed batch whose hardest is no larger than the plan's largest."""
-    longest = max(int(plan.lengths[TOKENS].max(initial=1)), 1)
-    return max(1, int(plan.padded.max(initial=1)) // longest)
+def _sample_tokens(lengths: Streams) -> IntArray:
+    """Tokens of each sample in all of these streams."""
+    return np.sum([values.astype(np.int64) for values in lengths.values()], axis=0)
 
 
-def _padding(batches: Sequence[NDArray[np.integer]]) -> float:
-    padded = sum(len(batch) * int(batch.max(initial=0)) for batch in batches)
-    return 1.0 - sum(int(batch.sum()) for batch in batches) / max(padded, 1)
+def _draw_batches(batches: Batches, lengths: Streams, ax: Axes) -> Axes:
+    tokens = _sample_tokens(lengths)
+    widths = np.sum(list(shapes_of(batches, lengths).longest.values()), axis=0).tolist()
+    return draw_padding([tokens[batch] for batch in batches], widths=widths, ax=ax)
 
 
 def draw_lengths(lengths: NDArray[np.integer], *, ax: Axes | None = None) -> Axes:
@@ -145,21 +145,24 @@ def draw_lengths(lengths: NDArray[np.integer], *, ax: Axes | None = None) -> Axe
     return axes
 
 
-def draw_padding(batches: Sequence[NDArray[np.integer]], *, ax: Axes | None = None) -> Axes:
+def draw_padding(
+    batches: Sequence[NDArray[np.integer]], *, widths: Sequence[int] | None = None, ax: Axes | None = None
+) -> Axes:
     """Batches side by side: a column a sample, its tokens dark and its padding light and hatched.
 
     Args:
         batches: tokens of the samples, batch by batch. They are taken evenly from the whole run where there are too
             many to show.
+        widths: tokens that each batch's samples are padded to; default: the longest.
     """
     axes = _axes(ax)
     axes.set(xlabel="samples, batch after batch", ylabel="tokens")
-    chosen = _evenly(batches)
+    longest = [int(batch.max(initial=0)) for batch in batches] if widths is None else widths
+    chosen = _evenly([(batch, width) for batch, width in zip(batches, longest, strict=True) if len(batch)])
     if not chosen:
         return axes
-    ordered = [np.sort(batch)[::-1] for batch in chosen]
-    real = np.concatenate(ordered)
-    padded = np.concatenate([np.full(len(batch), batch[0]) for batch in ordered])
+    real = np.concatenate([np.sort(batch)[::-1] for batch, _ in chosen])
+    padded = np.concatenate([np.full(len(batch), width) for batch, width in chosen])
     edges = np.arange(len(real) + 1)
     axes.stairs(
         padded, edges, fill=True, facecolor=PADDING, edgecolor="#c98a5e", hatch="////", linewidth=0, label="padding"
@@ -170,9 +173,8 @@ def draw_padding(batches: Sequence[NDArray[np.integer]], *, ax: Axes | None = No
     return axes
 
 
-def _evenly(batches: Sequence[NDArray[np.integer]]) -> list[NDArray[np.integer]]:
-    filled = [batch for batch in batches if len(batch)]
-    total = sum(map(len, filled))
+def _evenly(filled: Sequence[tuple[NDArray[np.integer], int]]) -> list[tuple[NDArray[np.integer], int]]:
+    total = sum(len(batch) for batch, _ in filled)
     keep = max(1, min(len(filled), len(filled) * SAMPLES_SHOWN // max(total, 1)))
     return [filled[i] for i in np.linspace(0, len(filled) - 1, keep).astype(int)] if filled else []
 
@@ -206,9 +208,15 @@ def draw_batch_sizes(
 
 def _draw_sizes(plan: BatchPlan, axes: Axes) -> None:
     """The sizes that the plan's batches have, under what the budget would allow."""
-    longest, sizes = plan.shapes.longest[TOKENS], plan.batches.sizes
+    streams, sizes = plan.padded_lengths, plan.batches.sizes
+    longest = np.sum([plan.shapes.longest[name] for name in streams], axis=0)
     if len(sizes):
-        draw_batch_sizes({"budget": plan.budget}, int(longest.max()), shortest=int(longest.min()), ax=axes)
+        draw_batch_sizes(
+            {} if len(streams) > 1 else {"budget": plan.budget},
+            int(longest.max()),
+            shortest=int(longest.min()),
+            ax=axes,
+        )
         axes.plot(longest, sizes, "o", color=REAL, markersize=3, alpha=0.6, label="batches of the plan")
         axes.legend()
     axes.set(title="batch size by length", xlabel="tokens of the longest sample", ylabel="samples in a batch")
@@ -285,7 +293,7 @@ def draw_coverage(plan: BatchPlan, *, ax: Axes | None = None) -> Axes:
     """
     axes = _axes(ax)
     axes.set(title="coverage of the epoch", xlabel="step", ylabel="% of the samples seen", ylim=(0, 102))
-    tokens, step = plan.lengths[TOKENS], _step_of_samples(plan)
+    tokens, step = _sample_tokens(plan.padded_lengths), _step_of_samples(plan)
     seen = np.flatnonzero(step >= 0)
     if not len(seen):
         return axes
@@ -313,10 +321,10 @@ def plot_comparison(comparison: Comparison) -> Figure:
     """Padding as it is and as dynagroup makes it, side by side; predicted times; and how evenly ranks are laden."""
     figure = new_figure(13, 7)
     places = figure.subplots(2, 3)
-    tokens = comparison.lengths[TOKENS]
+    streams = {name: comparison.lengths[name] for name in padded_streams(comparison.budget, comparison.lengths)}
     shown = [comparison.ways[0], *comparison.ways[2:4]]  # as it is, the same updates, and free updates
     for place, way in zip(places[0], shown, strict=True):
-        draw_padding([tokens[batch] for batch in way.batches], ax=place)
+        _draw_batches(way.batches, streams, place)
         place.set_title(f"{way.name}: {way.padding:.0%} padding, {way.num_steps:,} steps", fontsize=10)
         place.set_ylim(0, None)
     _draw_times(comparison, places[1, 0])

@@ -11,10 +11,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.work import Work
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+from dynagroup.shapes import BatchShape, IntArray, Streams
 
 __all__ = ["BatchPlan", "PlannedWindow"]
 
@@ -138,8 +138,13 @@ class BatchPlan:
 
     @cached_property
     def padded(self) -> IntArray:
-        """Tokens that a device multiplies for every batch, padding included: int64 (B,)."""
+        """Tokens that a device multiplies for every batch, padding included, all padded streams added: int64 (B,)."""
         return padded_tokens(self.shapes, self.budget)
+
+    @property
+    def padded_lengths(self) -> Streams:
+        """The lengths of the dataset's padded streams: those that count as tokens."""
+        return {name: self.lengths[name] for name in padded_streams(self.budget, self.lengths)}
 
     @cached_property
     def work_by_row(self) -> NDArray[np.float64]:
@@ -155,12 +160,15 @@ class BatchPlan:
     def statistics(self) -> Mapping[str, float]:
         """The figures of the plan by name: counts, tokens, ``efficiency`` (real over padded tokens), row imbalance.
 
+        Tokens are those of all padded streams: every stream but those that an ``AdditiveCap`` names or
+        ``TokenBudget(streams=...)`` leaves out.
+
         ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates: sum of the rows' maxima
         over the sum of their means, 1.0 at best, in predicted work.
         """
         sizes, padded = self.batches.sizes, self.padded
         by_row = self.work_by_row
-        real = int(self.shapes.total[TOKENS].sum())
+        real = int(real_tokens(self.shapes, self.budget).sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
         return {
             "num_samples": len(self.batches.order) - len(self.repeated),
@@ -195,8 +203,7 @@ class BatchPlan:
         """The plan as a readable table, against shuffled batches of a fixed size.
 
         Args:
-            batch_size: what you use today, samples on each rank; None: as many of the longest as the hardest batch here has
-                tokens for.
+            batch_size: what you use today, samples on each rank; None: as many as fit even where the longest meet.
         """
         from dynagroup.plan.report import report_plan
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import AllOf, Budget
 from dynagroup.budget.memory import MemoryBudget
+from dynagroup.plan.fixed import FixedBatches
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.shapes import TOKENS, BatchShape
 
-__all__ = ["advice", "environment", "fixed_padding", "format_table", "report_plan"]
+__all__ = ["advice", "environment", "format_table", "report_plan"]
 
 MUCH_PADDING = 0.15
 """Share of padding from which on it is worth a sentence."""
@@ -39,24 +39,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def fixed_padding(
-    lengths: NDArray[np.integer], batch_size: int, *, pad_to_multiple_of: int = 1, seed: int = 0
-) -> float:
-    """Share of padding in shuffled batches of a fixed size: padded tokens that are not real, over all padded tokens.
-
-    >>> fixed_padding(np.array([4, 4, 4, 4]), 2)
-    0.0
-    """
-    shuffled = np.random.default_rng(seed).permutation(np.asarray(lengths, np.int64))
-    if not len(shuffled):
-        return 0.0
-    starts = np.arange(0, len(shuffled), batch_size)
-    longest = np.maximum.reduceat(shuffled, starts)
-    longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    sizes = np.diff(np.append(starts, len(shuffled)))
-    return float(1.0 - shuffled.sum() / max(int((longest * sizes).sum()), 1))
-
-
 def report_plan(plan: BatchPlan, batch_size: int | None = None) -> str:
     """The plan as a readable table: what a user checks before a long run.
 
@@ -74,14 +56,16 @@ def report_plan(plan: BatchPlan, batch_size: int | None = None) -> str:
 
 
 def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
-    stats, sizes, tokens = plan.statistics, plan.batches.sizes, plan.lengths[TOKENS]
+    stats, sizes, streams = plan.statistics, plan.batches.sizes, plan.padded_lengths
     yield "steps, updates", f"{stats['num_steps']:,}, {stats['num_updates']:,}"
     yield "tokens, real", f"{stats['real_tokens']:,}"
     yield "tokens, with padding", f"{stats['padded_tokens']:,}"
     yield "padding", f"{stats['padding']:.1%}"
     yield "predicted time, in tokens of one rank", f"{round(stats['predicted_time']):,}"
     yield from _fixed_rows(plan, batch_size)
-    yield "sample length, median / 99 % / longest", _quantiles(tokens, (0.5, 0.99, 1.0))
+    for name, values in streams.items():
+        of = f" in {name!r}" if len(streams) > 1 else ""
+        yield f"sample length{of}, median / 99 % / longest", _quantiles(values, (0.5, 0.99, 1.0))
     yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
     yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))
     yield "row imbalance (1: ranks never wait)", f"{stats['row_imbalance']:.3f}"
@@ -92,28 +76,16 @@ def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str,
 
 
 def _fixed_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
-    """What shuffled fixed batches of the same samples would pad and take; by themselves as hard as the hardest batch here."""
+    """What shuffled fixed batches of the same samples would pad and take; by themselves as large as fits at their hardest."""
     if plan.budget.layout == "packed" or not len(plan.batches):
         return
-    everything = plan.lengths[TOKENS][np.sort(plan.batches.order)]
-    multiple = plan.budget.pad_to_multiple_of
-    size = batch_size or max(1, int(plan.padded.max()) // max(int(everything.max()), 1))
-    share = fixed_padding(everything, size, pad_to_multiple_of=multiple)
-    time, steps = _fixed_time(plan, everything, size)
-    yield f"(shuffled batches of {size} instead)", f"{share:.1%} padding, {steps:,} steps"
-    yield f"(predicted time against batches of {size})", f"{plan.predicted_time / max(time, 1e-9):.1%}"
-
-
-def _fixed_time(plan: BatchPlan, tokens: NDArray[np.integer], size: int) -> tuple[float, int]:
-    shuffled = np.random.default_rng(0).permutation(np.asarray(tokens, np.int64))
-    starts = np.arange(0, len(shuffled), size)
-    longest = np.maximum.reduceat(shuffled, starts)
-    sizes = np.diff(np.append(starts, len(shuffled)))
-    work = plan.work.of_shapes(BatchShape.of(sizes, longest), pad_to_multiple_of=plan.budget.pad_to_multiple_of)
-    rows = np.zeros(-(-len(work) // plan.world_size) * plan.world_size)
-    rows[: len(work)] = work
-    by_row = rows.reshape(-1, plan.world_size)
-    return plan.work.of_rows(by_row), len(by_row)
+    fixed = FixedBatches.of(plan, batch_size)
+    unfit = "" if fixed.fits else "; the longest would not fit"
+    yield (
+        f"(shuffled batches of {fixed.size} instead{unfit})",
+        f"{fixed.padding:.1%} padding, {fixed.num_steps:,} steps",
+    )
+    yield f"(predicted time against batches of {fixed.size})", f"{plan.predicted_time / max(fixed.time, 1e-9):.1%}"
 
 
 def advice(plan: BatchPlan) -> str | None:

@@ -7,18 +7,18 @@ length of the sample, and every step costs something before its first token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.budget.base import Budget, Layout
+from dynagroup.budget.base import Budget, Layout, padded_streams
 from dynagroup.checks import check_number
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.shapes import TOKENS, BatchShape, Streams, round_up
+from dynagroup.shapes import BatchShape, Streams, round_up
 
 __all__ = ["Work"]
 
@@ -26,6 +26,8 @@ __all__ = ["Work"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     """Predicted time of a batch: ``per_step + n * (L + L**2 / crossover)``, packed ``per_step + sum(l + l**2 / crossover)``.
+
+    With several padded streams (an encoder's and a decoder's) each adds its own ``n * (L + L**2 / crossover)``.
 
     Args:
         per_step: linear tokens that a step costs however small its batch is: launching kernels, reducing gradients.
@@ -116,25 +118,31 @@ class Work:
         start, linear, squared = (float(value) for value in found)
         return cls(per_step=start / linear, crossover=linear / squared if squared else math.inf)
 
-    def of_lengths(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Work of samples of these lengths, without the price of a step: linear tokens, float64 (N,)."""
+    def of_lengths(self, tokens: ArrayLike | Mapping[str, ArrayLike]) -> NDArray[np.float64]:
+        """Work of samples of these lengths, without the price of a step: linear tokens, float64 (N,); streams add up."""
+        if isinstance(tokens, Mapping):
+            return np.sum([self.of_lengths(values) for values in tokens.values()], axis=0)
         linear = np.asarray(tokens, np.float64)
         return linear + linear * linear / self.crossover
 
     def of_shapes(
         self, shape: BatchShape, *, layout: Layout = "padded", pad_to_multiple_of: int = 1
     ) -> NDArray[np.float64]:
-        """Work of batches of these shapes, without the price of a step; packed at most: a shape does not tell its squares."""
-        longest = round_up(shape.longest[TOKENS], pad_to_multiple_of)
+        """Work of batches of these shapes, without the price of a step, all their streams padded (others: leave them out
+        by ``shape.without``); packed at most: a shape does not tell its squares."""
         if layout == "packed":
-            return shape.total[TOKENS] * (1.0 + shape.longest[TOKENS] / self.crossover)
-        return shape.num_samples * self.of_lengths(longest)
+            each = [shape.total[name] * (1.0 + longest / self.crossover) for name, longest in shape.longest.items()]
+            return np.sum(each, axis=0)
+        widths = {name: round_up(longest, pad_to_multiple_of) for name, longest in shape.longest.items()}
+        return shape.num_samples * self.of_lengths(widths)
 
     def of_batches(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
         """Work of every batch, without the price of a step; ``lengths`` are indexed by what ``batches`` hold."""
+        padded = {name: lengths[name] for name in padded_streams(budget, lengths)}
         if budget.layout == "packed" and len(batches):
-            return np.add.reduceat(self.of_lengths(lengths[TOKENS][batches.order]), batches.offsets[:-1])
-        return self.of_shapes(shapes_of(batches, lengths), pad_to_multiple_of=budget.pad_to_multiple_of)
+            each = self.of_lengths({name: values[batches.order] for name, values in padded.items()})
+            return np.add.reduceat(each, batches.offsets[:-1])
+        return self.of_shapes(shapes_of(batches, padded), pad_to_multiple_of=budget.pad_to_multiple_of)
 
     def of_rows(self, work: NDArray[np.float64]) -> float:
         """Predicted time of steps: each costs its price and the most work of a rank. ``work``: float64 (steps, ranks)."""

@@ -49,8 +49,8 @@ class Notes:
             stats.count_update(update.num_samples)
         if idle or self.warned:
             return
-        longest = update.longest[number]
-        differs = unplanned(batch, samples=samples, longest=longest, tokens=real, budget=budget)
+        longest, tokens = update.longest[number], update.first[number]
+        differs = unplanned(batch, samples=samples, longest=longest, tokens=tokens, budget=budget)
         if differs is not None:
             self.warned = True
             warn_user(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.budget.base import padded_tokens
+from dynagroup.budget.base import padded_tokens, real_tokens
 from dynagroup.checks import check_int
 from dynagroup.errors import BudgetError, StateError
 from dynagroup.fingerprint import described
@@ -36,9 +36,11 @@ class PlannedUpdate:
     """Dataset indices."""
     idle: Sequence[bool]
     real: Sequence[int]
-    """Tokens of this rank's batches."""
-    padded: Sequence[int]
+    """Tokens of this rank's batches, of all padded streams."""
+    first: Sequence[int]
+    """Those of the stream ``tokens``, and the longest sample in it: what ``input_ids`` should come out as."""
     longest: Sequence[int]
+    padded: Sequence[int]
     row_samples: Sequence[int]
     """Samples on all ranks."""
     row_padded: Sequence[tuple[int, float]]
@@ -150,11 +152,13 @@ def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, **
     shapes = shapes_of(window.batches.take(table.ravel()), planner.lengths)
     padded = np.where(idle, 0, padded_tokens(shapes, planner.budget).reshape(table.shape))
     samples = np.where(idle, 0, shapes.num_samples.reshape(table.shape))
-    real, longest = (by[TOKENS].reshape(table.shape)[:, rank].tolist() for by in (shapes.total, shapes.longest))
+    real = real_tokens(shapes, planner.budget).reshape(table.shape)[:, rank].tolist()
+    longest, first = (by[TOKENS].reshape(table.shape)[:, rank].tolist() for by in (shapes.longest, shapes.total))
     return PlannedUpdate(
         batches=[window.batches[int(number)].tolist() for number in table[:, rank]],
         idle=idle[:, rank].tolist(),
         real=real,
+        first=first,
         padded=padded[:, rank].tolist(),
         longest=longest,
         row_samples=samples.sum(axis=1).tolist(),

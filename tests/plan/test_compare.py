@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
-from dynagroup.plan.compare import compare, fixed_batches, grouped_batches
+from dynagroup.plan.batches import fixed_batches
+from dynagroup.plan.compare import compare, grouped_batches
 from dynagroup.plan.work import Work
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.9, 400).clip(4, 400).astype(np.int32)

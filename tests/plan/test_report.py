@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory.model import PaddedTokens
-from dynagroup.plan.report import fixed_padding, format_table
+from dynagroup.plan.fixed import FixedBatches
+from dynagroup.plan.report import format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
@@ -56,14 +58,49 @@ def test_oversize_samples_are_counted():
     assert text.splitlines()[-2].split()[-1] == "2"
 
 
-@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9), st.integers(1, 8))
-def test_fixed_padding_is_what_padding_each_batch_gives(lengths, batch_size, multiple):
-    shuffled = np.random.default_rng(3).permutation(np.array(lengths, np.int64))
-    batches = [shuffled[i : i + batch_size] for i in range(0, len(shuffled), batch_size)]
-    padded = sum(len(b) * -(-max(b) // multiple) * multiple for b in batches)
-    found = fixed_padding(np.array(lengths), batch_size, pad_to_multiple_of=multiple, seed=3)
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.integers(1, 8),
+)
+def test_padding_of_fixed_batches_is_what_padding_each_stream_of_each_batch_gives(lengths, batch_size, multiple):
+    source, target = np.array(lengths, np.int64).T
+    budget = TokenBudget(10_000, pad_to_multiple_of=multiple)
+    plan = LengthAwareBatchSampler({"tokens": source, "labels": target}, budget, rank=0, world_size=1).plan
+    fixed = FixedBatches.of(plan, batch_size, seed=3)
+    order = np.random.default_rng(3).permutation(len(lengths))
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    padded = sum(len(b) * -(-max(stream[b]) // multiple) * multiple for b in batches for stream in (source, target))
     if padded:
-        assert found == pytest.approx(1 - sum(lengths) / padded)
+        assert fixed.padding == pytest.approx(1 - (source.sum() + target.sum()) / padded)
+
+
+def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest():
+    lengths = {"tokens": np.array([100, 10, 10, 10, 900]), "labels": np.array([10, 10, 10, 100, 900])}
+    with pytest.warns(UserWarning, match="do not fit"):
+        plan = LengthAwareBatchSampler(lengths, TokenBudget(400), rank=0, world_size=1).plan
+    assert FixedBatches.of(plan).size == 2  # the longest source and the longest target may meet
+    assert "(shuffled batches of 2 instead)" in plan.report()
+    assert "(shuffled batches of 3 instead; the longest would not fit)" in plan.report(batch_size=3)
+    budget = TokenBudget(4000) & AdditiveCap("patches", 20)
+    capped = LengthAwareBatchSampler(
+        {"tokens": [9] * 9, "patches": [4, 4, 9, 8] + [1] * 5}, budget, world_size=1, rank=0
+    )
+    assert FixedBatches.of(capped.plan).size == 2  # 9 + 8 patches; a third sample may have 4
+
+
+def test_every_padded_stream_is_counted_and_told_apart():
+    lengths = {"tokens": np.array([10, 8]), "labels": np.array([1, 5]), "patches": np.array([7, 9])}
+    budget = TokenBudget(1000) & AdditiveCap("patches", 100)
+    plan = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1).plan
+    assert plan.statistics["real_tokens"] == 24
+    assert plan.statistics["padded_tokens"] == plan.padded.sum() == 2 * (10 + 5)
+    text = plan.report()
+    assert "sample length in 'tokens', median" in text
+    assert "sample length in 'labels', median" in text
+    assert "patches" not in text
+    left_out = LengthAwareBatchSampler(lengths, TokenBudget(1000, streams=("tokens",)), rank=0, world_size=1).plan
+    assert left_out.statistics["padded_tokens"] == 20
 
 
 def test_columns_line_up():
@@ -78,7 +115,7 @@ def test_a_plan_that_is_faster_is_not_shown_as_a_loss():
     lengths = np.random.default_rng(0).lognormal(5, 1, 2000).astype(int) + 1
     plan = LengthAwareBatchSampler(lengths, TokenBudget(16_384), samples_per_update=64, rank=0, world_size=1).plan
     lines = plan.report(batch_size=8).splitlines()
-    assert any("(shuffled batches of 8 instead)" in line for line in lines)
+    assert any("(shuffled batches of 8 instead; the longest would not fit)" in line for line in lines)
     share = next(line for line in lines if "(predicted time against batches of 8)" in line)
     assert 0 < float(share.split()[-1].rstrip("%")) < 100
     shuffled = np.random.default_rng(0).permutation(lengths)
