@@ -12,7 +12,7 @@ from dynagroup.plan.room import Bin, Room
 
 __all__ = ["level"]
 
-CLOSE = 0.01  # of a row's mean work; rows closer than that stay as they are
+CLOSE = 0.005  # of a row's mean work; rows closer than that stay as they are
 MOST_EXCHANGES = 4  # for each batch of a row
 PARTNERS = 3
 SINGLES, RUNS, PAIRED = (

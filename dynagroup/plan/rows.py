@@ -13,6 +13,8 @@ from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK, Objective, cut, price_of, runs_of, sorted_window
+from dynagroup.plan.even import evened
+from dynagroup.plan.interleave import interleaved
 from dynagroup.plan.pack import pack
 from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.runs import SortedWindow, by_rows, fewest, split_dearest, under_one_limit
@@ -51,17 +53,37 @@ def cut_rows(
     if budget.layout == "packed":
         batches = pack(lengths, budget, num_ranks, work=work, round_batch=round_batch)
         batches = even_out(batches, num_ranks)
-        return _in_rows(batches, work.of_batches(batches, lengths, budget), num_ranks)
+        return batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
     order, window = sorted_window(lengths, budget, work, objective, round_batch)
+    offsets = _closer(window, _one_of(window, num_ranks, work, objective), num_ranks)
+    work_of = window.total(offsets)
+    by_row = _in_rows(work_of, num_ranks)
+
+    def sorted_again(positions: IntArray) -> tuple[IntArray, SortedWindow]:
+        few = {name: values[positions] for name, values in lengths.items()}
+        return sorted_window(few, budget, work, objective, round_batch)
+
+    return evened(Batches(order, offsets).take(by_row), work_of[by_row], num_ranks, sorted_again)
+
+
+def _one_of(window: SortedWindow, num_ranks: int, work: Work, objective: Objective) -> IntArray:
+    """The cut of least predicted time among those that fill rows: it decides how many rows there are."""
     price = price_of(window, work, objective)
     found = [_filled(window, runs_of(window, work, objective), num_ranks)]
     if len(found[0]) - 1 <= FEW_ROWS * num_ranks:
         found += [_filled(window, offsets, num_ranks) for offsets in _in_few_rows(window, num_ranks, price)]
     full = [offsets for offsets in found if (len(offsets) - 1) % num_ranks == 0]
     if not full:  # so many batches that no more of them fill a row
-        found = [_filled(window, fewest(window), num_ranks)]
-    offsets = min(full or found, key=lambda o: _time_of(window.total(o), num_ranks, price))
-    return _in_rows(Batches(order, offsets), window.total(offsets), num_ranks)
+        return _filled(window, fewest(window), num_ranks)
+    return min(full, key=lambda o: _time_of(window.total(o), num_ranks, price))
+
+
+def _closer(window: SortedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
+    """As many rows of less time, if there are any."""
+    if (len(offsets) - 1) % num_ranks:
+        return offsets
+    tried = _filled(window, interleaved(window, offsets, num_ranks), num_ranks)
+    return min((offsets, tried), key=lambda o: _time_of(window.total(o), num_ranks, 0.0))
 
 
 def _in_few_rows(window: SortedWindow, num_ranks: int, price: float) -> list[IntArray]:
@@ -92,13 +114,13 @@ def _time_of(work: NDArray[np.float64], num_ranks: int, per_step: float) -> floa
     return per_step * len(dearest) + float(dearest.sum())
 
 
-def _in_rows(batches: Batches, work: NDArray[np.float64], num_ranks: int) -> Batches:
-    """The batches row after row: row mates are neighbours in work, rows are in the order of their longest sample."""
+def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
+    """Numbers of the batches row after row: row mates are neighbours in work, rows are in the order of their longest sample."""
     by_work = np.argsort(-work, kind="stable")
     full = len(by_work) - len(by_work) % num_ranks
     rows = by_work[:full].reshape(-1, num_ranks)
     rows = rows[np.argsort(rows.min(axis=1, initial=full), kind="stable")]
-    return batches.take(np.append(rows.ravel(), by_work[full:]))
+    return np.append(rows.ravel(), by_work[full:])
 
 
 def even_out(batches: Batches, multiple: int) -> Batches:

@@ -6,7 +6,7 @@ A division into runs is its offsets: int64 (B + 1,), from 0 to the number of sam
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dynagroup.plan.rounding import RoundBatch, allowed_sizes
 from dynagroup.shapes import IntArray
 
-__all__ = ["SortedWindow", "by_rows", "fewest", "least_time", "split_dearest", "under_one_limit"]
+__all__ = ["TINY", "SortedWindow", "by_rows", "fewest", "least_time", "split_dearest", "under_one_limit"]
 
 EXACT_UP_TO = 1 << 16
 """Samples; beyond them neighbours are so alike that a batch can be chosen by itself, in a tenth of the time and memory."""
@@ -24,6 +24,8 @@ TINY = 1e-9
 """Stands for the work of an empty sample, which any batch may hold."""
 LIMITS = 32
 """Limits of the work of a row's batches that are tried."""
+PRICES = (1.0, 4.0, 16.0)
+"""Times the price of a step, with which rows are chosen."""
 TABLE = 1 << 17
 """Entries of a table of starts by limits; in windows that would need more, fewer limits are tried."""
 
@@ -231,9 +233,12 @@ def _middle(window: SortedWindow, start: int, stop: int) -> int | None:
     return start + int(first[np.argmin(dearer)])
 
 
-def under_one_limit(window: SortedWindow, most_runs: int) -> IntArray | None:
-    """At most so many runs, none of more work than the others can be brought under, by bisection; None where that is too few."""
-    low, high = float(window.work.sum()) / most_runs, float((window.most * window.work).max())
+def under_one_limit(window: SortedWindow, most_runs: int, high: float = np.inf) -> IntArray | None:
+    """At most so many runs, none of more work than the others can be brought under, by bisection; None where that is too few.
+
+    ``high``: work that they can all be brought under for certain.
+    """
+    low, high = float(window.work.sum()) / most_runs, min(high, float((window.most * window.work).max()))
     best = fewest(window)
     if len(best) - 1 > most_runs:
         return None
@@ -253,19 +258,21 @@ def by_rows(window: SortedWindow, num_ranks: int, per_step: float) -> list[IntAr
     Under a limit of work a row from any start on is greedy: each run as large as the limit allows. Where it ends, for all
     starts and limits at once, comes from doubling: two runs further is one run further, twice. Dynamic programming over
     the starts of rows then picks each row's limit; at last each is lowered until the row just ends where it did.
-    O(N * limits * log ranks) time, O(N * limits) memory.
+    O(N * limits * log ranks) time, O(N * limits) memory. The limits are few, and the times of more rows and of fewer alike:
+    so higher prices are tried, too, which take fewer rows.
     """
     num = len(window)
     if num <= num_ranks:
         return [np.arange(num + 1)]
     limits = _limits(window, num_ranks, per_step)
     ends, dearest = _row_ends(window, num_ranks, limits)
-    rows = _best_rows(ends, dearest, num_ranks, per_step)
-    found = []
-    for start, stop, which in rows:
-        lowest = limits[which - 1] if which else 0.0
-        found.append(_tight_row(window, start, stop, num_ranks, lowest, float(limits[which])))
-    return [np.concatenate([[0], *found])] if found else []
+    found = {}
+    for rows in _best_rows(ends, dearest, num_ranks, per_step * np.asarray(PRICES)):
+        lows = [limits[which - 1] if which else 0.0 for *_, which in rows]
+        if rows and len(rows) not in found:
+            found[len(rows)] = [_tight_row(window, start, stop, num_ranks, low, float(limits[which]))
+                                for (start, stop, which), low in zip(rows, lows, strict=True)]  # fmt: skip
+    return [np.concatenate([[0], *rows]) for rows in found.values()]
 
 
 def _limits(window: SortedWindow, num_ranks: int, per_step: float) -> NDArray[np.float64]:
@@ -305,24 +312,26 @@ def _row_ends(
 
 
 def _best_rows(
-    ends: IntArray, dearest: NDArray[np.float64], num_ranks: int, per_step: float
-) -> list[tuple[int, int, int]]:
-    """Rows (start, stop, limit) of least time. A row takes at least a sample a rank, so so many starts are done at once."""
+    ends: IntArray, dearest: NDArray[np.float64], num_ranks: int, prices: NDArray[np.float64]
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Rows (start, stop, limit) of least time at each price. A row takes at least a sample a rank, so so many starts are done
+    at once."""
     num = len(ends) - 1
-    best = np.full(num + 1, np.inf)
+    best = np.full((num + 1, len(prices)), np.inf)
     best[num] = 0.0
-    choice = np.zeros(num + 1, np.int64)
+    choice = np.zeros((num + 1, len(prices)), np.int64)
     for last in range(num - num_ranks, -1, -num_ranks):
         block = slice(max(last - num_ranks + 1, 0), last + 1)
-        time = dearest[block] + best[ends[block]]
+        time = dearest[block, :, None] + best[ends[block]]
         choice[block] = time.argmin(axis=1)
-        best[block] = per_step + time.min(axis=1)
-    rows, start = [], 0
-    while start < num and np.isfinite(best[0]):
-        stop = int(ends[start, choice[start]])
-        rows.append((start, stop, int(choice[start])))
-        start = stop
-    return rows
+        best[block] = prices + time.min(axis=1)
+    for price in range(len(prices)):
+        rows, start = [], 0
+        while start < num and np.isfinite(best[0, price]):
+            which = int(choice[start, price])
+            rows.append((start, int(ends[start, which]), which))
+            start = rows[-1][1]
+        yield rows
 
 
 def _tight_row(window: SortedWindow, start: int, stop: int, num_ranks: int, low: float, high: float) -> list[int]:

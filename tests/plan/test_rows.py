@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import TokenBudget
@@ -18,6 +21,8 @@ from dynagroup.plan.runs import SortedWindow, split_dearest
 from dynagroup.plan.work import Work
 from tests import strategies
 from tests.plan.test_cut import OBJECTIVES, WORKS, streams
+
+LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
 
 
 def time_of(batches: Batches, lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> float:
@@ -59,6 +64,68 @@ def test_rows_take_no_more_than_the_cut_of_one_rank_dealt_out(
     if len(one) % ranks == 0:
         allowed = time_of(one, lengths, budget, ranks, work) * (1 + 1e-9)
         assert time_of(batches, lengths, budget, ranks, work) <= allowed
+
+
+def least_dearest(row: list[int], ranks: int, max_tokens: int, work: Work) -> float:
+    """The least work that the dearest of so many batches can be: each, from the longest on, as large as a limit allows."""
+    values = sorted(row, reverse=True)
+    each = work.of_lengths(values)
+
+    def ends_under(limit: float) -> bool:
+        place = 0
+        for _ in range(ranks):
+            if place < len(values):
+                place += max(
+                    min(int(limit / each[place] * (1 + 1e-12)), max_tokens // values[place]), each[place] <= limit
+                )
+        return place >= len(values)
+
+    candidates = np.unique(np.arange(1, len(values) + 1)[:, None] * each[None, :])
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if ends_under(float(candidates[middle])) else (middle + 1, high)
+    return float(candidates[low])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=3, max_size=7), WORKS)
+def test_no_division_of_a_row_has_less_than_sorted_runs_under_a_limit(row: list[int], work: Work) -> None:
+    divisions = ([[v for v, of in zip(row, ranks, strict=True) if of == r] for r in range(3)]
+                 for ranks in itertools.product(range(3), repeat=len(row)))  # fmt: skip
+    dearest = min(max(len(b) * float(work.of_lengths(max(b))) for b in parts if b) for parts in divisions)
+    assert least_dearest(row, 3, 10**9, work) == pytest.approx(dearest)
+
+
+def assert_equal_work(values: np.ndarray, max_tokens: int, ranks: int, work: Work) -> NDArray[np.bool_]:
+    """Law 9, padded: a row's batches are within 5 % of their mean, or its dearest is the least that its samples allow (to half
+    a percent), for work comes in whole samples. Which rows are within 5 %."""
+    lengths, budget = {"tokens": values}, TokenBudget(max_tokens)
+    batches = cut_rows(lengths, budget, ranks, work=work)
+    by_row = work.of_batches(batches, lengths, budget).reshape(-1, ranks)
+    equal = by_row.max(axis=1) - by_row.min(axis=1) <= 0.05 * by_row.mean(axis=1)
+    for row in np.flatnonzero(~equal):
+        samples = np.concatenate(batches[row * ranks : (row + 1) * ranks])
+        assert by_row[row].max() <= 1.005 * least_dearest(values[samples].tolist(), ranks, max_tokens, work)
+    return equal
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=12, max_size=150), st.integers(300, 3000), WORKS, st.integers(2, 6))
+def test_batches_of_a_row_are_equal_work_or_the_least_that_its_samples_allow(
+    values: list[int], max_tokens: int, work: Work, ranks: int
+) -> None:
+    tokens = np.asarray(values, np.int32)
+    if len(cut_rows({"tokens": tokens}, TokenBudget(max_tokens), ranks, work=work)) % ranks == 0:
+        assert_equal_work(tokens, max_tokens, ranks, work)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in LENGTHS.glob("*.npz")))
+def test_real_lengths_are_equal_work_or_the_least_that_a_row_allows(name: str) -> None:
+    tokens = np.random.default_rng(1).permutation(np.load(LENGTHS / f"{name}.npz")["tokens"])[:4096]
+    for group, ranks in ((64, 8), (256, 8), (512, 64), (4096, 8)):
+        if len(tokens) >= group:
+            assert_equal_work(tokens[:group], 16 * int(tokens.max()), ranks, Work())
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
