@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +21,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def about(*packages: str) -> dict[str, Any]:
-    """Hardware, versions of the packages that are installed, and the date."""
+    """Hardware, versions of the packages that are installed, the date, and how busy the machine is: the mean number of
+    running processes in the last one, five and fifteen minutes, this one among them."""
     found = environment(*packages)
-    return {**found, "dynagroup": __version__, "hardware": f"{found['hardware']}, {_gpu()}"}
+    load = [round(mean, 1) for mean in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    return {**found, "load": load, "dynagroup": __version__, "hardware": f"{found['hardware']}, {_gpu()}"}
 
 
 def _gpu() -> str:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.faults import main  # noqa: E402
+from benchmarks.faults.__main__ import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,76 @@
+"""A random configuration of a loader, from a seed alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.faults.data import Numbered, Seen, collate
+from benchmarks.faults.oracle import judged, over_budget
+from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
+
+__all__ = ["Case", "epoch_of"]
+
+
+@dataclass
+class Case:
+    """What is drawn: lengths, budget and its layout, ranks, the kind of loader and its options."""
+
+    seed: int
+    fault: str
+    lengths: list[int] = field(default_factory=list)
+    ranks: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    online: bool = False
+    max_tokens: int = 0
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        rng = self.rng = random.Random(self.seed)
+        draw = np.random.default_rng(self.seed)
+        count = rng.choice([1, 3, 17, 60, 200])
+        self.lengths = np.clip(draw.lognormal(2.0, rng.choice([0.2, 0.8, 1.3]), count), 1, 80).astype(int).tolist()
+        self.max_tokens = rng.choice([80, 160, 640])
+        self.ranks = rng.choice([1, 1, 2, 3, 4])
+        self.online = rng.random() < 0.5
+        self.packed = rng.random() < 0.25
+        self.options = {"seed": rng.randrange(5), "shuffle": rng.random() < 0.6}
+        if rng.random() < 0.7:
+            self.options["samples_per_update"] = rng.choice([4, 8, 32])
+        else:
+            self.options["accumulation"] = rng.choice([1, 3])
+        if self.online:
+            self.options["window"] = rng.choice([4, 16, 64])
+            if rng.random() < 0.3:
+                self.options["length_hint"] = self.lengths
+
+    def loader(self, world: Any, dataset: Any = None, *, lengths: Sequence[int] | None = None, **more: Any) -> Any:
+        """A new loader; ``lengths`` are what a planned one is told instead of the truth."""
+        data = dataset if dataset is not None else Numbered(self.lengths)
+        budget = TokenBudget(self.max_tokens, layout="packed" if self.packed else "padded")
+        options = {**self.options, "collate_fn": collate, "world": world, **more}
+        if self.online:
+            return OnlineDataLoader(data, budget, **options)
+        for name in ("length_hint", "shuffle"):  # it knows the lengths, and always draws anew
+            options.pop(name, None)
+        return PlannedDataLoader(data, self.lengths if lengths is None else lengths, budget, **options)
+
+    def everything(self, epochs: int = 1) -> Counter[int]:
+        return Counter({i: epochs for i in range(len(self.lengths))})
+
+    def other_ranks(self) -> int:
+        return self.rng.choice([1, 2, 3, 5])
+
+    def judged(self, ranks: Sequence[Sequence[Seen]], expected: Counter[int] | None = None) -> list[str]:
+        """What is wrong with an epoch whose lengths were told truly; by default every sample should have come once."""
+        wrong = judged(self.lengths, ranks, self.everything() if expected is None else expected)
+        return wrong + over_budget(self.lengths, ranks, self.max_tokens, packed=self.packed)
+
+
+def epoch_of(loader: Any) -> list[Seen]:
+    return [Seen.of(step) for step in loader]

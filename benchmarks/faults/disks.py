@@ -1,0 +1,166 @@
+"""Jobs that write results: the disk is full, the process is killed, what it left behind is cut or damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.faults.case import Case
+from benchmarks.faults.processes import KILLED, forked
+from dynagroup import TokenBudget, generate_dataset
+from dynagroup.errors import StateError
+
+__all__ = ["disk_full", "journal_damaged", "killed_while_writing"]
+
+NEW = 3
+
+
+@cache
+def _toys() -> tuple[Any, Any]:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *(f"w{i}" for i in range(300))])}
+    raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]")
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval(), tokenizer
+
+
+class Job:
+    """Text ``i`` is the word ``i``, as often as it is long; its answer is that word three times.
+
+    Args:
+        calls_left: the process is killed when so many batches have been generated.
+    """
+
+    def __init__(self, case: Case, folder: Path, calls_left: int | None = None) -> None:
+        self.texts = [" ".join([f"w{i}"] * n) for i, n in enumerate(case.lengths)]
+        self.max_tokens, self.output, self.calls_left = case.max_tokens, folder / "out.jsonl", calls_left
+        self.asked = folder / "asked.txt"
+
+    @property
+    def answers(self) -> list[str]:
+        return [" ".join([f"w{i}"] * NEW) for i in range(len(self.texts))]
+
+    def run(self) -> list[str]:
+        model, tokenizer = _toys()
+        model.generate = self._generate
+        budget = TokenBudget(self.max_tokens + 80 * NEW)
+        options: dict[str, Any] = {"max_new_tokens": NEW, "progress": False}
+        return generate_dataset(model, tokenizer, self.texts, budget=budget, output=self.output, **options)
+
+    def _generate(self, **batch: Any) -> torch.Tensor:
+        ids = batch["input_ids"]
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        with self.asked.open("a", encoding="utf-8") as file:
+            file.write(f"{len(ids)}\n")
+        return torch.cat([ids, ids[:, -1:].expand(-1, NEW)], dim=1)  # padded on the left
+
+    def num_asked(self) -> list[int]:
+        """Samples of every batch that was generated."""
+        return [int(line) for line in self.asked.read_text().split()] if self.asked.exists() else []
+
+    def wrong(self, found: list[str]) -> list[str]:
+        """What is wrong with what the job gave back, and with what it wrote."""
+        if found != self.answers:
+            return ["a job gave back wrong results"]
+        lines = [json.loads(line) for line in self.output.read_text(encoding="utf-8").splitlines()]
+        if lines != [{"index": i, "result": answer} for i, answer in enumerate(self.answers)]:
+            return ["a job's file holds other results than it gave back"]
+        return []
+
+
+def _again(job: Job, most_repeated: int | None) -> list[str]:
+    """The same job, by a process that lives. What was finished and whole is not done again."""
+    wrong = job.wrong(job.run())
+    repeated = sum(job.num_asked()) - len(job.texts)
+    if most_repeated is not None and repeated > most_repeated:
+        wrong.append(f"{repeated} samples were done again, {most_repeated} were not yet safe")
+    return wrong
+
+
+def disk_full(case: Case) -> list[str]:
+    """No file may grow beyond a random size; with room again, the same call finishes the job."""
+    most = case.rng.randrange(1, 60 * len(case.lengths) + 500)
+
+    def run(_rank: int, folder: Path) -> Any:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead of the process
+        job = Job(case, folder)
+        job.asked.write_text("")
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            return job.wrong(job.run())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)  # the report needs room
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        report = forked(1, run, folder)[0]
+        job = Job(case, folder)
+        if isinstance(report, str) and "Error" in report:
+            told = "File too large" in report or "No space" in report
+            largest = max(job.num_asked(), default=0)
+            return ([] if told else [f"a full disk ends in {report}"]) + _again(job, largest)
+        return report if isinstance(report, list) else [f"a full disk ends in {report}"]
+
+
+def _killed(case: Case, folder: Path) -> list[str]:
+    batches = case.rng.randrange(0, 6)
+    report = forked(1, lambda _rank, folder: Job(case, folder, batches).run(), folder)[0]
+    return [] if report == KILLED or isinstance(report, list) else [f"a job to be killed ended with {report}"]
+
+
+def killed_while_writing(case: Case) -> list[str]:
+    """The process is killed while it generates; the same call does the rest, and only the rest."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        return _killed(case, folder) + _again(Job(case, folder), 0)
+
+
+def journal_damaged(case: Case) -> list[str]:
+    """What a killed process left behind is cut in half, cut anywhere, zeroed or changed: done again, or refused by name."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wrong = _killed(case, folder)
+        for path in folder.glob("out.jsonl*/*"):
+            path.write_bytes(_damaged(path.read_bytes(), case.rng))
+        try:
+            return wrong + _again(Job(case, folder), None)
+        except StateError as error:
+            named = [path for path in folder.glob("out.jsonl*/*") if str(path) in str(error)]
+            if not named or "remove" not in str(error):
+                return [*wrong, f"the refusal names no file to remove: {error}"]
+            named[0].unlink()
+            return wrong + _again(Job(case, folder), None)
+
+
+def _damaged(data: bytes, rng: random.Random) -> bytes:
+    place = rng.randrange(len(data) + 1)
+    ways = [
+        data[: len(data) // 2],
+        data[:place],
+        data[:place] + bytes(len(data) - place),
+        data[:place] + rng.randbytes(rng.randrange(1, 9)) + data[place + rng.randrange(9) :],
+        data[: place - 1] + bytes([data[place - 1] ^ 1]) + data[place:] if place else data[1:],
+        data + data[place:],
+    ]
+    return rng.choice(ways)

@@ -1,0 +1,137 @@
+"""Storms of out-of-memory errors, whatever a batch's size: results complete and in order, gradients those of one process."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.faults.case import Case
+from benchmarks.faults.data import Numbered, collate, value_of
+from benchmarks.faults.processes import on_processes
+from dynagroup import OomSafeBackward, run_with_oom_retry
+from dynagroup.testing import run_ranks
+
+__all__ = ["storm_in_calls", "storm_in_training", "storm_on_ranks"]
+
+LIKELY = 0.35
+"""A pass of several samples fails in its forward with this probability, and in its backward again."""
+
+
+def storm_in_calls(case: Case) -> list[str]:
+    """Every call may fail, but for single samples: results are complete and in order."""
+    rng = random.Random(case.seed)
+
+    def fragile(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        rows = batch["input_ids"]
+        if len(rows) > 1 and rng.random() < 0.6:
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return rows[:, 0].clone()
+
+    batch = collate([Numbered(case.lengths)[i] for i in range(min(len(case.lengths), 40))])
+    parts = run_with_oom_retry(fragile, batch)
+    found = torch.cat(list(parts)).tolist()
+    return [] if found == list(range(len(batch["input_ids"]))) else [f"results are {found}"]
+
+
+class Fragile(torch.nn.Module):
+    """Squared error of ``scale * weight[token] + bias``: a model whose gradient is a line of algebra.
+
+    ``bias`` has its gradient before a failing backward pass comes to ``scale`` and ``weight``.
+    """
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        super().__init__()
+        drawn = np.random.default_rng(seed).normal(size=num_samples)
+        self.weight = torch.nn.Parameter(torch.from_numpy(drawn))
+        self.scale = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.bias = torch.nn.Parameter(torch.tensor(-0.2, dtype=torch.float64))
+        self.rng = random.Random(seed)
+
+    def forward(self, labels: torch.Tensor) -> torch.Tensor:
+        """The mean over predicted tokens, as causal models take it."""
+        self._fail(len(labels))
+        predicted = labels[:, 1:]
+        known = predicted != -100
+        chosen = predicted[known]
+        hidden = self.scale * self.weight[chosen]
+        hidden.register_hook(lambda _: self._fail(len(labels)))
+        error = hidden + self.bias - torch.tensor([value_of(int(i)) for i in chosen], dtype=torch.float64)
+        return (error * error).sum() / max(int(known.sum()), 1)
+
+    def _fail(self, num_samples: int) -> None:
+        if num_samples > 1 and self.rng.random() < LIKELY:
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+
+
+def gradient_of(case: Case, members: Sequence[int]) -> np.ndarray:
+    """The oracle: of weight, scale and bias, for one mean over the update's predicted tokens."""
+    weight, scale, bias = np.random.default_rng(case.seed).normal(size=len(case.lengths)), 0.7, -0.2
+    counts = np.bincount(members, minlength=len(weight)) * (np.asarray(case.lengths) - 1)
+    targets = np.array([value_of(i) for i in range(len(weight))])
+    error = 2 * counts * (scale * weight + bias - targets) / max(int(counts.sum()), 1)
+    return np.concatenate([scale * error, [weight @ error, error.sum()]])
+
+
+def trained(case: Case, world: Any, wrap: Any) -> list[dict[str, Any]]:
+    """One epoch: of every update this rank's samples, and the gradient that the optimizer would see."""
+    model = Fragile(len(case.lengths), case.seed)
+    if world is not None:
+        model.rng = random.Random(f"{case.seed}, rank {world.rank}")
+    wrapped = wrap(model)
+    backward = OomSafeBackward(
+        wrapped, weigh=lambda batch: max(int((batch["labels"][:, 1:] != -100).sum()), 0), world=world
+    )
+    updates: list[dict[str, Any]] = []
+    members: list[int] = []
+    for step in case.loader(world):
+        backward.step(lambda batch: wrapped(batch["labels"]), step)
+        members += [] if step.idle else step.batch["input_ids"][:, 0].tolist()
+        if step.ends_update:
+            parameters = (model.weight, model.scale, model.bias)
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            updates.append({"members": members, "gradient": torch.cat([g.flatten() for g in found]).tolist()})
+            members = []
+            model.zero_grad(set_to_none=True)
+    return updates
+
+
+def wrong_updates(case: Case, ranks: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    if len({len(updates) for updates in ranks}) > 1:
+        return [f"unequal updates: {[len(updates) for updates in ranks]}"]
+    for number, parts in enumerate(zip(*ranks, strict=True)):
+        wanted = gradient_of(case, [i for part in parts for i in part["members"]])
+        for part in parts:
+            difference = float(np.abs(np.asarray(part["gradient"]) - wanted).max())
+            if not difference <= 1e-9 * max(1.0, float(np.abs(wanted).max())):
+                return [f"gradient of update {number} is off by {difference}"]
+    found = sorted(i for updates in ranks for update in updates for i in update["members"])
+    return [] if found == list(range(len(case.lengths))) else ["samples of the epoch are lost or repeated"]
+
+
+def storm_in_training(case: Case) -> list[str]:
+    """Forward and backward passes fail at random on one process."""
+    case.ranks = 1
+    return wrong_updates(case, [trained(case, None, lambda model: model)])
+
+
+def storm_on_ranks(case: Case) -> list[str]:
+    """The same on two or three processes with DistributedDataParallel: each fails where it will."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    case.ranks = max(2, min(case.ranks, 3))
+    run_ranks(case.ranks, case.loader)  # what the loader refuses, it refuses here, too
+
+    def run(world: Any, _folder: Any) -> list[dict[str, Any]]:
+        return trained(case, world, lambda model: DistributedDataParallel(model, bucket_cap_mb=1))
+
+    with tempfile.TemporaryDirectory() as name:
+        reports = on_processes(case.ranks, run, Path(name))
+    if bad := [report for report in reports if not isinstance(report, list)]:
+        return [f"a rank ended with {bad[0]}"]
+    return wrong_updates(case, reports)

@@ -1,0 +1,178 @@
+"""What things cost in counts, frozen as upper bounds: seconds vary with the machine, these do not. A change that needs more
+says so by raising a number here."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.faults.data import collate
+from dynagroup import (
+    LengthAwareBatchSampler,
+    MemoryBudget,
+    OnlineDataLoader,
+    OomSafeBackward,
+    PlannedDataLoader,
+    TokenBudget,
+    run_with_oom_retry,
+)
+from dynagroup.memory.trace import phases
+from dynagroup.online.windows import RequestQueue
+from dynagroup.testing import run_ranks
+from tests.online.helpers import Tokens, lengths_of
+
+LENGTHS = lengths_of(960, seed=4)
+BUDGET = TokenBudget(256)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect() -> Any:
+    """Recovery collects garbage at every failure: of what these tests make, not of all that other tests have imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Counted:
+    """A world that counts what travels through it: exchanges, and bytes given to them."""
+
+    def __init__(self, world: Any) -> None:
+        self.rank, self.size, self._world = world.rank, world.size, world
+        self.exchanges = self.bytes = 0
+
+    def all_max(self, values: Any, /) -> list[int]:
+        return self._passed(self._world.all_max, values)
+
+    def all_sum(self, values: Any, /) -> list[float]:
+        return self._passed(self._world.all_sum, values)
+
+    def _passed(self, reduce: Any, values: Any) -> Any:
+        self.exchanges, self.bytes = self.exchanges + 1, self.bytes + 8 * len(values)
+        return reduce(values)
+
+
+def online(world: Any = None, **options: Any) -> Any:
+    return OnlineDataLoader(Tokens(LENGTHS), BUDGET, collate_fn=collate, world=world, window=64, **options)
+
+
+def planned(world: Any = None, **options: Any) -> Any:
+    return PlannedDataLoader(Tokens(LENGTHS), LENGTHS, BUDGET, collate_fn=collate, world=world, **options)
+
+
+def traffic(make: Any, ranks: int, epochs: int, **options: Any) -> tuple[int, int]:
+    """Exchanges and bytes of a rank in an epoch after so many."""
+
+    def run(world: Any) -> tuple[int, int]:
+        counted = Counted(world)
+        loader = make(counted, **options)
+        for _ in range(epochs):
+            list(loader)
+        before = counted.exchanges, counted.bytes
+        list(loader)
+        return counted.exchanges - before[0], counted.bytes - before[1]
+
+    return max(run_ranks(ranks, run))
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "epochs", "options", "exchanges", "num_bytes"),
+    [
+        (online, 2, 0, {"samples_per_update": 96}, 21, 4464),
+        (online, 8, 0, {"samples_per_update": 96}, 21, 4464),
+        (
+            online,
+            8,
+            1,
+            {"samples_per_update": 96},
+            24,
+            12_544,
+        ),  # lengths of the first epoch are shared before the second
+        (online, 2, 0, {}, 5, 1824),
+        (online, 8, 0, {}, 3, 952),
+        (online, 8, 1, {}, 6, 8984),
+        (planned, 2, 0, {"samples_per_update": 96}, 11, 360),
+        (planned, 8, 0, {"samples_per_update": 96}, 11, 144),
+        (planned, 8, 1, {}, 9, 96),
+    ],
+)
+def test_exchanges_and_their_bytes(make, ranks, epochs, options, exchanges, num_bytes):
+    """Ten updates of 96 samples: two exchanges each online, one planned, and one to compare settings. Freely, one for many
+    steps. Bytes a rank do not grow with the number of ranks, but for what is learned, which grows with the samples."""
+    found = traffic(make, ranks, epochs, **options)
+    assert found[0] <= exchanges
+    assert found[1] <= num_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "requests"), [({}, (15, 4)), ({"shuffle": True}, (15, 4)), ({"samples_per_update": 96}, (10, 10))]
+)
+def test_requests_to_workers(options, requests, monkeypatch):
+    """Each is a message to a process: 960 samples in windows of 64, or updates of 96, and fewer once lengths are known."""
+    asked: list[Any] = []
+    inner = RequestQueue.__iter__
+
+    def counting(self: RequestQueue) -> Any:
+        for request in inner(self):
+            asked.append(request)
+            yield request
+
+    monkeypatch.setattr(RequestQueue, "__iter__", counting)
+    loader = online(**options)
+    for most in requests:
+        asked.clear()
+        list(loader)
+        assert 0 < len(asked) <= most
+
+
+def test_traces_of_a_model(monkeypatch):
+    """A dozen small ones, whatever is asked afterwards."""
+    from transformers import GPT2Config
+
+    runs: list[Any] = []
+    inner = phases.trace
+    monkeypatch.setattr(phases, "trace", lambda *args, **kwargs: runs.append(args[2:4]) or inner(*args, **kwargs))
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    budget = MemoryBudget.from_model(config, "1GB")
+    assert 0 < len(runs) <= 14
+    runs.clear()
+    LengthAwareBatchSampler(LENGTHS, budget, rank=0, world_size=1).plan.report()
+    assert not runs
+
+
+def memory_of(most: int, calls: list[int]) -> Any:
+    """A call that takes at most so many samples."""
+
+    def run(batch: Any) -> torch.Tensor:
+        calls.append(len(batch["input_ids"]))
+        if calls[-1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return batch["input_ids"][:, 0]
+
+    return run
+
+
+@pytest.mark.parametrize(("most", "passes"), [(16, 1), (8, 3), (2, 15), (1, 31)])
+def test_passes_of_a_retry(most, passes):
+    """16 samples of which so many fit: each halving costs one pass that fails, 2 k - 1 for k parts."""
+    calls: list[int] = []
+    run_with_oom_retry(memory_of(most, calls), collate([Tokens([4] * 16)[i] for i in range(16)]))
+    assert len(calls) <= passes
+
+
+def test_passes_of_a_training_that_learns():
+    """The first update finds out what fits (16 of 64 samples), at a pass a halving; later ones are cut beforehand."""
+    calls: list[int] = []
+    weight = torch.nn.Linear(1, 1)
+    run = memory_of(16, calls)
+    backward = OomSafeBackward(weight, weigh="samples")
+    batch = collate([Tokens([4] * 64)[i] for i in range(64)])
+    counts = []
+    for _ in range(3):
+        calls.clear()
+        backward(lambda part: run(part).float().mean() * weight.weight.sum(), batch)
+        counts.append(len(calls))
+    assert counts[0] <= 7
+    assert counts[1:] <= [4, 4]
