@@ -10,7 +10,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Pages that take a model, texts or a device for granted have tests of their own, which bring them.
-OWN_TEST = {"quickstart.md", "recovery.md", "memory.md", "planning.md", "integrations.md"}
+OWN_TEST = {"quickstart.md", "recovery.md", "memory.md", "planning.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text(encoding="utf-8"))]
 
@@ -61,10 +61,12 @@ def test_pages_show_no_command_that_does_not_exist(capsys):
         assert stopped.value.code == 0, command
 
 
-def test_messages_in_troubleshooting_are_those_of_the_source():
+def test_messages_that_pages_show_are_those_of_the_source():
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## Errors and warnings")[1]
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.M)
     assert len(messages) > 5
+    for how_to in DOCS.glob("*.md"):
+        messages += re.findall(r'^\| "([^"]+)"', how_to.read_text(encoding="utf-8"), re.M)
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (DOCS.parent / "dynagroup").rglob("*.py")]
     texts = [
         n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)

@@ -123,7 +123,7 @@ def test_the_learning_rate_counts_updates_on_two_ranks(ranks):
     for _, ours, prepared in ranks:
         assert ours == [[1 / (k + 1) for k in range(UPDATES)]] * 2
         assert prepared == [1 / (2 * k + 1) for k in range(UPDATES)], (
-            "upstream has changed: docs/integrations.md warns of it"
+            "upstream has changed: docs/accelerate.md warns of it"
         )
 
 
