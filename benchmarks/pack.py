@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.plan.order import EpochOrder
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.work import Work
 
@@ -92,8 +93,7 @@ def verl(tokens: np.ndarray, cap: int) -> tuple[Rows, dict[str, Any]]:
     On a rank as few micro-batches as the fullest rank's tokens allow, by differencing on work; one more while any is too large.
     """
     rows: Rows = []
-    for start in range(0, len(tokens), UPDATE):
-        update = tokens[start : start + UPDATE]
+    for update in updates_of(tokens):
         ranks = [update[part] for part in differencing(update.astype(float), RANKS, equal_size=True)]
         number = max(-(-int(rank.sum()) // cap) for rank in ranks)
         while True:
@@ -156,6 +156,19 @@ def rows_of(packs: Sequence[Pack]) -> Rows:
     return [list(packs[i : i + RANKS]) for i in range(0, len(packs), RANKS)]
 
 
+def updates_of(tokens: np.ndarray) -> list[np.ndarray]:
+    """Updates of ``UPDATE`` samples as the planner draws them, so that all who keep updates have the same ones."""
+    drawn = tokens[EpochOrder(len(tokens), seed=0, epoch=0)[:]]
+    return [drawn[start : start + UPDATE] for start in range(0, len(drawn), UPDATE)]
+
+
+def least_imbalance(tokens: np.ndarray) -> float:
+    """Of a row's dearest batch to its mean, over all updates: none takes less than its dearest sample, or an equal share."""
+    work = [WORK.of_lengths(update) for update in updates_of(tokens)]
+    least = sum(max(float(each.sum()) / RANKS, float(each.max())) for each in work)
+    return round(least * RANKS / float(WORK.of_lengths(tokens).sum()), 4)
+
+
 def measured(rows: Rows, cap: int) -> dict[str, Any]:
     work = [[float(WORK.of_lengths(pack).sum()) for pack in row] for row in rows]
     tokens = sum(sum(pack) for row in rows for pack in row)
@@ -179,6 +192,7 @@ def packs() -> dict[str, Any]:
             "samples": len(tokens),
             "tokens": int(tokens.sum()),
             "longest": int(tokens.max()),
+            "least_imbalance_of_updates": least_imbalance(tokens),
             "methods": {},
         }
         for method, run in METHODS.items():

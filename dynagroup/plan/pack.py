@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.plan.batches import Batches, offsets_of
-from dynagroup.plan.level import level
+from dynagroup.plan.level import is_equal, level
 from dynagroup.plan.room import Bin, Room
 from dynagroup.plan.rounding import RoundBatch, smaller_size
 from dynagroup.shapes import TOKENS, IntArray, Streams
@@ -20,8 +20,8 @@ from dynagroup.shapes import TOKENS, IntArray, Streams
 __all__ = ["SampleWork", "pack"]
 
 SHARES = (1.0, 0.8)  # of the work that is dealt to the least loaded before the fullest are topped up
-EQUAL = 0.05  # of a row's mean work: what the batches of a row may differ by
 FURTHER_ROWS = 2
+WORTH = 1.02  # times the least predicted time: what rows of equal work may take
 
 
 class SampleWork(Protocol):
@@ -90,22 +90,23 @@ def pack(
 
 
 def _rows(room: Room, costs: NDArray[np.float64], multiple: int, per_step: float) -> list[Bin]:
-    """The fewest rows; or one or two more, where the fewest cannot be made equal and more are predicted to take less time."""
+    """The fewest rows; or one or two more, where the fewest cannot be made equal and that is worth its time."""
     packing = _Packing(room, costs, multiple)
-    best = level(packing.fewest(), room, costs, multiple)
-    if multiple == 1 or len(best) % multiple or _are_equal(best, costs, multiple):
-        return best
-    rows, least = len(best) // multiple, _time(best, multiple, per_step)
+    fewest = level(packing.fewest(), room, costs, multiple)
+    if multiple == 1 or len(fewest) % multiple or _are_equal(fewest, costs, multiple):
+        return fewest
+    found, rows = [fewest], len(fewest) // multiple
     for further in range(rows + 1, rows + 1 + FURTHER_ROWS):
         bins = packing.balanced(further)
         if bins is None or len(bins) % multiple:
             continue
-        bins = level(bins, room, costs, multiple)
-        if _time(bins, multiple, per_step) < least:
-            best, least = bins, _time(bins, multiple, per_step)
-            if _are_equal(best, costs, multiple):
-                break
-    return best
+        found.append(level(bins, room, costs, multiple))
+        if _are_equal(found[-1], costs, multiple):
+            break
+    best = min(found, key=lambda bins: _time(bins, multiple, per_step))
+    worth = _are_equal(found[-1], costs, multiple)
+    worth &= _time(found[-1], multiple, per_step) <= WORTH * _time(best, multiple, per_step)
+    return found[-1] if worth else best
 
 
 def _time(bins: Sequence[Bin], multiple: int, per_step: float) -> float:
@@ -114,12 +115,7 @@ def _time(bins: Sequence[Bin], multiple: int, per_step: float) -> float:
 
 def _are_equal(bins: Sequence[Bin], costs: NDArray[np.float64], multiple: int) -> bool:
     """Whether the batches of each row are equal work, wherever no single sample is more work than their mean."""
-    for first in range(0, len(bins), multiple):
-        row = bins[first : first + multiple]
-        mean = sum(bin.load for bin in row) / len(row)
-        if row[0].load - row[-1].load > EQUAL * mean and max(costs[bin.members].max() for bin in row) <= mean:
-            return False
-    return True
+    return all(is_equal(bins[first : first + multiple], costs) for first in range(0, len(bins), multiple))
 
 
 def _rounded_parts(batch: IntArray, round_batch: RoundBatch) -> list[IntArray]:
