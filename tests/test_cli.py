@@ -19,6 +19,7 @@ from dynagroup.lengths import measure_lengths
 from dynagroup.plan.compare import compare
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.work import Work
+from tests import models
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
 
@@ -197,10 +198,10 @@ def test_a_missing_package_is_named_with_what_to_install(lengths_file, capsys, m
 
 @pytest.fixture
 def model_folder(tmp_path):
-    from transformers import GPT2Config
-
-    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 500, "n_positions": 96}
-    GPT2Config(**sizes, bos_token_id=None, eos_token_id=None).save_pretrained(tmp_path / "model")
+    config = models.gpt2(
+        vocab=500, width=64, layers=1, dropout=0.1, n_positions=96, bos_token_id=None, eos_token_id=None
+    )
+    config.save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 
 

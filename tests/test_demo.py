@@ -13,6 +13,7 @@ from dynagroup.demo import DemoConfig, run_demo
 from dynagroup.demo.corpus import docstrings, train_tokenizer
 from dynagroup.demo.training import TimeLimit
 from dynagroup.errors import ConfigError
+from tests import models
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +99,10 @@ def test_a_time_limit_gives_every_run_the_same_answers():
 
 
 def test_a_users_own_tokenizer_and_model(text_file, texts, tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     train_tokenizer(texts[:100], vocabulary=300).save_pretrained(tmp_path / "mine")
-    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=300, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "mine")
+    GPT2LMHeadModel(models.gpt2(vocab=300, layers=1, n_positions=64)).save_pretrained(tmp_path / "mine")
     figures = run_demo(small(text_file, tmp_path, model=str(tmp_path / "mine"), results=str(tmp_path / "figures.json")))
     assert (tmp_path / "figures.json").exists()
     assert figures["runs"]["dynagroup"]["samples"] == 96

@@ -9,12 +9,14 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.text import text_dataloader
+from tests import models
 
 WORDS = [str(n) for n in range(60)]
 
@@ -22,7 +24,7 @@ WORDS = [str(n) for n in range(60)]
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"[PAD]": 0, "[UNK]": 1, **{word: n + 2 for n, word in enumerate(WORDS)}}
-    raw = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
+    raw = Tokenizer(WordLevel(vocabulary, "[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
 
@@ -89,9 +91,7 @@ def test_labels_leave_out_padding_and_nothing_else(tokenizer):
 
 
 def test_a_real_model_runs_on_texts_without_any_token(tokenizer):
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=62, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    )
+    model = LlamaForCausalLM(models.llama(vocab=62, layers=1, inner=16))
     for batch in text_dataloader(["", "", "1 2"], tokenizer, TokenBudget(2), labels=True):
         assert model(**batch).logits.shape[:2] == batch["input_ids"].shape
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientExchange", "RngState", "broadcast_buffers", "find_ddp", "local_gradients", "lost_ranks_named"]
 
-_BUCKET_BYTES = 25 * 2**20  # DDP's default bucket
+BUCKET_BYTES = 25 * 2**20  # DDP's default
 _LOST = re.compile(r"(?i)gloo|nccl|rccl|connection (?:closed|reset|refused)|timed ?out")
 _MAX_TRAVELLING = 4  # bounds the memory of buckets on their way
 
@@ -198,7 +198,7 @@ def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn
         bucket: list[torch.nn.Parameter] = []
         size = 0
         for parameter in same_kind:
-            if bucket and size + parameter.nbytes > _BUCKET_BYTES:
+            if bucket and size + parameter.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(parameter)

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+
+from tests import models
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
@@ -15,9 +16,7 @@ NAMED = "Qwen/Qwen2.5-0.5B"
 
 @pytest.mark.filterwarnings("ignore:the regressor never saw")
 def test_the_blocks_run(tmp_path):
-    config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500
-    )
+    config = models.llama(vocab=500, width=64, heads=4)
     config.save_pretrained(tmp_path)
     code = "\n".join(BLOCKS)
     assert NAMED in code

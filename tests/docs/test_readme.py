@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from dynagroup.demo.corpus import docstrings, train_tokenizer
 from dynagroup.text import TokenizingCollator
+from tests import models
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,18 +31,8 @@ def names() -> dict[str, Any]:
     texts = [text[:200] for text in docstrings(at_least=40)[:40]]
     tokenizer = train_tokenizer(texts, vocabulary=400)
     dataset = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
+    own = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = LlamaForCausalLM(models.llama(vocab=len(tokenizer), layers=1, inner=16, **own))
     tokenize = TokenizingCollator(tokenizer, None, 1, labels=True)
 
     def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

@@ -10,6 +10,8 @@ from transformers import Trainer  # noqa: E402
 
 from dynagroup import ConfigError  # noqa: E402
 from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin  # noqa: E402
+from dynagroup.integrations.losses import is_a_mean  # noqa: E402
+from dynagroup.world import SingleProcess  # noqa: E402
 from tests.integrations import jobs, toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
 
@@ -153,9 +155,8 @@ def test_a_batch_without_labels_does_not_decide(tmp_path, monkeypatch):
     run.__class__ = Blank
     batch = toys.collate(toys.samples("causal", 2))
     run.get_train_dataloader()
-    assert run._loss_is_a_mean(run.model, batch, 2) is False
-    assert run._found_mean is None
-    assert run._loss_is_a_mean(run.model, batch, 2) is True
+    assert is_a_mean(run, run.model, batch, SingleProcess()) is None
+    assert is_a_mean(run, run.model, batch, SingleProcess()) is True
 
 
 def test_asking_leaves_no_trace(tmp_path, monkeypatch):
@@ -168,7 +169,7 @@ def test_asking_leaves_no_trace(tmp_path, monkeypatch):
     run.model.transformer.h[0].eval()
     before, modes = torch.get_rng_state(), [m.training for m in run.model.modules()]
     run.model.register_forward_hook(lambda *_: run._metrics["train"]["x"].append(torch.rand(1).item()))
-    assert run._loss_is_a_mean(run.model, toys.collate(toys.samples("causal", 2)), 2)
+    assert is_a_mean(run, run.model, toys.collate(toys.samples("causal", 2)), SingleProcess())
     assert torch.equal(before, torch.get_rng_state())
     assert modes == [m.training for m in run.model.modules()]
     assert run._metrics == {"train": {"x": [1.0]}, "eval": {}}

@@ -18,11 +18,9 @@ from transformers import (
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.varlen import _kernel, use_varlen_attention
+from tests import models
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+SIZES = {"width": 32, "heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
@@ -35,7 +33,7 @@ LENGTHS = (7, 1, 4, 12)
 def built(name):
     torch.manual_seed(0)
     model_class, config_class, more = MODELS[name]
-    return model_class(config_class(**SIZES, **more, attn_implementation="sdpa")).double()
+    return model_class(models.config(config_class, **SIZES, **more, attn_implementation="sdpa")).double()
 
 
 def samples():

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, T5ForConditionalGeneration
+
+from tests import models
 
 VOCAB = 64
 
 
 def causal_lm():
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=128,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        pad_token_id=0,
-        eos_token_id=0,
-        bos_token_id=0,
-        attn_implementation="eager",
-    )
+    config = models.gpt2(vocab=VOCAB, n_positions=128, pad_token_id=0, attn_implementation="eager")
     return GPT2LMHeadModel(config).double()
 
 
@@ -44,33 +26,12 @@ def with_dropout(model):
 
 def seq2seq():
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=VOCAB,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config).double()
+    return T5ForConditionalGeneration(models.t5(vocab=VOCAB, layers=1)).double()
 
 
 def classifier():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-        attn_implementation="eager",
-    )
+    config = models.bert(vocab=VOCAB, layers=1, max_position_embeddings=128, num_labels=3, attn_implementation="eager")
     return BertForSequenceClassification(config).double()
 
 

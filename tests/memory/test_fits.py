@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import BudgetError, ConfigError
@@ -13,14 +12,13 @@ from dynagroup.memory import TracedMemory, Workload, simulate, what_fits
 from dynagroup.memory.trace.build import as_run_model
 from dynagroup.memory.traced import optimizer_bytes
 from dynagroup.shapes import BatchShape
+from tests import models
 
 POSITIONS = 40_000
-LLAMA = LlamaConfig(hidden_size=256, num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=2,
-                    intermediate_size=512, vocab_size=4000, max_position_embeddings=POSITIONS)  # fmt: skip
-GPT2 = GPT2Config(n_layer=6, n_embd=128, n_head=4, vocab_size=1000, n_positions=POSITIONS)
-BERT = BertConfig(num_hidden_layers=6, hidden_size=128, num_attention_heads=4, intermediate_size=256, vocab_size=900,
-                  max_position_embeddings=POSITIONS)  # fmt: skip
-T5 = T5Config(d_model=64, d_kv=16, num_heads=4, d_ff=128, num_layers=5, vocab_size=900)
+LLAMA = models.llama(vocab=4000, width=256, layers=7, heads=8, num_key_value_heads=2, max_position_embeddings=POSITIONS)
+GPT2 = models.gpt2(vocab=1000, width=128, layers=6, heads=4, inner=512, dropout=0.1, n_positions=POSITIONS)
+BERT = models.bert(vocab=900, width=128, layers=6, heads=4, dropout=0.1, max_position_embeddings=POSITIONS)
+T5 = models.t5(vocab=900, width=64, layers=5, heads=4, d_kv=16, dropout=0.1)
 ROOM = 0.9 * 8e9
 
 
@@ -171,7 +169,7 @@ def test_a_program_that_loops_over_tokens_is_given_up_at_the_first_shapes_that_d
 
     seen = []
     run = phases._run
-    config = RwkvConfig(hidden_size=32, num_hidden_layers=6, vocab_size=50, attention_hidden_size=32, context_length=64)
+    config = RwkvConfig(vocab_size=50, hidden_size=32, num_hidden_layers=6, attention_hidden_size=32, context_length=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "_run", lambda *args, **kwargs: seen.append(args[2]) or run(*args, **kwargs))
         with pytest.warns(UserWarning, match="the program depends on the shape"):

@@ -16,15 +16,16 @@ from dynagroup.memory import ClosedForm, MemoryRegressor, Workload, simulate
 from dynagroup.memory.learned.plausible import Plausible, member
 from dynagroup.memory.run import Phases
 from dynagroup.shapes import BatchShape
+from tests import models
 
-SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "vocab_size": 900}
-LLAMA = hf.LlamaConfig(**SMALL, num_hidden_layers=7, num_key_value_heads=2)
-BERT = hf.BertConfig(**SMALL, num_hidden_layers=6, max_position_embeddings=512)
-T5 = hf.T5Config(d_model=64, num_layers=5, num_heads=4, d_kv=16, d_ff=128, vocab_size=900, decoder_start_token_id=0)
-GPT2 = hf.GPT2Config(n_embd=64, n_layer=6, n_head=4, vocab_size=900, n_positions=128)
+SMALL = {"vocab": 900, "width": 64, "heads": 4, "inner": 160}
+LLAMA = models.llama(**SMALL, layers=7, num_key_value_heads=2)
+BERT = models.bert(**SMALL, layers=6, dropout=0.1)
+T5 = models.t5(**{**SMALL, "inner": 128}, layers=5, d_kv=16, dropout=0.1)
+GPT2 = models.gpt2(**{**SMALL, "inner": 256}, layers=6, dropout=0.1, n_positions=128)
 # Its first six of seven layers slide; what one layer adds is not what the next one does.
-GEMMA = hf.Gemma3TextConfig(**SMALL, num_hidden_layers=7, num_key_value_heads=2, head_dim=16, sliding_window=112)
-MIXTRAL = hf.MixtralConfig(**SMALL, num_hidden_layers=6, num_key_value_heads=2, num_local_experts=4)
+GEMMA = models.config(hf.Gemma3TextConfig, **SMALL, layers=7, num_key_value_heads=2, head_dim=16, sliding_window=112)
+MIXTRAL = models.config(hf.MixtralConfig, **SMALL, layers=6, num_key_value_heads=2, num_local_experts=4)
 
 CASES = {
     "llama": (LLAMA, "train", {"dtype": "bfloat16"}),
@@ -91,9 +92,7 @@ def test_a_traced_workload_keeps_the_law_of_budgets(name, n, length, more, longe
 
 def test_a_first_batch_that_needs_no_padded_mask_is_not_charged_for_one():
     """512 is a multiple of 16, so this batch has one mask less than its successors, which masks dominate here."""
-    config = hf.BertConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=1000
-    )
+    config = models.bert(vocab=1000, width=64, heads=4, dropout=0.1)
     workload = Workload.from_model(config, mode="forward")
     budget = MemoryBudget(16, longest=512, model=MemoryRegressor.pretrained(workload))
     lengths = np.array([280, 171, 110, 60])
@@ -147,13 +146,13 @@ def test_what_is_no_model_of_transformers_is_refused_with_a_way_out():
 
 
 def test_a_model_that_reads_images_is_not_traced_without_them():
-    config = hf.LlavaConfig(text_config=hf.LlamaConfig(**SMALL, num_hidden_layers=2))
+    config = hf.LlavaConfig(text_config=models.llama(**SMALL))
     with pytest.warns(UserWarning, match="it reads images, of which text says nothing"):
         assert Workload.from_model(config).phases is None
 
 
 def test_attention_that_the_model_lacks_is_refused():
-    config = hf.Gemma2Config(**SMALL, num_hidden_layers=3, num_key_value_heads=2, head_dim=16)
+    config = models.config(hf.Gemma2Config, **SMALL, layers=3, num_key_value_heads=2, head_dim=16)
     with pytest.raises(ConfigError, match="`attention` is 'sdpa', but Gemma2ForCausalLM has no fused attention"):
         Workload.from_model(config, trace=False, attention="sdpa")
     assert Workload.from_model(config, trace=False).attention == "eager"

@@ -6,20 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
+from transformers import LlamaConfig
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory import Workload, measure, simulate
 from dynagroup.memory.fits import bytes_of
+from tests import models
 
-SMALL = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=500,
-)
+SMALL = models.llama(vocab=500, width=64, heads=4, num_key_value_heads=2)
 
 
 def batch_bytes(config, shapes, mode="train", **known):
@@ -71,7 +65,7 @@ def test_a_linear_model_without_surprises_is_counted_by_hand():
 
 def test_dropout_does_not_materialise_scores():
     """CUDA's fused kernels take dropout; the CPU's path would keep L x L scores per head."""
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=8, vocab_size=500, n_positions=4096)
+    config = models.gpt2(vocab=500, width=64, heads=8, dropout=0.1, n_positions=4096)
     short, long = batch_bytes(config, [(1, 1024), (1, 4096)], attention="flash", dtype="bfloat16")
     assert long / short == pytest.approx(4, rel=0.05)
     eager_short, eager_long = batch_bytes(config, [(1, 1024), (1, 4096)], attention="eager", dtype="bfloat16")
@@ -98,9 +92,9 @@ def test_generation_grows_with_its_output():
 
 
 def test_encoders_and_two_streams():
-    bert = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500)
+    bert = models.bert(vocab=500, width=64, heads=4, dropout=0.1)
     assert batch_bytes(bert, [(2, 64)])[0] > 0
-    t5 = T5Config(d_model=64, num_layers=2, num_heads=4, d_kv=16, d_ff=128, vocab_size=500, decoder_start_token_id=0)
+    t5 = models.t5(vocab=500, width=64, heads=4, dropout=0.1, d_kv=16)
     short, long = batch_bytes(t5, [(2, {"tokens": 64, "target": 8}), (2, {"tokens": 64, "target": 64})])
     assert short < long
 

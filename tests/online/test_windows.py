@@ -8,6 +8,7 @@ import torch
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.datasets import IndexedDataset, bytes_of
 from dynagroup.online.records import WindowRequest
+from dynagroup.online.windows import Workers
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 
 from .helpers import Stream, all_ids, collate, ids_in, lengths_of, make_loader, used
@@ -55,14 +56,14 @@ def test_no_answer_holds_more_than_was_asked_for(num_workers, monkeypatch):
         weigh="samples",
         num_workers=num_workers,
     )
-    steps, taken = [], type(loader._parts.workers).open_map
+    steps, taken = [], Workers.open_map
 
     def watched(workers):
         for window in taken(workers):
             seen.append(sum(refined.batch["pixels"].nbytes for refined in window))
             yield window
 
-    monkeypatch.setattr(type(loader._parts.workers), "open_map", watched)
+    monkeypatch.setattr(Workers, "open_map", watched)
     for step in loader:
         steps += step.batch["pixels"][:, 0, 0, 0].tolist()
     assert sorted(steps) == list(range(300))

@@ -31,6 +31,7 @@ from dynagroup.oom.inference import Pass
 from dynagroup.oom.journal import Journal
 from dynagroup.testing import run_ranks
 from dynagroup.world import SingleProcess
+from tests import models
 from tests.allocator import Allocator
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
 from tests.oom.texts import TEXTS, small_llama, small_tokenizer
@@ -356,9 +357,7 @@ def test_wrong_output(name: str, message: str, model: Any, tokenizer: Any, tmp_p
 
 def bert(head: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=16, vocab_size=30, **options
-    )
+    config = models.bert(vocab=30, layers=3, inner=16, dropout=0.1, **options)
     return getattr(transformers, head)(config).eval()
 
 
@@ -408,7 +407,8 @@ def test_vectors_are_kept_as_float32(suffix: str, tokenizer: Any, tmp_path: Path
 def test_a_parquet_file_is_written_in_row_groups(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     import pyarrow.parquet as pq
 
-    monkeypatch.setattr(Journal.results, "__defaults__", (16,))
+    results = Journal.results
+    monkeypatch.setattr(Journal, "results", lambda self, at_once=16: results(self, at_once))
     embed_dataset(bert("BertModel"), tokenizer, TEXTS, output=tmp_path / "v.parquet", **SMALL)
     with pq.ParquetFile(tmp_path / "v.parquet") as file:
         assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [16, 16, 8]
@@ -427,9 +427,7 @@ def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(
 
 def test_a_prompt_that_leaves_no_position_for_new_tokens_is_refused(tokenizer: Any) -> None:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=30, n_positions=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=2
-    )
+    config = models.gpt2(vocab=30, width=8, layers=1, heads=1, n_positions=16, bos_token_id=1, eos_token_id=2)
     model = transformers.GPT2LMHeadModel(config).eval()
     with pytest.raises(
         ConfigError, match="which has 16 positions: text .* has 13 tokens and 4 new ones; .*max_length=12"

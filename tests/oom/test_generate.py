@@ -10,45 +10,37 @@ import transformers  # noqa: F401
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import LearningBudget
 from dynagroup.oom.generate import generate_with_oom_retry
+from tests import models
 from tests.allocator import Allocator
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
 
 VOCAB, PAD, EOS = 31, 0, 2
-SMALL: Any = {"vocab_size": VOCAB, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1}
+SMALL: Any = {"vocab": VOCAB, "layers": 3, "inner": 16, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1}
 
 
 def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=16, **SMALL)
-    )
+    return LlamaForCausalLM(models.llama(**SMALL))
 
 
 def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=3, n_head=2, n_positions=64, **SMALL))
+    return GPT2LMHeadModel(models.gpt2(**{**SMALL, "inner": 64}, n_positions=64))
 
 
 def t5() -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(
-        T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2, decoder_start_token_id=PAD, **SMALL)
-    )
+    return T5ForConditionalGeneration(models.t5(**SMALL, decoder_start_token_id=PAD))
 
 
 def bart() -> Any:
-    from transformers import BartConfig, BartForConditionalGeneration
+    from transformers import BartForConditionalGeneration
 
-    return BartForConditionalGeneration(
-        BartConfig(
-            d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2, decoder_attention_heads=2,
-            encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, decoder_start_token_id=EOS,
-            forced_eos_token_id=None, **SMALL,
-        )
-    )  # fmt: skip
+    own = {"max_position_embeddings": 64, "decoder_start_token_id": EOS, "forced_eos_token_id": None}
+    return BartForConditionalGeneration(models.bart(**SMALL, **own))
 
 
 BLOCKS = {

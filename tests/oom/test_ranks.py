@@ -41,7 +41,7 @@ CASES: list[tuple[str, bool, list[float]]] = [  # where, whether it learns, limi
 
 def several_places(rank: int, size: int) -> list[Any]:
     answers = []
-    gradients._BUCKET_BYTES = 1024  # so that a small model has several
+    gradients.BUCKET_BYTES = 1024  # so that a small model has several
     for place, learns, limits in CASES:
         learned = LearningBudget() if learns else loop.Forgetful()
         limit = limits[rank % len(limits)]

@@ -10,6 +10,7 @@ import torch
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom import BatchSplitter, VisionTokens
+from tests import models
 
 take = BatchSplitter().take
 
@@ -221,8 +222,6 @@ def test_model_outputs_and_caches() -> None:
         for k, _ in take({"input_ids": torch.ones(3, 1), "past_key_values": legacy}, 1, 2)["past_key_values"]
     ] == [[1.0]] * 3
 
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=8)
+    config = models.llama(vocab=8, width=8, layers=1)
     with pytest.raises(ConfigError, match="a StaticCache is written in place and cannot be split"):
         take({"input_ids": torch.ones(3, 1), "past_key_values": StaticCache(config=config, max_cache_len=4)}, 0, 1)

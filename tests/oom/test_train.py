@@ -13,6 +13,7 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import LearningBudget, OomSafeBackward, train
 from dynagroup.testing import run_ranks
 from dynagroup.update.step import Share, Step
+from tests import models
 from tests.allocator import Allocator
 from tests.oom import training as loop
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
@@ -288,46 +289,20 @@ def test_weighing_tokens_needs_labels() -> None:
 
 def test_whether_labels_are_shifted_is_the_models_to_say() -> None:
     """Weights must be what the model's own loss is a mean of, for decoders and for the rest."""
-    from transformers import (
-        BertConfig,
-        BertForMaskedLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
+    from transformers import BertForMaskedLM, LlamaForCausalLM, T5ForConditionalGeneration
 
-    small: Any = {
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "intermediate_size": 8,
-        "vocab_size": 23,
-    }
-    t5 = T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0)
-    t5.decoder_start_token_id = 0
+    small: Any = {"vocab": 23, "width": 8, "layers": 1, "inner": 8}
     torch.manual_seed(0)
-    models = [
+    families = [
         loop.small_model(),
-        LlamaForCausalLM(LlamaConfig(**small)),
-        BertForMaskedLM(BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
-        T5ForConditionalGeneration(
-            T5Config(
-                vocab_size=23,
-                d_model=8,
-                d_kv=4,
-                d_ff=8,
-                num_layers=1,
-                num_heads=2,
-                dropout_rate=0.0,
-                decoder_start_token_id=0,
-            )
-        ),
+        LlamaForCausalLM(models.llama(**small)),
+        BertForMaskedLM(models.bert(**small)),
+        T5ForConditionalGeneration(models.t5(**small)),
     ]
     ids = torch.randint(1, 23, (4, 6))
     labels = ids.clone()
     labels[1, 0] = labels[2, 3:] = -100
-    for model in models:
+    for model in families:
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         model(**batch).loss.backward()
         whole = [p.grad.clone() for p in model.parameters() if p.grad is not None]

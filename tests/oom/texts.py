@@ -9,28 +9,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests import models
+
 WORDS = [f"w{i}" for i in range(26)]
 TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, size=1 + (7 * i) % 13)) for i in range(40)]
 
 
 def small_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     special = ["[PAD]", "[BOS]", "[EOS]", "[UNK]"]
-    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
+    raw = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]")
 
 
 def small_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(6)
-    config = LlamaConfig(
-        hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=16, vocab_size=30,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    config = models.llama(vocab=30, layers=3, inner=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,11 +41,10 @@ def small_llama() -> Any:
 
 def save_encoder(folder: Path, *, max_seq_length: int = 256, pooling: str = "pooling_mode_mean_tokens") -> Any:
     """A small BERT in a folder as sentence-transformers lays it out; returns the model."""
-    from transformers import BertConfig, BertModel
+    from transformers import BertModel
 
     torch.manual_seed(0)
-    config = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, intermediate_size=16, vocab_size=30)
-    model = BertModel(config).eval()
+    model = BertModel(models.bert(vocab=30, inner=16)).eval()
     model.save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}

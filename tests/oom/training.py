@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup.oom import LearningBudget, OomSafeBackward
+from tests import models
 from tests.allocator import Allocator
 
 
@@ -25,13 +26,10 @@ STEPS, ACCUMULATION, SAMPLES = 10, 2, 6
 
 def small_model(seed: int = 0, dropout: float = 0.0) -> Any:
     """A GPT-2 in float64: its layer norms and softmax stay in float64, unlike Llama's."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=VOCAB, n_positions=16, n_embd=8, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
-    )  # fmt: skip
+    config = models.gpt2(vocab=VOCAB, width=8, layers=4, dropout=dropout, n_positions=16, use_cache=False)
     return GPT2LMHeadModel(config).double().train()
 
 

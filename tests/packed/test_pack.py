@@ -205,10 +205,9 @@ def test_a_stream_that_is_missing_is_named() -> None:
 
 
 def test_packed_batches_fit_the_memory_that_a_model_is_predicted_to_take() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
-    )
+    from tests import models
+
+    config = models.llama(vocab=500, width=64, layers=1)
     budget = MemoryBudget.from_model(config, "200MB", layout="packed", dtype="bf16")
     lengths = streams(np.load(LENGTHS / "azure_llm_conv_2023.npz")["tokens"][:512])
     batches = pack(lengths, budget, 4)

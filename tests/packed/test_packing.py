@@ -7,31 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
+from transformers import BertForMaskedLM, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
 from dynagroup import TokenBudget, text_dataloader
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.packing import check_packing, mask_bytes, packing_collator
 from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.oom.packed import packed_borders
+from tests import models
 from tests.test_text import numbered
 from tests.test_text import tokenizer as tokenizer
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-
 
 def llama(attention: str = "sdpa", **changes: object) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=attention, **{"use_cache": False, **changes}))
+    return LlamaForCausalLM(models.llama(attn_implementation=attention, **{"use_cache": False, **changes}))
 
 
 def test_a_model_that_keeps_samples_apart_is_given_its_collator() -> None:
@@ -51,13 +40,13 @@ def test_a_cache_is_refused_because_samples_would_see_each_other() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_encoders_whose_masks_know_no_packs_are_refused(attention: str) -> None:
-    model = BertForMaskedLM(BertConfig(**SIZES, attn_implementation=attention))
+    model = BertForMaskedLM(models.bert(attn_implementation=attention))
     with pytest.raises(ConfigError, match=f"its attention '{attention}' does not keep them apart"):
         packing_collator(model)
 
 
 def test_positions_begin_where_the_model_lets_them() -> None:
-    model = use_varlen_attention(RobertaForMaskedLM(RobertaConfig(**SIZES, pad_token_id=1)))
+    model = use_varlen_attention(RobertaForMaskedLM(models.config(RobertaConfig, pad_token_id=1)))
     assert packing_collator(model)([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
     with pytest.raises(ConfigError, match="its positions or layers"):
         packing_collator(model, position_ids_start=0)

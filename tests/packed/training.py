@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
 from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.integrations.varlen import use_varlen_attention
+from tests import models
 from tests.integrations import toys
 from tests.integrations.jobs import parameters, trainer
 
@@ -21,10 +22,9 @@ SAMPLES, LEARNING_RATE = 16, 0.05
 
 def llama(attention: str) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=toys.VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, pad_token_id=0, attn_implementation="eager" if attention == "varlen" else attention,
-    )  # fmt: skip
+    config = models.llama(
+        vocab=toys.VOCAB, inner=24, pad_token_id=0, attn_implementation="eager" if attention == "varlen" else attention
+    )
     config.use_cache = False  # with a cache transformers masks nothing between packed samples
     model = LlamaForCausalLM(config).double()
     return use_varlen_attention(model) if attention == "varlen" else model

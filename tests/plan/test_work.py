@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from dynagroup import ConfigError, TokenBudget, Work
 from dynagroup.plan.batches import Batches
 from dynagroup.shapes import BatchShape
+from tests import models
 
 
 def test_literal_work() -> None:
@@ -25,15 +26,8 @@ def test_literal_work() -> None:
     assert Work(per_step=0, crossover=math.inf).of_lengths([7]).tolist() == [7]
 
 
-LLAMA = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=688,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=512,
-)
-GPT2 = GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=512)
+LLAMA = models.llama(vocab=512, width=256, inner=688, heads=4, num_key_value_heads=2)
+GPT2 = models.gpt2(vocab=512, width=256, heads=4)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -53,7 +47,7 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
 
 
 def test_a_dense_decoder_crosses_over_at_about_six_times_its_width() -> None:
-    wide = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
+    wide = models.llama(vocab=32000, width=4096, inner=11008, layers=32, heads=32)
     assert 5 < Work.of(wide).crossover / 4096 < 7
     assert Work.of(wide).per_step == 256
     assert 1000 < Work.of(GPT2Config()).per_step < 2048

@@ -14,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
 from dynagroup.checks import seal_of
 from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
 from dynagroup.update.schedule import linear_ramp
 from dynagroup.update.stats import LoaderStats
+from tests import models
 from tests.online.helpers import Tokens, collate, lengths_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
@@ -116,10 +117,7 @@ def test_steps_by_hand(make, ranks):
 
 def causal_lm() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=0, attn_implementation="eager",
-    )  # fmt: skip
+    config = models.gpt2(width=8, layers=1, n_positions=64, attn_implementation="eager")
     return GPT2LMHeadModel(config).double()
 
 

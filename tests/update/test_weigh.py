@@ -9,19 +9,16 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
-    GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
 from dynagroup import ConfigError
 from dynagroup.update.weigh import count_label_tokens, mean_items, predicts_next_token, weigher
+from tests import models
 
 ROWS = [[-100, 5, 6], [7, 8, -100]]
 
@@ -52,19 +49,18 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples():
         weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
 
 
-def tiny(config, model, **options):
-    return model(config(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, **options))
+TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
 
 
 def test_models_say_whether_their_loss_shifts():
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1))
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1))
+    gpt2 = GPT2LMHeadModel(models.gpt2(**TINY))
+    t5 = T5ForConditionalGeneration(models.t5(**TINY))
     assert predicts_next_token(gpt2)
     assert predicts_next_token(torch.nn.DataParallel(gpt2))
-    assert predicts_next_token(tiny(LlamaConfig, LlamaForCausalLM, intermediate_size=8))
+    assert predicts_next_token(LlamaForCausalLM(models.llama(**TINY)))
     assert not predicts_next_token(t5)
-    assert not predicts_next_token(tiny(BertConfig, BertForMaskedLM))
-    assert not predicts_next_token(tiny(BertConfig, BertForSequenceClassification))
+    assert not predicts_next_token(BertForMaskedLM(models.bert(**TINY)))
+    assert not predicts_next_token(BertForSequenceClassification(models.bert(**TINY)))
     assert not predicts_next_token(torch.nn.Linear(2, 2))
 
 

@@ -1,0 +1,58 @@
+"""Configurations of small models: every family described by one set of words.
+
+What a test compares must not differ by chance, so nothing is dropped out unless asked.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, PretrainedConfig, T5Config
+
+# What families call the words; a word of several names sets them all.
+USUAL = {
+    "vocab": ["vocab_size"], "width": ["hidden_size"], "layers": ["num_hidden_layers"], "heads": ["num_attention_heads"],
+    "inner": ["intermediate_size"], "dropout": [],
+}  # fmt: skip
+NAMES: dict[Any, dict[str, list[str]]] = {
+    BertConfig: {"dropout": ["hidden_dropout_prob", "attention_probs_dropout_prob"]},
+    GPT2Config: {
+        "width": ["n_embd"], "layers": ["n_layer"], "heads": ["n_head"], "inner": ["n_inner"],
+        "dropout": ["resid_pdrop", "embd_pdrop", "attn_pdrop"],
+    },
+    T5Config: {
+        "width": ["d_model"], "layers": ["num_layers"], "heads": ["num_heads"], "inner": ["d_ff"],
+        "dropout": ["dropout_rate"],
+    },
+    BartConfig: {
+        "width": ["d_model"], "layers": ["encoder_layers", "decoder_layers"],
+        "heads": ["encoder_attention_heads", "decoder_attention_heads"],
+        "inner": ["encoder_ffn_dim", "decoder_ffn_dim"], "dropout": ["dropout"],
+    },
+}  # fmt: skip
+
+
+def config(
+    kind: type[PretrainedConfig],
+    *,
+    vocab: int = 64,
+    width: int = 16,
+    layers: int = 2,
+    heads: int = 2,
+    inner: int | None = None,
+    dropout: float = 0.0,
+    **more: Any,
+) -> Any:
+    """A configuration of ``kind``; ``inner`` is a layer's width inside, by default twice its ``width``. ``more`` are its own."""
+    names = {**USUAL, **NAMES.get(kind, {})}
+    words = {"vocab": vocab, "width": width, "layers": layers, "heads": heads, "inner": inner or 2 * width}
+    said = {name: value for word, value in {**words, "dropout": dropout}.items() for name in names[word]}
+    return kind(**said, **more)
+
+
+llama = partial(config, LlamaConfig)
+bert = partial(config, BertConfig)
+gpt2 = partial(config, GPT2Config, bos_token_id=0, eos_token_id=0)  # its layer norms and softmax stay in float64
+t5 = partial(config, T5Config, d_kv=8, decoder_start_token_id=0)
+bart = partial(config, BartConfig)
