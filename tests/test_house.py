@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
-from tests.test_architecture import MODULES, PACKAGE, imported_modules
+from tests.test_architecture import GROUND, MODULES, PACKAGE, imported_modules, layer_of, rooms_imported_by
 
 MOST_LINES_OF_A_CLASS = 200
 MOST_LINES_OF_A_FUNCTION = 60
+MOST_FLOORS = 9
+MOST_FILES_OF_ONLINE_SAMPLE = 12
 # What shows a plan is asked by the plan's own methods when they are called; nothing else may point downstream.
 SHOWN_BY = {
     "plan/plan.py": {"plan/report.py", "plan/pictures.py"},
@@ -77,6 +81,45 @@ def test_no_files_import_each_other_in_a_circle():
 def test_a_circle_would_be_found():
     a, b, c = (PACKAGE / name for name in ("a.py", "b.py", "c.py"))
     assert circles({a: {b}, b: {c}, c: {a}}) == [["a.py", "b.py", "c.py"]]
+
+
+def rooms() -> dict[str, set[str]]:
+    """What each room imports; the files of the ground are one."""
+    found: dict[str, set[str]] = {}
+    of = {name: "ground" if name in GROUND else name for name in map(layer_of, MODULES)}
+    for path in MODULES:
+        if room := of[layer_of(path)]:
+            found.setdefault(room, set()).update({of[name] for name in rooms_imported_by(path)} - {room})
+    return found
+
+
+def floors(arrows: Mapping[str, set[str]]) -> int:
+    """Rooms of the longest way down."""
+
+    @cache
+    def below(room: str) -> int:
+        return 1 + max(map(below, arrows[room]), default=0)
+
+    return max(map(below, arrows))
+
+
+def test_the_house_has_few_floors():
+    assert floors(rooms()) <= MOST_FLOORS
+    assert floors({"a": set(), "b": {"a"}, "c": {"a", "b"}}) == 3
+
+
+def test_the_guide_names_rooms_and_files_that_are_there():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?|[a-z_]+\.py)`", page)
+    files = {path.relative_to(PACKAGE).as_posix() for path in MODULES} | {path.name for path in MODULES}
+    assert [name for name in named if name not in files and not (PACKAGE / name).is_dir()] == []
+    online = (
+        page.split("## The way of one sample, lengths unknown")[1]
+        .split("\n## ")[0]
+        .split("What passes between them")[0]
+    )
+    passed = set(re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", online))
+    assert 8 < len(passed) <= MOST_FILES_OF_ONLINE_SAMPLE, sorted(passed)
 
 
 def code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -1,6 +1,6 @@
 """The alignment engine: one rank's refined windows become steps that all ranks take together.
 
-It knows no DataLoader: a :class:`~dynagroup.online.feeds.Feed` brings windows, a ``World`` carries a few numbers.
+It knows no DataLoader: a :class:`~dynagroup.online.feeds.base.Feed` brings windows, a ``World`` carries a few numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from dynagroup.checks import Check, a_flag, a_list, a_number, an_int, warn_user
 from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, quantile
 from dynagroup.online.exchange import Exchange
-from dynagroup.online.feeds import Feed
+from dynagroup.online.feeds.base import Feed
 from dynagroup.online.records import Queued, Take
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Share

@@ -13,16 +13,12 @@ from dynagroup.checks import warn_user
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.engine import FreeRunner, Knobs, Runner, UpdateRunner
 from dynagroup.online.exchange import Exchange, fingerprint
-from dynagroup.online.feeds import (
-    BatchesFeed,
-    ExactFeed,
-    Feed,
-    HandedOutFeed,
-    RoughFeed,
-    Source,
-    StreamFeed,
-    UpdateFeed,
-)
+from dynagroup.online.feeds.base import Feed, Source
+from dynagroup.online.feeds.batches import BatchesFeed
+from dynagroup.online.feeds.handed_out import HandedOutFeed
+from dynagroup.online.feeds.planned import ExactFeed, RoughFeed
+from dynagroup.online.feeds.stream import StreamFeed
+from dynagroup.online.feeds.updates import UpdateFeed
 from dynagroup.online.learned import LearnedLengths
 from dynagroup.online.records import Refined, Take, shorten
 from dynagroup.online.requests import Order

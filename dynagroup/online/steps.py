@@ -16,7 +16,7 @@ from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.config import OnlineConfig
 from dynagroup.online.epoch import EpochRun, Known
 from dynagroup.online.exchange import Exchange
-from dynagroup.online.feeds import Source
+from dynagroup.online.feeds.base import Source
 from dynagroup.online.records import Refined, Take
 from dynagroup.online.requests import EpochOrders, UpdateMark
 from dynagroup.online.saved import SCHEMA, checked_states
