@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_tokens, real_tokens
+from dynagroup.checks import check_choice
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cut import DEFAULT_WORK, cut
+from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.update.weigh import Weigh, weigher
@@ -74,7 +75,7 @@ class RefinementCollator:
         length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`.
         weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
         oversize: a sample that does not fit even alone: "alone" or "error".
-        work: predicted time of a batch, which cutting makes least.
+        work: predicted time of a batch. objective: what cutting makes least, "time" or the number of batches ("fewest").
 
     Raises:
         BudgetError: a collated batch is wider than measured and does not fit; or ``oversize="error"`` and one does not fit.
@@ -91,6 +92,7 @@ class RefinementCollator:
     weigh: Weigh = field(default="tokens", kw_only=True)
     oversize: Oversize = field(default="alone", kw_only=True)
     work: Work = field(default=DEFAULT_WORK, kw_only=True)
+    objective: Objective = field(default="time", kw_only=True)
     _warned_wide: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class RefinementCollator:
             raise ConfigError(f"`length_of` must be a function from a sample to its tokens, but is {self.length_of!r}")
         if self.oversize not in ("alone", "error"):
             raise ConfigError(f"`oversize` must be 'alone' or 'error', but is {self.oversize!r}")
+        check_choice("objective", self.objective, OBJECTIVES)
         self._weight_of = weigher(self.weigh)
 
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
@@ -150,7 +153,7 @@ class RefinementCollator:
 
     def _divide(self, lengths: Streams, request: WindowRequest) -> tuple[Batches, list[int]]:
         if request.groups is None:
-            batches = cut(lengths, self.budget, work=self.work)
+            batches = self._cut(lengths)
             return batches, [0] * len(batches)
         planned = Batches(
             np.arange(sum(request.groups)), np.concatenate([[0], np.cumsum(request.groups)]).astype(np.int64)
@@ -171,10 +174,13 @@ class RefinementCollator:
             if fits[number] or len(members) == 1:
                 made = _whole(members)
             else:
-                made = cut({n: v[members] for n, v in lengths.items()}, self.budget, work=self.work).map(members)
+                made = self._cut({n: v[members] for n, v in lengths.items()}).map(members)
             parts.append(made)
             numbers += [number] * len(made)
         return Batches.concatenate(parts), numbers
+
+    def _cut(self, lengths: Streams) -> Batches:
+        return cut(lengths, self.budget, work=self.work, objective=self.objective)
 
     def _fits_together(self, members: IntArray, lengths: Streams) -> bool:
         return bool(self.budget.fits(BatchShape.of_samples({n: v[members] for n, v in lengths.items()}))[0])

@@ -12,7 +12,7 @@ from dynagroup.budget.base import Budget
 from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
-from dynagroup.plan.cut import DEFAULT_WORK
+from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS
 from dynagroup.update.schedule import BatchSizeSchedule
@@ -44,12 +44,15 @@ class OnlineConfig:
     window_bytes: int | None = WINDOW_BYTES
     """A worker hands over about so many bytes of processed samples at a time; None: whole windows."""
     work: Work = DEFAULT_WORK
-    """Predicted time of a batch, which cutting makes least."""
+    """Predicted time of a batch."""
+    objective: Objective = "time"
+    """What cutting makes least: predicted time, or the number of batches."""
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("accumulation", 1), ("seed", 0)):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=least))
         check_choice("uneven", self.uneven, ("idle", "stop"))
+        check_choice("objective", self.objective, OBJECTIVES)
         for name in ("shuffle", "drop_last"):
             check_choice(name, getattr(self, name), (False, True))
         if not isinstance(self.work, Work):

@@ -19,7 +19,7 @@ from dynagroup.online.requests import EpochOrders
 from dynagroup.online.steps import OnlineSteps, Parts
 from dynagroup.online.takeover import taken_over
 from dynagroup.online.windows import Workers
-from dynagroup.plan.cut import DEFAULT_WORK
+from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.work import Work
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.weigh import Weigh
@@ -55,7 +55,8 @@ class OnlineDataLoader(OnlineSteps):
         seed: of the order.
         weigh: loss weight of a batch: "tokens" (labels predicted by a causal model), "samples", or batch -> number.
         uneven: "idle" or "stop".
-        work: predicted time of a batch, which cutting makes least; ``Work.of(model)`` knows better than the default.
+        work: predicted time of a batch; ``Work.of(model)`` knows better than the default.
+        objective: batches are cut for least predicted "time", or for the "fewest" batches.
         window_bytes: a worker hands over about so many bytes of processed samples at a time, and asks for the rest of its
             window after that: what waits in shared memory is bounded, also for images. None: whole windows. The share of
             an update (``samples_per_update``) always comes whole, because ranks agree on all its steps at once.
@@ -94,6 +95,7 @@ class OnlineDataLoader(OnlineSteps):
         uneven: Uneven = "idle",
         oversize: Oversize = "alone",
         work: Work = DEFAULT_WORK,
+        objective: Objective = "time",
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -108,6 +110,7 @@ class OnlineDataLoader(OnlineSteps):
             weigh=weigh,
             uneven=uneven,
             work=work,
+            objective=objective,
         )
         stream, kwargs = is_stream(dataset), checked_kwargs(dataloader_kwargs)
         per_update = samples_per_update is not None
@@ -116,7 +119,9 @@ class OnlineDataLoader(OnlineSteps):
         )
         budget = as_budget(budget)
         check_budget(budget)
-        collator = RefinementCollator(collate_fn, budget, length_of, weigh=weigh, oversize=oversize, work=work)
+        collator = RefinementCollator(
+            collate_fn, budget, length_of, weigh=weigh, oversize=oversize, work=work, objective=objective
+        )
         orders = EpochOrders(dataset, config, stream=stream, sampler=sampler, batch_sampler=batch_sampler)
         learned = None if stream or batch_sampler is not None else LearnedLengths(len(dataset))
         parts = Parts(

@@ -15,7 +15,7 @@ from dynagroup.online.datasets import set_epoch
 from dynagroup.online.exchange import fingerprint
 from dynagroup.online.records import Planned
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cut import DEFAULT_WORK
+from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.order import EpochOrder
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.rows import cut_rows
@@ -163,10 +163,17 @@ class Rank:
 
 
 def rank_batches(
-    lengths: Streams, budget: Budget, who: Rank, *, work: Work, rows_shuffled: bool, window: int = 0
+    lengths: Streams,
+    budget: Budget,
+    who: Rank,
+    *,
+    work: Work,
+    objective: Objective = "time",
+    rows_shuffled: bool,
+    window: int = 0,
 ) -> list[IntArray]:
     """This rank's batches of one window, a row each, as positions in the window; no sample is repeated to fill a row."""
-    batches = cut_rows(lengths, budget, who.size, work=work)
+    batches = cut_rows(lengths, budget, who.size, work=work, objective=objective)
     num_rows = -(-len(batches) // who.size)
     rng = np.random.default_rng((who.seed, who.epoch, window))
     mine = []
@@ -189,6 +196,7 @@ def exact_plans(
     window: int,
     shuffle: bool,
     work: Work = DEFAULT_WORK,
+    objective: Objective = "time",
     start: tuple[int, ...] = (0, 0),
 ) -> Iterator[Planned]:
     """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks.
@@ -202,7 +210,7 @@ def exact_plans(
     for number in range(start[0], -(-num_samples // window)):
         first = number * window
         part = {name: values[first : first + window] for name, values in lengths.items()}
-        mine = rank_batches(part, budget, who, work=work, rows_shuffled=shuffle, window=number)
+        mine = rank_batches(part, budget, who, work=work, objective=objective, rows_shuffled=shuffle, window=number)
         for chunk in range(start[1] if number == start[0] else 0, -(-len(mine) // ROWS_A_REQUEST)):
             batches = mine[chunk * ROWS_A_REQUEST : (chunk + 1) * ROWS_A_REQUEST]
             positions = first + np.concatenate(batches)
@@ -248,6 +256,7 @@ def update_plans(
     lengths: Streams | None = None,
     hint: IntArray | None = None,
     work: Work = DEFAULT_WORK,
+    objective: Objective = "time",
     skipped: int = 0,
     start: UpdateMark | None = None,
 ) -> Iterator[Planned]:
@@ -263,7 +272,9 @@ def update_plans(
         first, end = mark.samples_used - skipped, stop - skipped
         if lengths is not None:
             part = {name: values[first:end] for name, values in lengths.items()}
-            mine = rank_batches(part, budget, who, work=work, rows_shuffled=False, window=mark.update)
+            mine = rank_batches(
+                part, budget, who, work=work, objective=objective, rows_shuffled=False, window=mark.update
+            )
             flat = np.concatenate(mine) if mine else np.zeros(0, np.int64)
             groups, costs = tuple(len(b) for b in mine), _costs(mine, part, budget)
             yield Planned(first + flat, groups, keep=_keep(who, 1), mark=mark, costs=costs)

@@ -94,6 +94,7 @@ class Parts:
             "window": config.window,
             "window_bytes": config.window_bytes,
             "work": described(config.work),
+            "objective": config.objective,
             "samples_per_update": described(per_update) if callable(per_update) else per_update,
             "drop_last": config.drop_last,
             "accumulation": config.accumulation,

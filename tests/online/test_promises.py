@@ -165,6 +165,7 @@ OTHER = {
     "weigh": (lambda seed: {"weigh": lambda batch: float(seed + 1)}, "weigh: .* then, .* now"),
     "schedule": (lambda seed: {"samples_per_update": lambda update, current: 8 + seed}, "samples_per_update: .* then"),
     "oversize": (lambda seed: {"oversize": ("alone", "error")[seed]}, "oversize: 'alone' then, 'error' now"),
+    "objective": (lambda seed: {"objective": ("time", "fewest")[seed]}, "objective: 'time' then, 'fewest' now"),
     "window_bytes": (lambda seed: {"window_bytes": (None, 900)[seed]}, "window_bytes: None then, 900 now"),
 }
 

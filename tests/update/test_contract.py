@@ -57,6 +57,18 @@ def sizes(request: pytest.FixtureRequest) -> dict[str, Any]:
     return SIZES[request.param]
 
 
+@pytest.mark.parametrize("sizes", [{"samples_per_update": 12}, {}], ids=["updates", "free"])
+def test_both_loaders_cut_for_time_or_for_the_fewest_batches(sizes: dict[str, Any]) -> None:
+    lengths = np.array([2000, 10, 10, 10] * 6)
+    steps = {}
+    for objective in ("time", "fewest"):
+        how: dict[str, Any] = {"lengths": lengths, "max_tokens": 10**6, **sizes}
+        both = (planned(plan={"objective": objective}, **how), online(objective=objective, **{"window": 24, **how}))
+        steps[objective] = [len(list(loader)) for loader in both]
+    assert steps["fewest"] == ([2, 2] if sizes else [steps["fewest"][0], 1])
+    assert all(more > fewest for more, fewest in zip(steps["time"], steps["fewest"], strict=True))
+
+
 def samples_of(step: Any) -> list[int]:
     """What the batch really holds."""
     found = [] if step.idle else step.batch["input_ids"][:, 0].tolist()

@@ -65,6 +65,7 @@ class ExactFeed(PlanFeed):
             window=window,
             shuffle=shuffle,
             work=source.config.work,
+            objective=source.config.objective,
             start=tuple(start or (0, 0)),
         )
 

@@ -32,7 +32,8 @@ class UpdateFeed(PlanFeed):
     @classmethod
     def plans(cls, source: Source, who: Rank, start: Sequence[int] | None) -> Iterable[Planned]:
         first = UpdateMark(*start) if start else source.restart
-        known = {"lengths": source.lengths, "hint": source.rough, "work": source.config.work}
+        config = source.config
+        known = {"lengths": source.lengths, "hint": source.rough, "work": config.work, "objective": config.objective}
         return update_plans(
             cls._sizes(source), who, budget=source.budget, **known, skipped=source.order.skipped, start=first
         )
