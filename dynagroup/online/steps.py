@@ -22,6 +22,7 @@ from dynagroup.online.requests import EpochOrders, UpdateMark
 from dynagroup.online.saved import SCHEMA, checked_states
 from dynagroup.online.windows import Workers
 from dynagroup.update.loader import StepLoader
+from dynagroup.update.notice import PaddingNotice
 from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step, loss_scale
@@ -131,6 +132,7 @@ class OnlineSteps(StepLoader[Any]):
         self._done, self._within_update = Cursor(), False
         self._merge_due = False
         self._spare = _Spare()
+        self._notice = PaddingNotice(per_update=self.sizes is not None, window=self.config.window)
         learner = LearningBudget.within(parts.budget)
         if learner is not None and parts.workers.persistent:
             learner.share_memory()
@@ -268,6 +270,7 @@ class OnlineSteps(StepLoader[Any]):
         try:
             for take in course:
                 yield self._step(take, course)
+                self._notice.look(self.stats)
             course.finish()
         finally:
             course.close()

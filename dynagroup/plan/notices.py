@@ -6,7 +6,7 @@ from dynagroup.checks import warn_user
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
 
-__all__ = ["PlanNotices", "warn_of_oversize"]
+__all__ = ["JUDGED", "PlanNotices", "warn_of_oversize"]
 
 JUDGED = 1000
 """Samples after which a plan's padding says something."""

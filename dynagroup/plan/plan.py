@@ -70,6 +70,7 @@ class BatchPlan:
         repeated: dataset indices of samples that stand in a row a second time, to fill it; their weight is 0.
         dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``.
         work: what a batch takes.
+        window: samples that were sorted together; None: those of an update.
     """
 
     batches: Batches
@@ -84,6 +85,7 @@ class BatchPlan:
     repeated: IntArray
     dropped: IntArray
     work: Work = field(default=Work(), repr=False)
+    window: int | None = field(default=None, repr=False)
 
     @classmethod
     def join(
@@ -97,6 +99,7 @@ class BatchPlan:
         oversize: IntArray,
         left_out: IntArray,
         work: Work,
+        window: int | None,
     ) -> BatchPlan:
         """One plan from its windows, in order."""
         first = np.cumsum([0, *(len(p.batches) for p in parts)])
@@ -116,6 +119,7 @@ class BatchPlan:
             repeated=np.concatenate([none, *(p.repeated for p in parts)]),
             dropped=np.concatenate([left_out, *(p.dropped for p in parts)]),
             work=work,
+            window=window,
         )
 
     @property
@@ -211,7 +215,7 @@ class BatchPlan:
 
     def advice(self) -> str | None:
         """What keeps this plan from saving more, with the figure and the way out; None where little is left to save."""
-        from dynagroup.plan.report import advice
+        from dynagroup.plan.advice import advice
 
         return advice(self)
 

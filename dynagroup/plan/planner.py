@@ -174,6 +174,7 @@ class Planner:
             oversize=self.oversize,
             left_out=self.oversize if self._drops else np.zeros(0, np.int64),
             work=self.config.work,
+            window=None if self.config.samples_per_update is not None else self.window_size(world_size),
         )
 
     def _finish(self, window: Window, rows: Rows) -> PlannedWindow:

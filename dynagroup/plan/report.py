@@ -18,10 +18,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.plan.fixed import FixedBatches
 from dynagroup.plan.plan import BatchPlan
 
-__all__ = ["advice", "environment", "format_table", "report_plan"]
-
-MUCH_PADDING = 0.15
-"""Share of padding from which on it is worth a sentence."""
+__all__ = ["environment", "format_table", "report_plan"]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -86,24 +83,6 @@ def _fixed_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, 
         f"{fixed.padding:.1%} padding, {fixed.num_steps:,} steps",
     )
     yield f"(predicted time against batches of {fixed.size})", f"{plan.predicted_time / max(fixed.time, 1e-9):.1%}"
-
-
-def advice(plan: BatchPlan) -> str | None:
-    """What keeps a plan from saving more, in one sentence with its figure and the way out."""
-    stats = plan.statistics
-    padding, updates = float(stats["padding"]), int(stats["num_updates"])
-    if padding <= MUCH_PADDING or plan.budget.layout == "packed" or stats["num_batches"] < 2:
-        return None
-    said = f"{padding:.0%} of the tokens are padding"
-    if stats["num_steps"] < 1.5 * updates:
-        return (
-            f"{said}: an update is {stats['num_steps'] / updates:.1f} steps of so few samples that sorting them saves little; "
-            "take more samples an update (gradient accumulation), free updates, or a larger `window`"
-        )
-    return (
-        f"{said}: updates of {round(stats['num_samples'] / updates):,} samples are cut into {stats['num_steps'] / updates:.1f} "
-        "steps, because more steps are predicted to take longer; if yours are cheap, say so: work=Work(per_step=...)"
-    )
 
 
 def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:

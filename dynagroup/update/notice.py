@@ -1,4 +1,4 @@
-"""Batches that are not what was planned: noticed by their width."""
+"""What a loader notices of its batches: that they are not what was planned, or that much of them is padding."""
 
 from __future__ import annotations
 
@@ -6,8 +6,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynagroup.budget.base import Budget
+from dynagroup.checks import warn_user
+from dynagroup.plan.advice import MUCH_PADDING
+from dynagroup.plan.notices import JUDGED
+from dynagroup.update.stats import LoaderStats
 
-__all__ = ["unplanned"]
+__all__ = ["PaddingNotice", "unplanned"]
+
+
+class PaddingNotice:
+    """Warns once, after a thousand samples, where batches that were cut as they came are much padding.
+
+    Args:
+        per_update: whether updates are of a set size, so that an update's share is what is sorted, or else a ``window``.
+    """
+
+    def __init__(self, *, per_update: bool, window: int) -> None:
+        self._per_update, self._window = per_update, window
+        self._judged = False
+
+    def look(self, stats: LoaderStats) -> None:
+        """At what the loader has done so far."""
+        if self._judged or stats.samples < JUDGED:
+            return
+        self._judged = True
+        if stats.padding <= MUCH_PADDING:
+            return
+        if self._per_update:
+            share = stats.samples / max(stats.updates, 1)
+            few = f"a rank's share of an update, {share:,.0f} samples, is {stats.batches / max(stats.updates, 1):.1f} batches"
+            ways = "take more samples an update (gradient accumulation), or none set (`accumulation`)"
+        else:
+            few = f"a window of {self._window:,} samples is {self._window * stats.batches / stats.samples:.0f} batches"
+            ways = "raise `window`"
+        warn_user(
+            f"{stats.padding:.0%} of the tokens are padding: {few}, too few to sort; {ways}; or, if steps are cheap with you, "
+            "say so: work=Work(per_step=...)"
+        )
 
 
 def unplanned(batch: Any, *, samples: int, longest: int, tokens: int, budget: Budget) -> str | None:

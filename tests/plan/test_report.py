@@ -136,5 +136,33 @@ def test_what_keeps_a_plan_from_saving_more_is_said_once():
         list(few)
     assert "more samples an update" in few.plan.report().splitlines()[-1]
     several = LengthAwareBatchSampler(lengths, TokenBudget(1 << 20), samples_per_update=32, rank=0, world_size=1).plan
-    assert several.advice() is None or "work=Work(per_step=...)" in several.advice()
+    assert several.advice() == (
+        "35% of the tokens are padding: batches have 11 samples, because more and smaller ones are predicted to take longer; if "
+        "steps are cheap with you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run; 128 times as "
+        "many samples would fit every batch: a larger budget changes nothing"
+    )
     assert LengthAwareBatchSampler(lengths, TokenBudget(4096), rank=0, world_size=1).plan.advice() is None
+
+
+def test_a_window_too_small_to_sort_is_named():
+    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
+    with pytest.warns(
+        UserWarning, match="39% of .*: a window of 16 samples is 2 batches, too few to sort; raise `window`$"
+    ):
+        list(LengthAwareBatchSampler(lengths, TokenBudget(4096), shuffle=True, window=16, rank=0, world_size=1))
+
+
+def test_an_update_that_is_one_batch_and_a_budget_that_never_binds_are_named():
+    lengths = np.random.default_rng(0).integers(1, 100, 2000)
+    plan = LengthAwareBatchSampler(lengths, TokenBudget(1700), samples_per_update=8, rank=0, world_size=1).plan
+    said = plan.advice()
+    assert said is not None
+    assert (
+        f"{plan.statistics['padding']:.0%} of the tokens are padding: an update of 8 samples is one batch a rank"
+        in said
+    )
+    assert (
+        "take more samples an update (gradient accumulation), or free updates; 2 times as many samples would fit"
+        in said
+    )
+    assert plan.num_steps == plan.num_updates

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import AlignmentError, BudgetError, ConfigError, StateError, TokenBudget
+from dynagroup import AlignmentError, BudgetError, ConfigError, OnlineDataLoader, StateError, TokenBudget
 from dynagroup.plan.order import epoch_order
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
@@ -371,3 +371,23 @@ def test_what_keeps_updates_from_saving_more_is_said_once() -> None:
         warnings.simplefilter("error")
         list(loader)
         list(PlannedDataLoader(range(2000), lengths, TokenBudget(4096), weigh="samples", collate_fn=list))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"samples_per_update": 4}, r"^\d\d% of .* padding: a rank's share of an update, 4 samples, is 1\.\d batches, "),
+        ({"window": 8}, r"^\d\d% of .* padding: a window of 8 samples is \d batches, too few to sort; raise `window`"),
+    ],
+)  # fmt: skip
+def test_an_online_loader_says_once_what_keeps_it_from_saving_more(options: dict[str, int], said: str) -> None:
+    data = [[0] * n for n in (np.random.default_rng(0).lognormal(4, 1, 1200).astype(int) + 1).tolist()]
+    loader = OnlineDataLoader(data, TokenBudget(1 << 20), collate_fn=list, length_of=len, weigh="samples", **options)
+    with pytest.warns(UserWarning, match=said) as found:
+        list(loader)
+    assert [warning.filename for warning in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(loader)
+        wide = OnlineDataLoader(data, TokenBudget(4096), collate_fn=list, length_of=len, weigh="samples")
+        assert sum(len(step.indices) for step in wide) == 1200
