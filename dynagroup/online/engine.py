@@ -114,10 +114,15 @@ class Runner(ABC):
 
     def _agree(self, offer: Offer, failure: BaseException | None) -> tuple[Agreement, list[int]]:
         began = time.perf_counter()
-        highest = self.exchange.highest([*offer.to_max(), self.last_cost], failure)
+        opening = self.feed.opening
+        *highest, first, last, cost = self.exchange.highest(
+            [*offer.to_max(), opening, -opening, self.last_cost], failure
+        )
+        if first and first == -last and self.exchange.world.size > 1:
+            self.feed.tell_of_equal_ranks()
         self.stats.exchange_s += time.perf_counter() - began
         self.stats.exchanges += 1
-        return agree(highest, self.knobs.uneven), highest
+        return agree(highest, self.knobs.uneven), [*highest, cost]
 
     def _total(self, items: list[list[Queued | None]], extra: Sequence[int] = ()) -> tuple[list[Take], list[int]]:
         """Totals over ranks of these updates, then ``extra`` summed too."""

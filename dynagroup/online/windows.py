@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from dynagroup.checks import warn_user
 from dynagroup.errors import AlignmentError
 from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, StreamDataset
@@ -206,6 +207,13 @@ class Workers:
         self._kwargs = {**kwargs, "generator": self._generator} if self._generator is not None else dict(kwargs)
         self._loader: DataLoader[Any] | None = None
         self._stream: StreamDataset | None = None
+        self._told = False
+
+    def tell_of_sharing(self, message: str) -> None:
+        """Warn, once for all epochs, that a stream does not divide itself."""
+        if not self._told:
+            self._told = True
+            warn_user(message)
 
     @property
     def depth(self) -> int:

@@ -77,6 +77,12 @@ class Feed(ABC):
     """What a rank still receives is known beforehand."""
     place: ClassVar[Mapping[str, Check]] = {}
     """What its saved place must be."""
+    opening: int = 0
+    """What a stream's share begins with, see :func:`~dynagroup.online.datasets.opening_of`; 0: not known."""
+
+    def tell_of_equal_ranks(self) -> None:
+        """All ranks have the same ``opening``."""
+        raise ConfigError(f"a {type(self).__name__} has no opening")
 
     @property
     @abstractmethod

@@ -33,6 +33,8 @@ class StreamFeed(Feed):
         self._iterator: Iterator[RefinedWindow] | None = None
         self._receiving = True
         self._spare: Refined | None = None
+        self._openings: dict[int, int] = {}
+        """What workers' shares begin with -> the first worker whose share does."""
         self._opened: dict[int, deque[dict[str, Any]]] = {}
         """Worker -> its windows that may not be fully used: where each began, and its samples' numbers."""
 
@@ -50,11 +52,34 @@ class StreamFeed(Feed):
             self._iterator = source.workers.open_stream(source.epoch, source.world, self._place)
         for window in self._iterator:
             if not window.spare:
+                self._note_opening(window)
                 self._opened.setdefault(window.worker, deque()).append({**window.resume})
                 return [Queued(refined, tuple(refined.indices)) for refined in window]
             self._spare = window.batches[0]
         self._receiving = False
         return None
+
+    # A stream that does not divide itself gives every sample to every worker, or every rank. Shares that are one and the same
+    # begin with the same samples; that is told, and never guessed: samples that are all alike, or drawn at random, say nothing.
+    def _note_opening(self, window: RefinedWindow) -> None:
+        opening = window.resume.pop("opening", 0)
+        if not opening:
+            return
+        self.opening = self.opening or opening
+        other = self._openings.setdefault(opening, window.worker)
+        if other != window.worker:
+            self._source.workers.tell_of_sharing(
+                f"workers {other} and {window.worker} read the same samples: a stream must divide itself among its workers, or "
+                f"every sample comes {self._source.workers.num_workers} times; let each yield its own part, by "
+                "torch.utils.data.get_worker_info(), or use one worker"
+            )
+
+    def tell_of_equal_ranks(self) -> None:
+        size = self._source.world.size
+        self._source.workers.tell_of_sharing(
+            f"all {size} ranks read the same samples: a stream must divide itself among ranks, or every sample comes {size} "
+            "times; let each rank yield its own part, by dynagroup.world.rank_and_size() or datasets' split_dataset_by_node"
+        )
 
     def close(self) -> None:
         self._iterator = None
