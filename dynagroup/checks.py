@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -137,7 +138,8 @@ def a_number(least: float = -math.inf, most: float = math.inf) -> Check:
     """A finite number within bounds."""
 
     def check(value: Any, place: str) -> None:
-        if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+        largest = sys.float_info.max  # an int may be larger, and math.isfinite raises then
+        if type(value) not in (int, float) or not -largest <= value <= largest or not least <= value <= most:
             _refuse(place, f"a finite number from {least:g} to {most:g}", value)
 
     return check

@@ -71,9 +71,19 @@ def sharp_rows(pairs: Pairs, constants: dict[str, float]) -> TrainingRows:
     return TrainingRows(features(pairs.candidate, pairs.baseline, pairs.group.workload, form), np.log(pairs.ratio))
 
 
-def train(groups: list[Group], recipe: Recipe, measured: Sequence[Measurements] = ()) -> MemoryRegressor:
-    """A regressor from these workloads, and what was measured. The closed form's constants start from those in the source."""
-    constants = calibrate(groups[:: max(1, len(groups) // 200)], rounds=recipe.calibration_rounds)
+def train(
+    groups: list[Group],
+    recipe: Recipe,
+    measured: Sequence[Measurements] = (),
+    constants: dict[str, float] | None = None,
+) -> MemoryRegressor:
+    """A regressor from these workloads, and what was measured.
+
+    Args:
+        constants: the closed form's; None: fitted, starting from those in the source, which takes most of the time.
+    """
+    if constants is None:
+        constants = calibrate(groups[:: max(1, len(groups) // 200)], rounds=recipe.calibration_rounds)
     pairs = [pairs_of(g, recipe.pairs) for g in groups]
     sharp = [sharp_rows(p, constants) for p in pairs]
     sharp += [measured_pairs(table, ClosedForm.of(table.workload, constants)) for table in measured]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -116,11 +117,25 @@ class LearningBudget(Budget):
         return None if part is None else part.state_dict()
 
     @classmethod
-    def restore(cls, budget: Budget, state: Any) -> None:
-        """Take up what :meth:`saved` gave. Before a loader checks the rest, because what is learned changes fingerprints."""
+    @contextmanager
+    def of_state(cls, budget: Budget, state: Any) -> Iterator[None]:
+        """Inside, the budget knows what a loader's state had learned, because that changes fingerprints; if the state is refused
+        there, it knows what it knew before.
+
+        Raises:
+            StateError: what had been learned is damaged, or of another budget.
+        """
         part = cls.within(budget)
-        if part is not None and state is not None:
-            part.load_state_dict(state)
+        before = cls.saved(budget)
+        learned = state.get("learned") if isinstance(state, Mapping) else None
+        try:
+            if part is not None and learned is not None:
+                part.load_state_dict(learned)
+            yield
+        except BaseException:
+            if part is not None and before is not None:
+                part.load_state_dict(before)
+            raise
 
     @property
     def layout(self) -> Layout:

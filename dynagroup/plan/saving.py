@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.checks import Check, a_list, a_text, an_int, anything, check_seal, check_state, either, nothing, seal_of
 from dynagroup.errors import StateError
@@ -89,9 +87,7 @@ def checked_states(
 
     What the budget has learned is taken over first, because fingerprints show it; a refused state puts it back.
     """
-    with _unless_refused(planner.budget):
-        learned = states[0].get("learned") if isinstance(states[0], Mapping) else None
-        LearningBudget.restore(planner.budget, learned)
+    with LearningBudget.of_state(planner.budget, states[0]):
         planner = planner.rebuilt()
         for state in states:
             check_state(state, KIND, STATE_VERSION, SCHEMA, planner.identity)
@@ -113,17 +109,6 @@ def checked_states(
 def _position_of(state: Mapping[str, Any]) -> Position:
     segments = tuple((ranks, rows) for ranks, rows in state["segments"])
     return Position(state["window_size"], state["windows_done"], segments, state["tail"])
-
-
-@contextmanager
-def _unless_refused(budget: Budget) -> Iterator[None]:
-    """Undoes what a refused state has taught the budget."""
-    before = LearningBudget.saved(budget)
-    try:
-        yield
-    except BaseException:
-        LearningBudget.restore(budget, before)
-        raise
 
 
 def _segment(value: Any, place: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dynagroup.budget.base import Budget
@@ -85,9 +84,7 @@ class Saved(ABC):
                 f"a state, or the list of all ranks' states, was expected, but {type(states).__name__} was given"
             )
         rank, size = self._rank_and_size()
-        with _unless_refused(self.budget):
-            # What was learned is taken over first, because fingerprints show it.
-            _take_learned(self.budget, states[rank if len(states) == size else 0])
+        with LearningBudget.of_state(self.budget, states[rank if len(states) == size else 0]):
             identity, schema = self._identity(), {**self._schema(), "learned": anything(), "seal": a_text()}
             for state in states:
                 check_state(state, self.KIND, STATE_VERSION, schema, identity)
@@ -95,23 +92,3 @@ class Saved(ABC):
             found = self._checked(list(states))
         self._stop()
         self._restore(found)
-
-
-@contextmanager
-def _unless_refused(budget: Budget) -> Iterator[None]:
-    before = LearningBudget.saved(budget)
-    try:
-        yield
-    except BaseException:
-        if before is not None:
-            LearningBudget.restore(budget, before)
-        raise
-
-
-def _take_learned(budget: Budget, state: Any) -> None:
-    try:
-        LearningBudget.restore(budget, state.get("learned") if isinstance(state, Mapping) else None)
-    except StateError:
-        raise
-    except Exception as error:
-        raise StateError(f"the state is damaged: what the budget had learned cannot be read ({error})") from error

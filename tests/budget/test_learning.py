@@ -228,3 +228,15 @@ def test_a_plan_in_progress_stays_as_it_was_also_across_a_resume(window: int | N
     again.apply()
     for batch in resumed:  # the next epoch
         assert len(batch) * lengths[batch].max() <= 810
+
+
+@pytest.mark.parametrize("huge", [10**400, -(10**400)])
+@pytest.mark.parametrize("name", ["first", "wasted_s", "curve", "allowed", "applied"])
+def test_a_state_with_a_number_that_no_float_holds_is_refused(name: str, huge: int) -> None:
+    learning = LearningBudget(TokenBudget(1000))
+    learning.record_oom(BatchShape.of(8, 100))
+    state = learning.state_dict()
+    damaged = {"curve": [[1, huge]], "allowed": [huge, None], "applied": [None, huge]}.get(name, huge)
+    with pytest.raises(StateError, match="damaged"):
+        learning.load_state_dict({**state, name: damaged})
+    assert learning.state_dict() == state
