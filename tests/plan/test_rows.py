@@ -16,7 +16,7 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cut import cut, runs_of, sorted_window
 from dynagroup.plan.rounding import multiple_of, smaller_size
-from dynagroup.plan.rows import cut_rows, even_out, prove
+from dynagroup.plan.rows import cut_rows, even_out, num_batches, prove
 from dynagroup.plan.runs import SortedWindow, split_dearest
 from dynagroup.plan.work import Work
 from tests import strategies
@@ -39,6 +39,7 @@ def test_rows_are_full_wherever_a_batch_can_be_divided(
     batches = cut_rows(lengths, bound, ranks, work=work, objective=objective, round_batch=rounding)
     prove(batches, len(values), lengths, bound, np.ones(len(values), np.bool_))
     assert len(batches) % ranks == 0 or (batches.sizes == 1).all()
+    assert num_batches(lengths, bound, ranks, work=work, objective=objective, round_batch=rounding) == len(batches)
     if bound.layout == "padded":
         assert all(smaller_size(size, rounding) == size for size in batches.sizes.tolist())
 
