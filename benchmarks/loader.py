@@ -19,6 +19,7 @@ from benchmarks.record import spread
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cut import cut
+from dynagroup.plan.work import Work
 from dynagroup.testing import run_ranks
 from dynagroup.world import World
 
@@ -205,21 +206,15 @@ def overhead(repeats: int = 5) -> dict[str, Any]:
 
 
 def balance() -> dict[str, Any]:
-    """Four ranks: padded tokens of the fullest rank of each row over the mean, first and second epoch."""
-    lengths = lengths_of(CV_ONE, 40_000)
+    """Four ranks: predicted time of the dearest rank of each row over the mean rank's, first and second epoch."""
+    lengths, work = lengths_of(CV_ONE, 40_000), Work()
 
-    def run(world: World) -> list[list[int]]:
+    def run(world: World) -> list[list[float]]:
         loader = OnlineDataLoader(
-            Nothing(lengths),
-            TokenBudget(BUDGET),
-            collate_fn=first_of,
-            length_of=same,
-            weigh="samples",
-            shuffle=True,
-            world=world,
-        )
-        cost = lambda step: 0 if step.idle else len(step.indices) * int(lengths[step.indices].max())  # noqa: E731
-        return [[cost(step) for step in loader] for _ in range(2)]
+            Nothing(lengths), TokenBudget(BUDGET), collate_fn=first_of, length_of=same, weigh="samples", shuffle=True,
+            world=world, work=work,
+        )  # fmt: skip
+        return [[_cost(step, lengths, work) for step in loader] for _ in range(2)]
 
     by_rank = run_ranks(4, run)
     figures = {}
@@ -231,3 +226,9 @@ def balance() -> dict[str, Any]:
             "if_ranks_shuffled_apart": float(shuffled.max(0).sum() / shuffled.mean(0).sum() - 1),
         }
     return figures
+
+
+def _cost(step: Any, lengths: np.ndarray, work: Work) -> float:
+    if step.idle:
+        return work.per_step
+    return work.per_step + len(step.indices) * float(work.of_lengths(lengths[step.indices].max()))

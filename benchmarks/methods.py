@@ -6,14 +6,17 @@ packed one at most as many; fixed batches hold as many of the longest samples as
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from dynagroup import LengthAwareBatchSampler, TokenBudget
+from dynagroup import LengthAwareBatchSampler, ShapeLadder, TokenBudget
+from dynagroup.budget.base import Budget
 from dynagroup.plan.work import Work
 
 __all__ = ["METHODS", "Job", "Method", "updates_of"]
@@ -32,6 +35,11 @@ class Job:
     work: Work = field(default_factory=Work)
     """What the model's steps take, measured beforehand where a benchmark does so."""
 
+    @cached_property
+    def ladder(self) -> ShapeLadder:
+        """Eight shapes (samples, tokens) that fit."""
+        return ShapeLadder(self.lengths, TokenBudget(self.tokens), num_shapes=8)
+
     @property
     def fixed(self) -> int:
         """Samples of a fixed batch that fits whatever comes."""
@@ -45,6 +53,8 @@ class Method:
     updates: Callable[[Job, int], Iterator[Update]]
     packed: bool = False
     same_updates: bool = True
+    few_shapes: bool = False
+    """Batches are padded to the shapes of the job's ladder, with empty rows too, as a compiled model needs them."""
     capped: bool = True
     """Batches hold at most the tokens they were given; dynabatch's are capped by its own prediction instead."""
     needs: str | None = None
@@ -90,12 +100,13 @@ def _batch_rebalance(job: Job, epoch: int) -> Iterator[Update]:
         yield batches[start : start + count]
 
 
-def _planned(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterator[Update]]:
+def _planned(
+    layout: Any = "padded", budget: Budget | None = None, **options: Any
+) -> Callable[[Job, int], Iterator[Update]]:
     def updates(job: Job, epoch: int) -> Iterator[Update]:
-        budget = TokenBudget(job.tokens, layout=layout)
         sampler = LengthAwareBatchSampler(
             job.lengths,
-            budget,
+            TokenBudget(job.tokens, layout=layout) if budget is None else budget,
             samples_per_update=job.per_update,
             seed=job.seed,
             rank=0,
@@ -177,6 +188,39 @@ def _online_dynamic_batching(job: Job, epoch: int) -> Iterator[Update]:
     yield from _grouped([batch["number"].tolist() for batch in loader], job)
 
 
+def _lhotse(job: Job, epoch: int) -> Iterator[Update]:
+    """Its dynamic buckets of text under its constraint on tokens; of 10 buckets (its default) and 30, what pads less."""
+    from lhotse.cut.text import TextExample
+    from lhotse.dataset.sampling import DynamicBucketingSampler
+    from lhotse.dataset.sampling.base import TokenConstraint
+
+    examples = [TextExample("", np.zeros(n, np.int8), {"number": i}) for i, n in enumerate(job.lengths.tolist())]
+    order = np.random.default_rng((job.seed, epoch)).permutation(
+        len(examples)
+    )  # as lazily read shards are, before buckets
+    tried = []
+    for buckets in (10, 30):
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="You are using DynamicBucketingSampler with an eagerly read CutSet"
+            )
+            sampler = DynamicBucketingSampler(
+                [examples[int(i)] for i in order], constraint=TokenConstraint(max_tokens=job.tokens), num_buckets=buckets,
+                shuffle=True, seed=1000 * job.seed + epoch, world_size=1, rank=0,
+            )  # fmt: skip
+            tried.append([[example.custom["number"] for example in batch] for batch in sampler])
+    yield from _grouped(min(tried, key=lambda batches: _padded_tokens(batches, job)), job)
+
+
+def _padded_tokens(batches: Update, job: Job) -> int:
+    return sum(len(batch) * int(job.lengths[batch].max()) for batch in batches)
+
+
+def _few_shapes(job: Job, epoch: int) -> Iterator[Update]:
+    """Whole updates cut to the shapes of a ladder; what runs them pads batches to these shapes."""
+    yield from _planned(budget=job.ladder)(job, epoch)
+
+
 class _Numbered:
     """Samples that know their number."""
 
@@ -213,11 +257,13 @@ METHODS: dict[str, Method] = {
     "TRL packing (bfd)": Method(_best_fit_packs, packed=True, same_updates=False),
     "dynabatch": Method(_dynabatch, same_updates=False, capped=False, needs="dynabatch"),
     "online-dynamic-batching": Method(_online_dynamic_batching, same_updates=False, needs="odb"),
+    "lhotse DynamicBucketingSampler": Method(_lhotse, same_updates=False, needs="lhotse"),
     "dynagroup": Method(_planned()),
     "dynagroup, default work": Method(_planned(work=Work())),
     "dynagroup, fewest batches": Method(_planned(objective="fewest")),
     "dynagroup, free updates": Method(_free, same_updates=False),
     "dynagroup, packed": Method(_planned("packed"), packed=True),
+    "dynagroup, 8 shapes": Method(_few_shapes, few_shapes=True),
 }
 
 

@@ -148,9 +148,11 @@ class _Run:
         return self.text[self.starts[index] :][: self.job.lengths[index]]
 
     def _padded(self, batch: list[int]) -> tuple[dict[str, Any], torch.Tensor]:
-        lengths = self.job.lengths[batch]
-        width = int(lengths.max())
-        ids, mask = np.zeros((len(batch), width), np.int64), np.arange(width)[None] < lengths[:, None]
+        lengths, width = self.job.lengths[batch], int(self.job.lengths[batch].max())
+        if self.method.few_shapes:
+            rows, width = self.job.ladder.shape_for(width)
+            lengths = np.pad(lengths, (0, rows - len(batch)))
+        ids, mask = np.zeros((len(lengths), width), np.int64), np.arange(width)[None] < lengths[:, None]
         ids[mask] = np.concatenate([self._ids(i) for i in batch])
         self.real, self.padded = self.real + int(lengths.sum()), self.padded + ids.size
         labels = torch.from_numpy(np.where(mask, ids, IGNORED))

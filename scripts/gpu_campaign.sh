@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measurements that need a GPU, in parts that each end within minutes and may run in any order, and again.
 # usage: bash scripts/gpu_campaign.sh [PART...] [--out FOLDER] [--minutes M] [--dry]
-#   parts: work memory fits train oom generate embed; all of them without a name
+#   parts: work memory fits train train_large oom generate embed; all of them without a name
 #   --dry: tiny models on the CPU, to try the scripts; needs an --out of its own, since its figures mean nothing
 # Needs torch with CUDA and transformers 5.17 or later; no network, xgboost or datasets. PYTHON names another interpreter.
 set -euo pipefail

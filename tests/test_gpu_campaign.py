@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.gpu import train
 from benchmarks.gpu.__main__ import PARTS, main
 from benchmarks.gpu.collect import collected, fit_of
 from benchmarks.methods import METHODS, Job
@@ -18,11 +19,23 @@ from dynagroup.plan.work import Work
 ROOT = Path(__file__).parent.parent
 
 
+BARE = """
+import socket, sys
+for name in ("xgboost", "scipy", "datasets", "pyarrow", "trl"):
+    sys.modules[name] = None
+def no_network(*args, **kwargs):
+    raise OSError("the campaign asked for the network")
+socket.socket.connect = socket.create_connection = no_network
+from benchmarks.gpu.__main__ import main
+sys.exit(main(["--dry", "--out", sys.argv[1]]))
+"""
+"""The campaign on a machine that has torch and transformers alone, and no network."""
+
+
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory):
     folder = tmp_path_factory.mktemp("campaign")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", BARE, str(folder)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -35,6 +48,44 @@ def test_a_part_runs_dry_and_says_so(part, campaign):
     assert not [
         case["failed"] for case in cases if case.get("failed") not in (None, {}) and "dynabatch" not in case["failed"]
     ]
+
+
+class Clock:
+    """A device on which time passes as told."""
+
+    dry, minutes = False, 8.5
+
+    def __init__(self):
+        self.passed = 0.0
+
+    def left_s(self):
+        return 60 * self.minutes - self.passed
+
+    def free(self):
+        pass
+
+
+@pytest.mark.parametrize("seconds_a_turn", [3.0, 12.0, 45.0, 200.0])
+def test_training_ends_in_time_and_keeps_what_it_has(seconds_a_turn, monkeypatch):
+    class Turn:
+        def __init__(self, method, job, machine, size, with_lora):
+            self.machine, self.turns = machine, []
+
+        def turn(self, seconds):
+            self.machine.passed += seconds_a_turn
+            self.turns.append(seconds)
+
+        def figures(self):
+            return {"turns": len(self.turns)}
+
+    monkeypatch.setattr(train, "_Run", Turn)
+    clock, kept = Clock(), {}
+    for figures in train.run(clock):
+        kept = json.loads(json.dumps(figures))
+    assert clock.left_s() >= 0
+    done = [case["methods"] for case in kept.values() if "methods" in case]
+    assert done
+    assert sum(one["turns"] for methods in done for one in methods.values()) * seconds_a_turn == clock.passed
 
 
 def test_what_was_found_can_be_read(campaign, tmp_path):

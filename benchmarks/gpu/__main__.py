@@ -14,14 +14,16 @@ from typing import Any
 from benchmarks.gpu.machine import Machine
 from benchmarks.record import RESULTS, save
 
+RIVALS = ("dynabatch", "odb", "lhotse")
 PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "work": ("benchmarks.gpu.work", "run", ()),
     "memory": ("benchmarks.gpu.memory", "run", ()),
     "fits": ("benchmarks.gpu.fits", "run", ()),
-    "train": ("benchmarks.gpu.train", "run", ("peft",)),
+    "train": ("benchmarks.gpu.train", "run", RIVALS),
+    "train_large": ("benchmarks.gpu.train", "large", ("peft", *RIVALS)),
     "oom": ("benchmarks.gpu.oom", "run", ()),
-    "generate": ("benchmarks.gpu.inference", "generate", ("dynabatch", "xgboost")),
-    "embed": ("benchmarks.gpu.inference", "embed", ("dynabatch", "xgboost")),
+    "generate": ("benchmarks.gpu.inference", "generate", ("dynabatch",)),
+    "embed": ("benchmarks.gpu.inference", "embed", ("dynabatch",)),
 }
 """Part -> (module, function, packages that it uses where they are installed)."""
 

@@ -118,5 +118,6 @@ def _oom(figures: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "work": _work, "memory": _memory, "fits": _fits, "train": _train, "oom": _oom, "generate": _inference, "embed": _inference,
+    "work": _work, "memory": _memory, "fits": _fits, "train": _train, "train_large": _train, "oom": _oom,
+    "generate": _inference, "embed": _inference,
 }  # fmt: skip

@@ -49,8 +49,8 @@ class Machine:
 
     def free(self) -> None:
         """Give unused memory back and forget earlier peaks."""
-        gc.collect()
         if not self.dry:
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 

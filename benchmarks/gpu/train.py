@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,71 +12,91 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.models import build, lora
+from benchmarks.gpu.models import build, config_of, lora
 from benchmarks.methods import METHODS, Job, updates_of
 from benchmarks.record import spread
+from dynagroup.plan.work import Work
 
-__all__ = ["run"]
+__all__ = ["large", "run"]
 
 LENGTHS = Path(__file__).parents[1] / "lengths"
 PER_UPDATE = 128
 TOKENS = {"0.5B": 32768, "1.5B": 16384}
 LONGEST = 4096
+CHATS = "azure_llm_conv_2023"
 SLICE_S = 4.0
 """Seconds of a method's turn; the turns go round until the case's time is used."""
 
 
 def run(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Cases, the most telling first; yields the figures so far after each."""
+    """The 0.5B model, full: lengths of CV 0.3, 1.0 and of a file of conversations."""
+    yield from _cases(machine, [("0.5B", "CV 1.0", False), ("0.5B", "CV 0.3", False), ("0.5B", CHATS, False)])
+
+
+def large(machine: Machine) -> Iterator[dict[str, Any]]:
+    """The 1.5B model, full and with LoRA, and lengths of program files."""
+    yield from _cases(machine, [("1.5B", "CV 1.0", True), ("1.5B", "CV 1.3", False), ("0.5B", "python_files", False)])
+
+
+def _cases(machine: Machine, cases: list[tuple[str, str, bool]]) -> Iterator[dict[str, Any]]:
+    """Figures so far after every round of turns, so that a part that is cut off keeps what it has."""
     figures: dict[str, Any] = {}
-    cases = [
-        ("0.5B", "CV 1.0", False), ("0.5B", "CV 0.3", False), ("0.5B", "azure_llm_conv_2023", False), ("1.5B", "CV 1.3", False),
-        ("1.5B", "CV 1.0", True), ("0.5B", "python_files", False),
-    ]  # fmt: skip
     for number, (size, lengths, with_lora) in enumerate(cases):
         seconds = (machine.left_s() - 20) / (len(cases) - number)
         name = f"{size}{' LoRA' if with_lora else ''}, {lengths}"
         if seconds < 25 and not machine.dry:
             figures[name] = {"left out": "no time"}
             continue
-        figures[name] = _case(machine, size, lengths, with_lora, seconds)
-        yield figures
+        if with_lora and find_spec("peft") is None:
+            figures[name] = {"left out": "peft is not installed"}
+            continue
+        for figures[name] in _rounds(machine, size, lengths, with_lora, seconds):
+            yield figures
         if machine.dry:
             break
     yield figures
 
 
 def _lengths(name: str, machine: Machine) -> np.ndarray:
-    longest = 32 if machine.dry else LONGEST
+    longest, count = (32, 200) if machine.dry else (LONGEST, 20_000)
     if name.startswith("CV"):
         cv = float(name.removeprefix("CV "))
         sigma = np.sqrt(np.log(1 + cv**2))
-        drawn = np.random.default_rng(0).lognormal(np.log(longest / 8) - sigma**2 / 2, sigma, 20_000)
+        drawn = np.random.default_rng(0).lognormal(np.log(longest / 8) - sigma**2 / 2, sigma, count)
     else:
-        drawn = np.random.default_rng(0).permutation(np.load(LENGTHS / f"{name}.npz")["tokens"])[:20_000]
+        drawn = np.random.default_rng(0).permutation(np.load(LENGTHS / f"{name}.npz")["tokens"])[:count]
         drawn = drawn / 128 if machine.dry else drawn
     return np.clip(drawn, 4, longest).astype(np.int32)
 
 
-def _case(machine: Machine, size: str, name: str, with_lora: bool, seconds: float) -> dict[str, Any]:
+def _rounds(machine: Machine, size: str, name: str, with_lora: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    """Every method has a turn a round; a turn is not begun that could outlast the case, or the part."""
+    work = Work.of(config_of(size, dry=machine.dry))
     tokens = 128 if machine.dry else TOKENS[size]
-    job = Job(_lengths(name, machine), 16 if machine.dry else PER_UPDATE, tokens)
+    job = Job(_lengths(name, machine), 16 if machine.dry else PER_UPDATE, tokens, work=work)
     runs = {method: _Run(method, job, machine, size, with_lora) for method in METHODS if METHODS[method].available}
     failed: dict[str, str] = {}
-    rounds = 0
-    end = machine.left_s() - seconds
-    while machine.left_s() > end and not (machine.dry and rounds):
+    end, longest, rounds = machine.left_s() - seconds, 0.0, 0
+    while runs and (not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)):
         for method, one in list(runs.items()):
+            left = machine.left_s()
+            if left < 30 + longest and not machine.dry:
+                break
             try:
                 one.turn(0.0 if machine.dry else SLICE_S)
             except Exception as error:  # one method's failure is written down, and costs no other its place
                 failed[method] = f"{type(error).__name__}: {error}"[:500]
                 del runs[method]
+                machine.free()
+            longest = max(longest, left - machine.left_s())
         rounds += 1
-    return {
-        "tokens_a_batch": tokens, "fixed_batch": job.fixed, "samples_per_update": job.per_update, "rounds": rounds,
-        "methods": {method: one.figures() for method, one in runs.items()}, "failed": failed,
-    }  # fmt: skip
+        yield {
+            "tokens_a_batch": tokens, "fixed_batch": job.fixed, "samples_per_update": job.per_update, "rounds": rounds,
+            "work": {"per_step": work.per_step, "crossover": work.crossover},
+            "methods": {method: one.figures() for method, one in runs.items() if one.turns}, "failed": failed,
+        }  # fmt: skip
+        if machine.left_s() < 30 + longest and not machine.dry:
+            return
 
 
 class _Run:
@@ -126,7 +147,10 @@ class _Run:
             self.padded += real
             return _packed(lengths, top, device)
         width = int(lengths.max())
-        self.padded += len(batch) * width
+        if self.method.few_shapes:
+            rows, width = self.job.ladder.shape_for(width)
+            lengths = np.pad(lengths, (0, rows - len(batch)))
+        self.padded += len(lengths) * width
         mask = torch.arange(width, device=device)[None] < torch.as_tensor(lengths, device=device)[:, None]
         ids = torch.randint(3, top, mask.shape, device=device) * mask
         inputs = {"input_ids": ids, "attention_mask": mask.long()}
