@@ -76,7 +76,7 @@ def _rounds(machine: Machine, size: str, name: str, with_lora: bool, seconds: fl
     job = Job(_lengths(name, machine), 16 if machine.dry else PER_UPDATE, tokens, work=work)
     runs = {method: _Run(method, job, machine, size, with_lora) for method in METHODS if METHODS[method].available}
     failed: dict[str, str] = {}
-    end, longest, rounds = machine.left_s() - seconds, 0.0, 0
+    end, longest, rounds = machine.left_s() - seconds, 5 * SLICE_S, 0
     while runs and (not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)):
         for method, one in list(runs.items()):
             left = machine.left_s()
