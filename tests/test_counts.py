@@ -24,6 +24,7 @@ from dynagroup.online.windows import RequestQueue
 from dynagroup.testing import run_ranks
 from tests.online.helpers import Tokens, lengths_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
 LENGTHS = lengths_of(960, seed=4)
 BUDGET = TokenBudget(256)
 

@@ -270,7 +270,8 @@ class OnlineSteps(StepLoader[Any]):
         try:
             for take in course:
                 yield self._step(take, course)
-                self._notice.look(self.stats)
+                if take.ends_update:
+                    self._notice.look(self.stats)
             course.finish()
         finally:
             course.close()

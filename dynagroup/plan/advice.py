@@ -9,7 +9,7 @@ from dynagroup.shapes import BatchShape
 if TYPE_CHECKING:
     from dynagroup.plan.plan import BatchPlan
 
-__all__ = ["MUCH_PADDING", "advice"]
+__all__ = ["FEW_BATCHES", "MUCH_PADDING", "advice", "dear_steps"]
 
 MUCH_PADDING = 0.15
 """Share of padding from which on it is worth a sentence."""
@@ -36,13 +36,18 @@ def advice(plan: BatchPlan) -> str | None:
             "(gradient accumulation), or free updates"
         )
     else:
-        why = (
-            f"batches have {size:,.0f} samples, because more and smaller ones are predicted to take longer; if steps are "
-            "cheap with you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run"
-        )
+        why = dear_steps(size)
     times = _times_larger(plan)
     unused = f"; {times} times as many samples would fit every batch: a larger budget changes nothing" if times else ""
     return f"{said}: {why}{unused}"
+
+
+def dear_steps(size: float) -> str:
+    """What is said where batches, of so many samples, are not smaller because steps have a price."""
+    return (
+        f"batches have {size:,.0f} samples, because more and smaller ones are predicted to take longer; if steps are cheap with "
+        "you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run"
+    )
 
 
 def _times_larger(plan: BatchPlan) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dynagroup.budget.base import Budget
 from dynagroup.checks import warn_user
-from dynagroup.plan.advice import MUCH_PADDING
+from dynagroup.plan.advice import FEW_BATCHES, MUCH_PADDING, dear_steps
 from dynagroup.plan.notices import JUDGED
 from dynagroup.update.stats import LoaderStats
 
@@ -26,23 +26,23 @@ class PaddingNotice:
         self._judged = False
 
     def look(self, stats: LoaderStats) -> None:
-        """At what the loader has done so far."""
+        """At what the loader has done so far; call it behind an update, or where none is of a set size, behind any step."""
         if self._judged or stats.samples < JUDGED:
             return
         self._judged = True
-        if stats.padding <= MUCH_PADDING:
-            return
-        if self._per_update:
-            share = stats.samples / max(stats.updates, 1)
-            few = f"a rank's share of an update, {share:,.0f} samples, is {stats.batches / max(stats.updates, 1):.1f} batches"
-            ways = "take more samples an update (gradient accumulation), or none set (`accumulation`)"
-        else:
-            few = f"a window of {self._window:,} samples is {self._window * stats.batches / stats.samples:.0f} batches"
-            ways = "raise `window`"
-        warn_user(
-            f"{stats.padding:.0%} of the tokens are padding: {few}, too few to sort; {ways}; or, if steps are cheap with you, "
-            "say so: work=Work(per_step=...)"
-        )
+        if stats.padding > MUCH_PADDING:
+            warn_user(f"{stats.padding:.0%} of the tokens are padding: {self._why(stats)}")
+
+    def _why(self, stats: LoaderStats) -> str:
+        size, share = stats.samples / max(stats.batches, 1), stats.samples / max(stats.updates, 1)
+        if self._per_update and share < 1.5 * size:
+            return (
+                f"a rank's share of an update, {share:,.0f} samples, is {share / size:.1f} batches, too few to sort; take more "
+                "samples an update (gradient accumulation), or none set (`accumulation`)"
+            )
+        if not self._per_update and self._window < FEW_BATCHES * size:
+            return f"a window of {self._window:,} samples is {self._window / size:.0f} batches, too few to sort; raise `window`"
+        return dear_steps(size)
 
 
 def unplanned(batch: Any, *, samples: int, longest: int, tokens: int, budget: Budget) -> str | None:
