@@ -69,6 +69,16 @@ def collate(samples):
     return {"input_ids": ids, "labels": labels}
 
 
+def collate_packed(samples):
+    """Samples end to end; the first label of each is nobody's to predict."""
+    first = torch.tensor([-100])
+    return {
+        "input_ids": torch.cat([s["input_ids"] for s in samples])[None],
+        "position_ids": torch.cat([torch.arange(len(s["input_ids"])) for s in samples])[None],
+        "labels": torch.cat([torch.cat([first, s["labels"][1:]]) for s in samples])[None],
+    }
+
+
 def ids_in(step):
     """Which samples a step's batch really holds."""
     return [] if step.idle else step.batch["input_ids"][:, 0].tolist()

@@ -1,0 +1,56 @@
+"""The laws of loaders on packed batches: the contract's own tests, run again with samples laid end to end."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.update import test_contract as contract
+
+pytestmark = contract.pytestmark
+LOADERS: dict[str, contract.Make] = {name: partial(make, layout="packed") for name, make in contract.LOADERS.items()}
+
+
+@pytest.fixture(params=LOADERS)
+def make(request: pytest.FixtureRequest) -> contract.Make:
+    return LOADERS[request.param]
+
+
+@pytest.fixture(params=["ramp", "free"])
+def sizes(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return contract.SIZES[request.param]
+
+
+test_steps_by_hand = contract.test_steps_by_hand
+test_gradients_are_those_of_one_batch_over_epochs = contract.test_gradients_are_those_of_one_batch_over_epochs
+test_updates_are_counted_exactly = contract.test_updates_are_counted_exactly
+test_statistics_add_up_subtract_and_merge = contract.test_statistics_add_up_subtract_and_merge
+test_several_resumes_on_changing_ranks_lose_nothing = contract.test_several_resumes_on_changing_ranks_lose_nothing
+test_what_remains_of_an_update_weighs_what_it_would_have = (
+    contract.test_what_remains_of_an_update_weighs_what_it_would_have
+)
+
+
+@pytest.mark.parametrize(("ranks", "resumed"), [(2, 1), (2, 3)])
+def test_a_run_goes_on_from_every_step(make: contract.Make, sizes: dict[str, Any], ranks: int, resumed: int) -> None:
+    contract.test_a_run_goes_on_from_every_step(make, sizes, ranks, resumed)
+
+
+def test_a_change_at_run_time_takes_effect_at_the_update_it_names(make: contract.Make) -> None:
+    loader = make(samples_per_update=6)
+    updates = loader.updates()
+    held = [next(updates)]
+    at = loader.set_samples_per_update(9)
+    held += list(updates)
+    assert [sum(len(step.indices) for step in update) for update in held] == [6] * at + [9] * ((37 - 6 * at) // 9) + [
+        (37 - 6 * at) % 9
+    ]
+
+
+def test_padding_is_none_and_said_so(make: contract.Make) -> None:
+    loader = make(samples_per_update=12)
+    list(loader)
+    assert loader.stats.padding == 0.0
+    assert loader.stats.real_tokens == loader.stats.padded_tokens == sum(contract.LENGTHS)
