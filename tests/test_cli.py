@@ -307,7 +307,9 @@ def test_doctor_has_nothing_to_change_where_lengths_are_equal(tmp_path, capsys):
 def test_doctor_asks_whether_the_largest_batch_fits(lengths_file, model_folder, memory, message, capsys):
     arguments = ["--batch-size", "8", "--max-length", "96", "--model", model_folder, "--gpu-memory", memory]
     assert main(["doctor", lengths_file, *arguments]) == 0
-    assert message in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert message in out
+    assert "(train, float32, no checkpointing, AdamW)" in out
 
 
 def test_doctor_needs_the_model_to_know_what_fits(lengths_file, capsys):

@@ -116,7 +116,9 @@ class MemoryBudget(Budget):
             pad_to_multiple_of: as above. With 16 (or 32, ...) masks need no padding for their kernel, and more fits.
             how: how it is run: ``layout="packed"``, ``dtype``, ``autocast``, ``attention``, ``max_new_tokens``,
                 ``gradient_checkpointing``, ``lora`` (True, a rank, or a config of peft), ``optimizer``, ``sharding``
-                ("ddp", "zero1" to "zero3", "fsdp") with ``num_ranks``; see :meth:`~dynagroup.memory.TracedMemory.of`.
+                ("ddp", "zero1" to "zero3", "fsdp") with ``num_ranks``, ``keeps_outputs=False``, and ``measured``: rows that
+                :func:`~dynagroup.memory.measure` took on a device, by which the trace is raised; see
+                :meth:`~dynagroup.memory.TracedMemory.of`.
 
         Raises:
             ConfigError: an argument is wrong. BudgetError: parameters, gradients and optimizer state alone do not fit.
@@ -129,17 +131,13 @@ class MemoryBudget(Budget):
         """
         from dynagroup.device import free_bytes
 
-        traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
+        _check_share(headroom, pad_to_multiple_of)
         limit = free_bytes() if memory is None else bytes_of(memory)
+        traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
         return cls.from_bytes(limit, model=traced, headroom=headroom, pad_to_multiple_of=pad_to_multiple_of)
 
     def _set(self, limit: _Limit, headroom: float, pad_to_multiple_of: int) -> None:
-        positive("pad_to_multiple_of", pad_to_multiple_of)
-        positive("headroom", headroom, float)
-        if headroom > 1:
-            raise ConfigError(
-                f"`headroom` is the share of the limit that may be used, at most 1.0, but is {headroom!r}"
-            )
+        _check_share(headroom, pad_to_multiple_of)
         self._limit, self.headroom, self._multiple = limit, headroom, pad_to_multiple_of
 
     @property
@@ -203,6 +201,13 @@ class MemoryBudget(Budget):
             return shape
         longest = {name: round_up(values, self._multiple) for name, values in shape.longest.items()}
         return BatchShape(shape.num_samples, longest, shape.total)
+
+
+def _check_share(headroom: float, pad_to_multiple_of: int) -> None:
+    positive("pad_to_multiple_of", pad_to_multiple_of)
+    positive("headroom", headroom, float)
+    if headroom > 1:
+        raise ConfigError(f"`headroom` is the share of the limit that may be used, at most 1.0, but is {headroom!r}")
 
 
 class _Limit(Protocol):

@@ -93,10 +93,10 @@ def _memory(args: argparse.Namespace, found: Comparison) -> str | None:
     (most,) = fits.samples
     if most < found.batch_size:
         return (
-            f"{found.batch_size} samples of {longest:,} tokens do not fit {args.gpu_memory}: {most} do; "
+            f"{found.batch_size} samples of {longest:,} tokens do not fit {args.gpu_memory}: {most} do ({fits.assumes}); "
             f"a budget that is safe: {fits.max_tokens:,} tokens"
         )
     return (
-        f"{found.batch_size} samples of {longest:,} tokens fit {args.gpu_memory}, and {most} would: "
+        f"{found.batch_size} samples of {longest:,} tokens fit {args.gpu_memory}, and {most} would ({fits.assumes}): "
         f"a budget that is safe: {fits.max_tokens:,} tokens"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.model import BytesMemoryModel
 from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.traced import TracedMemory
+from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape, IntArray
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Fits:
     code: str
     """The line of Python that makes the same decisions."""
     title: str
+    assumes: str = ""
+    """How the model is taken to be run, what was not said included: "train, float32, no checkpointing, AdamW"."""
 
     @classmethod
     def of(
@@ -89,6 +92,7 @@ class Fits:
         pad_to_multiple_of: int = 1,
         code: str = "MemoryBudget.from_bytes(limit_bytes, model=memory)",
         title: str = "what fits",
+        assumes: str = "",
     ) -> Fits:
         """What a model of memory, a :class:`ProfiledMemory` of measured rows say, lets fit a device.
 
@@ -96,10 +100,7 @@ class Fits:
         >>> Fits.of(ProfiledMemory(0, ("tokens",), ((0.0, 0.0, 1e6, 0.0),), 0.0), 10**9, [100, 900]).samples
         (9, 1)
         """
-        if not 0 < headroom <= 1:
-            raise ConfigError(
-                f"`headroom` is the share of the device that may be used, at most 1.0, but is {headroom!r}"
-            )
+        _check_headroom(headroom)
         wanted = sorted(int(length) for length in lengths)
         if not wanted or wanted[0] < 1:
             raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
@@ -111,7 +112,16 @@ class Fits:
         possible = [length for length, count in zip(wanted, samples, strict=True) if count]
         tokens = token_budget(memory, room, possible[-1] if possible else 0)
         return cls(
-            memory, limit_bytes, headroom, pad_to_multiple_of, tuple(wanted), tuple(samples), tokens, code, title
+            memory,
+            limit_bytes,
+            headroom,
+            pad_to_multiple_of,
+            tuple(wanted),
+            tuple(samples),
+            tokens,
+            code,
+            title,
+            assumes,
         )
 
     def rows(self) -> list[tuple[int, int, int, int]]:
@@ -125,8 +135,9 @@ class Fits:
 
     def __str__(self) -> str:
         gb = 1e9
+        named = f"{self.title} ({self.assumes})" if self.assumes else self.title
         head = [
-            f"{self.title}: device {self.limit_bytes / gb:.3g} GB, headroom {self.headroom:.0%}, "
+            f"{named}: device {self.limit_bytes / gb:.3g} GB, headroom {self.headroom:.0%}, "
             f"static {self.memory.static_bytes / gb:.2f} GB",
             f"{'longest':>8}  {'samples':>8}  {'tokens':>10}  {'GB at peak':>10}",
         ]
@@ -141,7 +152,16 @@ class Fits:
         """Most samples over length, on log scales, into matplotlib axes."""
         fitting = [(length, count) for length, count in zip(self.lengths, self.samples, strict=True) if count]
         axes.loglog(*zip(*fitting, strict=True), marker="o") if fitting else None
-        axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit", title=self.title)
+        axes.set(
+            xlabel="tokens of the longest sample",
+            ylabel="samples that fit",
+            title="\n".join(filter(None, (self.title, self.assumes))),
+        )
+
+
+def _check_headroom(headroom: float) -> None:
+    if not 0 < headroom <= 1:
+        raise ConfigError(f"`headroom` is the share of the device that may be used, at most 1.0, but is {headroom!r}")
 
 
 WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, or more memory"
@@ -176,6 +196,7 @@ def what_fits(
     from dynagroup.device import free_bytes
 
     limit = free_bytes() if memory is None else bytes_of(memory)
+    _check_headroom(headroom)
     traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
     named = model_or_config if isinstance(model_or_config, str) else None
     return Fits.of(
@@ -185,7 +206,41 @@ def what_fits(
         headroom=headroom,
         pad_to_multiple_of=pad_to_multiple_of,
         code=_code(named, memory, mode, headroom, pad_to_multiple_of, how),
-        title=f"{named or 'model'}, {mode}",
+        title=named or "model",
+        assumes=assumed(traced.workload, how),
+    )
+
+
+def assumed(workload: Workload, how: Mapping[str, Any]) -> str:
+    """How a model is taken to be run, in words: what ``how`` said, and the defaults that it did not.
+
+    >>> assumed(Workload(mode="train", dtype="float32"), {})
+    'train, float32, no checkpointing, AdamW'
+    >>> assumed(Workload(mode="train", dtype="bfloat16", sharding="fsdp", num_ranks=8), {"lora": 8, "optimizer": "lion"})
+    'train, bfloat16, LoRA of rank 8, no checkpointing, lion, fsdp over 8 ranks'
+    """
+    said: list[Any] = [workload.mode, workload.dtype]
+    said += [workload.autocast and f"autocast to {workload.autocast}"]
+    said += [
+        workload.attention != "sdpa" and workload.attention and f"{workload.attention} attention",
+        how.get("layout"),
+    ]
+    if workload.mode == "generate":
+        said += [f"{workload.max_new_tokens} new tokens"]
+    adapters = how.get("lora")
+    if adapters:
+        said += [f"LoRA of rank {16 if adapters is True else getattr(adapters, 'r', adapters)}"]
+    if workload.mode == "train":
+        said += ["checkpointing" if workload.gradient_checkpointing else "no checkpointing", _optimizer(how)]
+        many = "" if workload.num_ranks is None else f" over {workload.num_ranks} ranks"
+        said += [workload.sharding and f"{workload.sharding}{many}"]
+    return ", ".join(filter(None, said))
+
+
+def _optimizer(how: Mapping[str, Any]) -> str:
+    said = how.get("optimizer", how.get("optimizer_bytes"))
+    return (
+        "AdamW" if said is None else said if isinstance(said, str) else f"{said:g} bytes of optimizer state a parameter"
     )
 
 
@@ -232,5 +287,5 @@ def _code(
     usual = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1}
     options = {k: v for k, v in said.items() if v != usual[k]} | {k: v for k, v in how.items() if v is not None}
     options = {k: str(v).removeprefix("torch.") if type(v).__module__ == "torch" else v for k, v in options.items()}
-    shown += [f"{k}={v!r}" for k, v in options.items() if k != "inputs"]
+    shown += [f"{k}={'rows' if k == 'measured' else repr(v)}" for k, v in options.items() if k != "inputs"]
     return f"MemoryBudget.from_model({', '.join(shown)})"

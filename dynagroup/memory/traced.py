@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.closed_form import ClosedForm
+from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, Layout, Mode
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
@@ -66,6 +67,9 @@ class TracedMemory:
     workload: Workload
     pads_masks: bool = True
     """False: every length is a multiple of 16, so that masks fit their kernel as they are."""
+    factor: float = 1.0
+    """What the trace says is taken so many times, and ``constant_bytes`` added: from :meth:`corrected`."""
+    constant_bytes: float = 0.0
 
     @classmethod
     def of(
@@ -76,6 +80,7 @@ class TracedMemory:
         lora: Any = None,
         optimizer: str | float | None = None,
         inputs: MakeInputs | None = None,
+        measured: Measurements | None = None,
         **known: Any,
     ) -> TracedMemory:
         """Traces a model (a few seconds on the CPU, no weights).
@@ -86,6 +91,7 @@ class TracedMemory:
             lora: train adapters only: True, their rank, or a config of peft. Needs peft.
             optimizer: see :func:`optimizer_bytes`; default: AdamW.
             inputs: as in :func:`~dynagroup.memory.simulate`.
+            measured: rows of :func:`~dynagroup.memory.measure` on a device, to correct the trace by; see :meth:`corrected`.
             known: fields of a :class:`Workload`: ``dtype``, ``autocast``, ``attention``, ``layout``, ``max_new_tokens``,
                 ``gradient_checkpointing``, ``sharding``, ``num_ranks``, ...
 
@@ -102,7 +108,46 @@ class TracedMemory:
             known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained or "float32").removeprefix("torch."))
         workload = Workload.from_model(model, mode, inputs=inputs, **known)
         static = static_bytes(prepare(as_meta_model(model, workload), workload), workload)
-        return cls(static, workload)
+        found = cls(static, workload)
+        return found if measured is None else found.corrected(measured)
+
+    def corrected(self, measured: Measurements) -> TracedMemory:
+        """This trace, raised to what was measured: no row takes more than is then predicted.
+
+        Bytes are ``factor`` times the trace plus a constant (workspaces of kernels, blocks of the allocator): the line
+        above all rows that exceeds them least, never below the trace. A handful of rows is enough. Static memory is the
+        larger of both. No trees: on measured batches they are bolder than the device (``regressor/REPORT.md``).
+
+        Raises:
+            ConfigError: the rows are of another workload, or all of them ran out of memory.
+
+        >>> from dynagroup.memory.measurements import Measurement
+        >>> from dynagroup.memory.run import Phases
+        >>> ten_a_token = Workload(phases=Phases(((0, 0, 0, 10, *[0] * 8),)))
+        >>> rows = [Measurement(n, {"tokens": 100}, 0, 1500 * n + 200) for n in (1, 2, 4)]
+        >>> better = TracedMemory(0, ten_a_token).corrected(Measurements(tuple(rows), ten_a_token))
+        >>> round(better.factor, 6), round(better.constant_bytes, 3)
+        (1.5, 200.0)
+        """
+        self._check(measured)
+        said, taken = self._form.batch_bytes(measured.shapes()), measured.batch_bytes()
+        factor, constant = line_above(said, taken)
+        static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
+        return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)
+
+    def _check(self, measured: Measurements) -> None:
+        if not isinstance(measured, Measurements) or not measured.complete:
+            raise ConfigError(
+                "`measured` must be Measurements with at least one row that did not run out of memory; see memory.measure"
+            )
+        field = measured.workload.contradicts(self.workload) or next(
+            (name for name in _SAME if _differ(getattr(measured.workload, name), getattr(self.workload, name))), None
+        )
+        if field is not None:
+            raise ConfigError(
+                f"`measured` has {field}={getattr(measured.workload, field)!r}, but what is asked about has "
+                f"{field}={getattr(self.workload, field)!r}; measure the workload that you will run"
+            )
 
     def padded_to(self, multiple: int) -> TracedMemory:
         """For batches whose lengths are rounded up to a multiple of this: masks of 16, 32, ... fit their kernel."""
@@ -117,6 +162,8 @@ class TracedMemory:
     def fingerprint(self) -> str:
         """Changes with the model and how it is run."""
         about = f"{self.static_bytes} {self.pads_masks} {self.workload.to_json()}"
+        if (self.factor, self.constant_bytes) != (1.0, 0.0):
+            about += f" {self.factor!r} {self.constant_bytes!r}"
         return "traced-" + hashlib.sha256(about.encode()).hexdigest()[:12]
 
     @cached_property
@@ -126,8 +173,55 @@ class TracedMemory:
 
     def batch_bytes(self, shape: BatchShape, /) -> NDArray[np.float64]:
         """Bytes that grow with the batch, at the peak: float64 (K,)."""
-        return self._form.batch_bytes(shape)
+        return self.factor * self._form.batch_bytes(shape) + self.constant_bytes
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> NDArray[np.float64]:
         """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
-        return self._form.relative(shape, baseline)
+        if not self.constant_bytes:
+            return self._form.relative(shape, baseline)
+        least = self._form.batch_bytes(shape) / self._form.relative(shape, baseline)  # what the baseline takes
+        return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
+
+
+# Where two workloads differ in these, neither's measurements say anything about the other's bytes.
+_SAME = ("mode", "dtype", "autocast", "attention", "layout", "gradient_checkpointing", "max_new_tokens")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not None and other is not None and one != other
+
+
+def line_above(said: NDArray[np.float64], taken: NDArray[np.float64]) -> tuple[float, float]:
+    """The factor (at least 1) and constant (at least 0) with ``factor * said + constant >= taken`` everywhere that exceed
+    ``taken`` least, as a mean of shares.
+
+    For a given factor the constant is the largest gap. What they then exceed is convex and piecewise linear in the factor,
+    with corners where two rows have the same gap, or one has none: the best factor is one of these. K log K.
+
+    >>> [round(number, 6) for number in line_above(np.array([10.0, 20.0, 40.0]), np.array([19.0, 35.0, 65.0]))]
+    [1.6, 3.0]
+    """
+    corners = _hull(said, taken)
+    slopes = np.diff(corners[:, 1]) / np.maximum(np.diff(corners[:, 0]), 1e-300)
+    tried = np.maximum(np.concatenate([[1.0], slopes, (corners[:, 1] / corners[:, 0])]), 1.0)
+    gaps = np.maximum((corners[None, :, 1] - tried[:, None] * corners[None, :, 0]).max(axis=1), 0.0)
+    excess = [float(np.mean((factor * said + gap) / taken)) for factor, gap in zip(tried, gaps, strict=True)]
+    best = int(np.argmin(excess))
+    return float(tried[best]), float(gaps[best])
+
+
+def _hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Corners of the upper convex hull, from left to right: float64 (C, 2)."""
+    corners: list[tuple[float, float]] = []
+    for point in sorted(zip(x.tolist(), y.tolist(), strict=True)):
+        while corners and (
+            corners[-1][0] == point[0] or (len(corners) > 1 and _below(corners[-1], corners[-2], point))
+        ):
+            corners.pop()
+        corners.append(point)
+    return np.array(corners)
+
+
+def _below(middle: tuple[float, float], left: tuple[float, float], right: tuple[float, float]) -> bool:
+    over = (middle[0] - left[0]) * (right[1] - left[1]) - (middle[1] - left[1]) * (right[0] - left[0])
+    return over >= 0

@@ -30,7 +30,7 @@ _COUNTS = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_
            "intermediate_size", "experts_per_token", "vocabulary_size", "fixed_tokens", "num_parameters",
            "max_new_tokens", "num_ranks")  # fmt: skip
 _FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "causal", "score_bias",
-          "gradient_checkpointing", "ddp")  # fmt: skip
+          "gradient_checkpointing", "ddp", "keeps_outputs")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +78,9 @@ class Workload:
     score_bias: bool | None = None
     """Whether every score of attention gets a learnt or computed bias (T5, BLOOM), which materialises the scores."""
     gradient_checkpointing: bool | None = None
+    keeps_outputs: bool | None = None
+    """Whether what the model returned, its logits, still lives in the backward pass. ``outputs = model(**batch)`` before
+    ``outputs.loss.backward()`` keeps it, ``model(**batch).loss.backward()`` does not; None: taken for kept."""
     optimizer_bytes: float | None = None
     """Bytes of optimizer state per trainable parameter."""
     ddp: bool | None = None
@@ -121,6 +124,11 @@ class Workload:
             raise ConfigError(f"`optimizer_bytes` must be between 0 and 64 bytes a parameter or None, but is {state!r}")
         if self.layout == "packed" and self.mode == "generate":
             raise ConfigError("`layout` 'packed' is for training and forward passes; generate() pads its prompts")
+        if self.layout == "packed" and self.encoder_decoder:
+            raise ConfigError(
+                "`layout` 'packed' is for models of one stack: nothing keeps the samples of an encoder and a decoder apart "
+                "without padding; leave it out, and group by both lengths"
+            )
         if self.sharding not in (None, "ddp") and not self.num_ranks:
             raise ConfigError(f"`sharding` {self.sharding!r} divides memory over ranks; say how many: num_ranks=8")
         if self.num_heads and self.num_kv_heads and self.num_kv_heads > self.num_heads:

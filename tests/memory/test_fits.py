@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import OlmoeConfig
 
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory import TracedMemory, Workload, simulate, what_fits
 from dynagroup.memory.trace.build import as_run_model
+from dynagroup.memory.trace.program import kept_bytes
 from dynagroup.memory.traced import optimizer_bytes
 from dynagroup.shapes import BatchShape
 from tests import models
@@ -18,7 +20,10 @@ POSITIONS = 40_000
 LLAMA = models.llama(vocab=4000, width=256, layers=7, heads=8, num_key_value_heads=2, max_position_embeddings=POSITIONS)
 GPT2 = models.gpt2(vocab=1000, width=128, layers=6, heads=4, inner=512, dropout=0.1, n_positions=POSITIONS)
 BERT = models.bert(vocab=900, width=128, layers=6, heads=4, dropout=0.1, max_position_embeddings=POSITIONS)
-T5 = models.t5(vocab=900, width=64, layers=5, heads=4, d_kv=16, dropout=0.1)
+T5 = models.t5(vocab=900, width=64, layers=3, heads=4, d_kv=16, dropout=0.1)
+BART = models.bart(vocab=900, width=64, layers=3, heads=4, max_position_embeddings=POSITIONS)
+OLMOE = models.config(OlmoeConfig, vocab=900, width=64, layers=3, heads=4, inner=64, num_experts=8, num_experts_per_tok=2,
+                      max_position_embeddings=POSITIONS)  # fmt: skip
 ROOM = 0.9 * 8e9
 
 
@@ -32,6 +37,9 @@ ROOM = 0.9 * 8e9
         (GPT2, {"mode": "generate", "max_new_tokens": 100}),
         (BERT, {"mode": "forward", "autocast": "bf16"}),
         (T5, {"gradient_checkpointing": True}),
+        (OLMOE, {"dtype": "bf16", "lora": 8, "gradient_checkpointing": True}),
+        (BART, {"mode": "generate", "lora": 8, "max_new_tokens": 50}),
+        (BART, {"lora": 8, "dtype": "bf16"}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else type(value).__name__,
 )
@@ -84,12 +92,13 @@ def test_packed_batches_are_held_against_the_sum_of_their_tokens():
 
 
 def test_static_memory_is_divided_over_ranks():
-    static = {
-        (kind, n): TracedMemory.of(
-            LLAMA, dtype="bf16", **({} if kind is None else {"sharding": kind, "num_ranks": n})
-        ).static_bytes
-        for kind, n in ((None, 1), ("ddp", 8), ("zero1", 8), ("zero2", 8), ("zero3", 8), ("fsdp", 8), ("fsdp", 1))
-    }
+    def static_of(kind, n):
+        how = {} if kind is None else {"sharding": kind, "num_ranks": n}
+        workload = Workload.from_model(LLAMA, "train", trace=False, dtype="bf16", **how)
+        return simulate(LLAMA, workload, [(1, 16)]).rows[0].static_bytes
+
+    cases = ((None, 1), ("ddp", 8), ("zero1", 8), ("zero2", 8), ("zero3", 8), ("fsdp", 8), ("fsdp", 1))
+    static = {case: static_of(*case) for case in cases}
     whole = static[None, 1]
     part = whole / 4  # parameters, gradients, and two states of as many bytes
     buffers = static[None, 1] - 4 * part
@@ -100,6 +109,42 @@ def test_static_memory_is_divided_over_ranks():
     assert static["zero2", 8] == pytest.approx(part + 3 * part / 8 + part, rel=0.01)
     assert 4 * part / 8 + buffers < static["zero3", 8] == static["fsdp", 8] < whole
     assert static["fsdp", 1] == whole
+
+
+@pytest.mark.parametrize(("sharding", "gb"), [(None, 120.0), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
+def test_what_a_rank_keeps_is_what_the_zero_paper_says(sharding, gb):
+    """Its figure 1 (arXiv:1910.02054): 7.5 billion parameters in half precision, 12 bytes of Adam's state each, 64 ranks."""
+    model = torch.nn.Linear(75_000, 100_000, bias=False, device="meta", dtype=torch.float16)
+    state = optimizer_bytes("adamw_master", "float16")
+    workload = Workload(mode="train", dtype="float16", optimizer_bytes=state, sharding=sharding, num_ranks=64)
+    assert round(kept_bytes(model, workload) / 1e9, 1) == gb
+
+
+def test_ranks_that_share_parameters_gather_them_in_the_precision_that_runs():
+    """Autocast would keep a lower copy of every weight, and hidden states in float32; sharding's mixed precision does not."""
+    shape, how = [(2, 256)], {"trace": False, "gradient_checkpointing": True}
+    half, mixed, shared = (
+        simulate(LLAMA, Workload.from_model(LLAMA, "train", **how, **more), shape).rows[0]
+        for more in (
+            {"dtype": "bf16"},
+            {"dtype": "fp32", "autocast": "bf16"},
+            {"dtype": "fp32", "autocast": "bf16", "sharding": "fsdp", "num_ranks": 8},
+        )
+    )
+    assert shared.batch_bytes == half.batch_bytes < mixed.batch_bytes
+    assert half.static_bytes / 8 < shared.static_bytes < mixed.static_bytes / 2
+
+
+def test_logits_that_the_loop_lets_go_are_not_there_in_the_backward_pass():
+    wide = LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50_000
+    )
+    kept, gone = (
+        simulate(wide, Workload.from_model(wide, "train", trace=False, dtype="bf16", keeps_outputs=kept), [(4, 128)])
+        for kept in (None, False)
+    )
+    logits = 4 * 128 * 50_000 * 2
+    assert kept.rows[0].batch_bytes - gone.rows[0].batch_bytes == pytest.approx(logits, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +182,20 @@ def test_code_that_is_printed_makes_the_same_decisions():
         ({"lora": "all"}, "`lora` must be True, a rank"),
         ({"dtype": "int3"}, "`dtype` must be one of"),
         ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' is for training"),
+        ({"model": T5, "layout": "packed"}, "`layout` 'packed' is for models of one stack"),
+        (
+            {"model": BERT, "mode": "generate"},
+            "`mode` 'generate' is for models that decode, but BertConfig is of an enc",
+        ),
         ({"colour": 1}, "Workload has no field 'colour'"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, message):
-    arguments = {"memory": "1GB", **arguments}
+    model, arguments = arguments.get("model", LLAMA), {"memory": "1GB", **arguments}
+    arguments.pop("model", None)
     for ask in (what_fits, MemoryBudget.from_model):
         with pytest.raises(ConfigError, match=message):
-            ask(LLAMA, **arguments)
+            ask(model, **arguments)
 
 
 def test_a_device_that_the_model_alone_fills():

@@ -35,6 +35,7 @@ __all__ = ["MemoryRegressor"]
 FloatArray = NDArray[np.float64]
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 FORMAT = 2
+MOST_LIFT = 5.0  # of a log ratio: no limit
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ class MemoryRegressor:
     ) -> MemoryRegressor:
         """A regressor for your own workload (or several), from simulated or measured rows.
 
+        Where the rows' workload was traced, trees only raise what the trace says; else they correct a form fitted to the rows.
+        For bytes of a traced workload ``MemoryBudget.from_model(..., measured=rows)`` is the safer answer, and needs no trees.
+
         Args:
             measurements: at least 8 rows that did not run out of memory, of shapes like those to be predicted.
             rounds: trees. max_depth: of each. seed: of XGBoost.
@@ -104,11 +108,15 @@ class MemoryRegressor:
                 f"fit needs at least {MIN_ROWS} measurements of each workload that did not run out of memory, but got {least}; "
                 "simulate or measure more shapes"
             )
-        forms = [_profiled_form(table) for table in tables]
+        forms = [_own_form(table) for table in tables]
         parts = [pairs_of(table, form) for table, form in zip(tables, forms, strict=True)]
         few = {"least_weight": 1.0, "regularisation": 1.0}  # hundreds of rows, not hundreds of thousands
         booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed, **few)
-        own = {"workload": json.loads(tables[0].workload.to_json()), "form": forms[0].phases.sum(axis=1).tolist()}
+        own: dict[str, Any] = {"workload": json.loads(tables[0].workload.to_json())}
+        if tables[0].workload.phases is None:
+            own["form"] = forms[0].phases.sum(axis=1).tolist()
+        else:
+            own |= {"corrects": "trace", "lift": [0.0, MOST_LIFT]}
         boosters = {"sharp": booster}
         card = {**describe(parts, CONSTANTS), **own, "hashes": _hashes(_raw(boosters))}
         return cls(boosters, card, tables[0].workload)
@@ -142,7 +150,7 @@ class MemoryRegressor:
 
     @property
     def _traced(self) -> bool:
-        return self.workload.phases is not None and "form" not in self.card
+        return self.workload.phases is not None and not self.card.keys() & {"form", "corrects"}
 
     @property
     def fingerprint(self) -> str:
@@ -207,8 +215,10 @@ class MemoryRegressor:
         )
 
 
-def _profiled_form(table: Measurements) -> ClosedForm:
-    """The closed form that these rows themselves say: better than one from sizes alone."""
+def _own_form(table: Measurements) -> ClosedForm:
+    """What was traced, or the closed form that these rows themselves say: better than one from sizes alone."""
+    if table.workload.phases is not None:
+        return ClosedForm.of(table.workload)
     profile = ProfiledMemory.fit(table)
     rows = np.zeros((len(profile.phases), len(MONOMIALS)))
     for column, name in enumerate(profile.monomials):

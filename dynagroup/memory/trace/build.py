@@ -87,26 +87,11 @@ def as_run_model(model_or_config: Any, *, dtype: str | None, attention: Attentio
         config = copy.deepcopy(as_config(model_or_config))
         config.dtype = dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
         model = _from_config(config, dtype, "eager" if attention == "eager" else "sdpa")
-    return model if lora is None or lora is False else _with_adapters(model, lora)
+    if lora is None or lora is False:
+        return model
+    from dynagroup.memory.trace.adapters import with_adapters
 
-
-def _with_adapters(model: Any, lora: Any) -> Any:
-    import torch
-
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("`lora` needs peft: pip install peft") from error
-    if not isinstance(lora, (int, peft.LoraConfig)):
-        raise ConfigError(f"`lora` must be True, a rank or a LoraConfig of peft, but is {lora!r}")
-    config = peft.LoraConfig(r=16 if lora is True else lora) if isinstance(lora, int) else lora
-    if config.target_modules is None:
-        config.target_modules = "all-linear"
-    adapted: Any = peft.inject_adapter_in_model(config, model)
-    for p in adapted.parameters():
-        if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
-            p.data = p.data.float()
-    return adapted.to("meta")
+    return with_adapters(model, lora)
 
 
 def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Module:
@@ -163,12 +148,16 @@ def _auto_class(config: Any) -> Any:
 def _without_data(model: torch.nn.Module) -> torch.nn.Module:
     import torch
 
+    from dynagroup.memory.trace.adapters import fold_on_meta
+
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
-    return copy.deepcopy(model, memo).to("meta")
+    without = copy.deepcopy(model, memo).to("meta")
+    fold_on_meta(without)
+    return without
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:

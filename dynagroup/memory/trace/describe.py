@@ -21,6 +21,10 @@ def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[
             "`model_or_config` has no transformers config; "
             "write Workload(mode=..., num_layers=..., hidden_size=..., ...) from what you know of it"
         )
+    if mode == "generate" and is_encoder(config):
+        raise ConfigError(
+            f"`mode` 'generate' is for models that decode, but {type(config).__name__} is of an encoder; mode='forward'"
+        )
     found = {"mode": mode, **architecture(config), **run(model_or_config, config, mode, known)}
     return {**found, **known}
 

@@ -20,7 +20,7 @@ import torch
 from dynagroup.memory.run import MONOMIALS, Phases, Run, monomials
 from dynagroup.memory.trace.build import ALIKE_LAYERS as TRACED_LAYERS
 from dynagroup.memory.trace.build import as_meta_model, stacks
-from dynagroup.memory.trace.program import MakeInputs, prepare, trace
+from dynagroup.memory.trace.program import MakeInputs, as_gathered, prepare, trace
 from dynagroup.memory.trace.tracer import BLOCK, LiveBytes
 
 __all__ = ["fit_phases", "peaks", "trace_phases"]
@@ -90,7 +90,7 @@ def _traced(
     two_streams: bool,
     aligned: bool,
 ) -> np.ndarray:
-    whole = prepare(as_meta_model(model_or_config, workload), workload, aligned)
+    whole = as_gathered(prepare(as_meta_model(model_or_config, workload), workload, aligned), workload)
     depth = {index: len(stack) for index, stack in enumerate(stacks(whole))}
     if max(depth.values(), default=0) > TRACED_LAYERS + 1:
         shallow = as_meta_model(model_or_config, workload)
@@ -99,7 +99,7 @@ def _traced(
         n, length, target = probes[-1]
         try:
             phases = fit_phases(
-                prepare(shallow, workload, aligned),
+                as_gathered(prepare(shallow, workload, aligned), workload),
                 workload,
                 probes,
                 two_streams,

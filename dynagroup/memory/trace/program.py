@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from dynagroup.memory.trace.kernels import CudaKernels
 from dynagroup.memory.trace.tracer import BLOCK, LiveBytes
 from dynagroup.shapes import TARGET, TOKENS
 
-__all__ = ["MakeInputs", "prepare", "static_bytes", "trace"]
+__all__ = ["MakeInputs", "as_gathered", "kept_bytes", "prepare", "static_bytes", "trace"]
 
 MakeInputs: TypeAlias = Callable[[torch.nn.Module, int, Mapping[str, int]], dict[str, torch.Tensor]]
 
@@ -27,7 +27,7 @@ def prepare(model: torch.nn.Module, workload: Run, aligned: bool = True) -> torc
     training = workload.mode == "train"
     model.train(training)
     if training and workload.gradient_checkpointing:
-        _checkpoint(model, getattr(torch, workload.autocast) if workload.autocast else None, aligned)
+        _checkpoint(model, _autocast(workload), aligned)
     if training:
         for p in model.parameters():
             if p.requires_grad:
@@ -47,6 +47,27 @@ def _checkpoint(model: Any, autocast: torch.dtype | None, aligned: bool) -> None
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
+def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
+    """The prepared model in the dtype that runs: ranks that share parameters gather them in the lower precision, layer by
+    layer, where autocast would keep a copy of all of them. Changes the model: ask for ``static_bytes`` before."""
+    if not _gathers_lower(workload):
+        return model
+    model = model.to(getattr(torch, workload.autocast or "float32"))
+    for p in model.parameters():
+        p.grad = None if p.grad is None else torch.empty_like(p)
+    return model
+
+
+def _gathers_lower(workload: Run) -> bool:
+    shares = _STAGES[workload.sharding] == 3 and (workload.num_ranks or 1) > 1
+    return workload.mode == "train" and shares and workload.autocast is not None
+
+
+def _autocast(workload: Run) -> torch.dtype | None:
+    """What ``torch.autocast`` has left to cast to."""
+    return getattr(torch, workload.autocast) if workload.autocast and not _gathers_lower(workload) else None
+
+
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
     """Bytes that stay whatever the batch: parameters, buffers, and in training gradients, optimizer state, DDP buckets.
 
@@ -54,26 +75,41 @@ def static_bytes(model: torch.nn.Module, workload: Run) -> int:
     outside the layers, two layers (the one that runs and the next) and one layer's gradients, in the dtype that
     runs; with "zero1" and "zero2" a bucket of ``REDUCE_BUCKET`` gradients, or all of them where there are fewer.
     """
-    parameters = list({id(p): p for p in model.parameters()}.values())
     buffers = sum(_block(b.numel() * b.element_size()) for b in {id(b): b for b in model.buffers()}.values())
+    return buffers + kept_bytes(model, workload) + _held_for_a_while(model, workload)
+
+
+def kept_bytes(model: torch.nn.Module, workload: Run) -> int:
+    """This rank's part of parameters and, in training, gradients and optimizer state: what the ZeRO paper counts."""
+    parameters = list({id(p): p for p in model.parameters()}.values())
     held = sum(_block(p.numel() * p.element_size()) for p in parameters)
     if workload.mode != "train":
-        return buffers + held
+        return held
     trained = [p for p in parameters if p.requires_grad]
-    gradients = sum(_block(p.numel() * p.element_size()) for p in trained)
     default = 2 * ELEMENT_BYTES[workload.dtype or "float32"]
     per_parameter = default if workload.optimizer_bytes is None else workload.optimizer_bytes
     state = sum(_block(p.numel() * per_parameter) for p in trained)
     stage = _STAGES[workload.sharding]
     ranks = (workload.num_ranks or 1) if stage else 1
-    parts = [state, gradients, held]  # divided in this order
-    divided = sum(-(-size // ranks) if place < stage else size for place, size in enumerate(parts))
+    parts = [state, _gradient_bytes(trained), held]  # divided in this order
+    return sum(-(-size // ranks) if place < stage else size for place, size in enumerate(parts))
+
+
+def _held_for_a_while(model: torch.nn.Module, workload: Run) -> int:
+    """What ranks that train together hold besides, while they exchange it."""
+    if workload.mode != "train":
+        return 0
+    trained = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
+    gradients, stage = _gradient_bytes(trained), _STAGES[workload.sharding]
     if workload.ddp or workload.sharding == "ddp":
-        return buffers + divided + gradients
+        return gradients
     if stage == 3:
-        return buffers + divided + (_gathered(model, workload) if ranks > 1 else 0)
-    bucket = min(gradients, REDUCE_BUCKET * max((p.element_size() for p in trained), default=0)) if stage else 0
-    return buffers + divided + bucket
+        return _gathered(model, workload) if (workload.num_ranks or 1) > 1 else 0
+    return min(gradients, REDUCE_BUCKET * max((p.element_size() for p in trained), default=0)) if stage else 0
+
+
+def _gradient_bytes(trained: Sequence[torch.nn.Parameter]) -> int:
+    return sum(_block(p.numel() * p.element_size()) for p in trained)
 
 
 REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's `reduce_bucket_size`
@@ -114,12 +150,11 @@ def trace(
     """
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracer = LiveBytes(apart, block=block, slack=slack)
-    autocast = getattr(torch, workload.autocast) if workload.autocast else None
-    kernels = CudaKernels(autocast, padded=workload.attention != "flash", aligned=aligned)
+    kernels = CudaKernels(_autocast(workload), padded=workload.attention != "flash", aligned=aligned)
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
-            _train(model, batch, kernels, tracer)
+            _train(model, batch, kernels, tracer, workload.keeps_outputs is not False)
         elif workload.mode == "generate":
             _generate(model, batch, workload.max_new_tokens or 1, tracer)
         else:
@@ -153,10 +188,13 @@ def _packed(model: torch.nn.Module, workload: Run, total: int) -> dict[str, torc
     return batch
 
 
-def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor], kernels: CudaKernels, tracer: LiveBytes) -> None:
-    # The outputs stay alive through the backward pass, as they do in a Trainer that returns them.
+def _train(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], kernels: CudaKernels, tracer: LiveBytes, keeps_outputs: bool
+) -> None:
     outputs = model(**batch)
     loss = outputs["loss"]
+    if not keeps_outputs:
+        del outputs
     tracer.mark("forward_ends")
     kernels.end_forward()
     torch.autograd.backward(loss)

@@ -45,7 +45,7 @@ def simulate(
     import torch
 
     from dynagroup.memory.trace.build import as_config, as_meta_model, is_model
-    from dynagroup.memory.trace.program import prepare, static_bytes, trace
+    from dynagroup.memory.trace.program import as_gathered, prepare, static_bytes, trace
 
     wanted = checked_shapes(shapes)
     model_or_config = model_or_config if is_model(model_or_config) else as_config(model_or_config)
@@ -54,6 +54,7 @@ def simulate(
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
         model = prepare(as_meta_model(model_or_config, workload), workload)
         static = static_bytes(model, workload)
+        model = as_gathered(model, workload)
         for num_samples, longest in wanted:
             with _explained(workload):
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
