@@ -148,15 +148,14 @@ Generation of NLLB-200-600M, {rows} batches of {runs} runs measured by the autho
 the outputs became is not recorded, so memory scatters downward from what 200 new tokens take. The largest of
 at least four batches of a shape, over 500 MiB ({shapes} shapes), lies {low} to {high} from the simulation.
 
-Do trees on top help? Runs held out in ten folds; *exceeded*: batches that took more than was said (small ones: the
-workspaces of kernels, a few MiB); *accepted*: said to take at most 0.9 of the run's first batch; *unsafe*: of these,
-those that took more than it. Trees tighten what is said of small batches, accept more, and are the only ones that accept
-unsafe batches.
+Do trees on top help? Runs held out in ten folds; *exceeded*: batches that took more than was said; *accepted*: said to take at
+most 0.9 of the run's first batch; *unsafe*: of these, those that took more than it. Trees tighten what is said of small batches,
+accept more, and are the only ones that accept unsafe batches.
 
 {trees}
 What a run's own rows are worth: its first four batches and {drawn} others, drawn at random, correct what is said of the rest
-(mean over {own_runs} runs of at least 60 batches; the models of memory that answer in shares are given the first batch's bytes). Six runs take about
-2.1 times what is simulated, at every size: how they were run is not recorded. One line above the run's rows, never below the
+(mean over {own_runs} runs of at least 60 batches; models of memory that answer in shares are given the first batch's bytes). Six
+runs take about 2.1 times what is simulated, at every size: how they were run is not recorded. One line above the run's rows, never below the
 trace, ends that without accepting an unsafe batch; so that is what `measured=` does. Trees that may lower the trace accept unsafe
 batches, and forms fitted to the rows instead of the trace more of them; trees that may only raise it say less than the line.
 One model on machines that are not named: nothing can be left out by machine or by model here.
