@@ -157,8 +157,8 @@ What a run's own rows are worth: its first four batches and {drawn} others, draw
 (mean over {own_runs} runs of at least 60 batches; models that answer in shares are given the first batch's bytes). Six runs take
 about 2.1 times what is simulated, at every size: how they were run is not recorded. One line above the run's rows, never below
 the trace, ends that without accepting an unsafe batch; so that is what `measured=` does. Trees that may lower the trace accept
-unsafe batches, and forms fitted to the rows instead of the trace more of them; trees that may only raise it say less than the line.
-One model on machines that are not named: nothing can be left out by machine or by model here.
+unsafe batches, and forms fitted to the rows instead of the trace more of them; trees that may only raise it
+say less than the line. One model on machines that are not named: nothing can be left out by machine or by model here.
 
 {own}"""
 

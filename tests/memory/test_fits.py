@@ -136,9 +136,7 @@ def test_ranks_that_share_parameters_gather_them_in_the_precision_that_runs():
 
 
 def test_logits_that_the_loop_lets_go_are_not_there_in_the_backward_pass():
-    wide = LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50_000
-    )
+    wide = models.llama(vocab=50_000, width=64, layers=2, heads=2)
     kept, gone = (
         simulate(wide, Workload.from_model(wide, "train", trace=False, dtype="bf16", keeps_outputs=kept), [(4, 128)])
         for kept in (None, False)

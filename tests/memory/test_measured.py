@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
 
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
@@ -14,8 +13,9 @@ from dynagroup.memory import Measurement, Measurements, MemoryRegressor, TracedM
 from dynagroup.memory.run import Phases
 from dynagroup.memory.traced import line_above
 from dynagroup.shapes import BatchShape
+from tests import models
 
-LLAMA = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, intermediate_size=96, vocab_size=400)
+LLAMA = models.llama(vocab=400, width=64, layers=3)
 # 5,000 bytes whatever the batch, or 100 a token and one a pair of tokens.
 PHASES = Phases(((5000.0, *[0.0] * 11), (0.0, 0.0, 0.0, 100.0, 0.0, 1.0, *[0.0] * 6)))
 TRACED = TracedMemory(1000, Workload(mode="train", phases=PHASES))
