@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.patches import Rectangle
 
 from dynagroup import LengthAwareBatchSampler, TokenBudget
+from dynagroup.memory import what_fits
 from dynagroup.plan.pictures import LINE, PADDING, REAL, draw_padding, new_figure
+from dynagroup.shapes import BatchShape
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 LENGTHS = np.random.default_rng(3).lognormal(4, 0.8, 64).clip(8, 400).astype(np.int32)
@@ -71,12 +74,15 @@ def steps() -> Any:
                 fontsize=9,
                 backgroundcolor=REAL if size else "white",
             )
+    axes.add_patch(Rectangle((0.93, -0.45), 1.04, 1.9, fill=False, edgecolor=LINE, linestyle="--"))
+    axes.text(1.45, -0.52, "one step: a batch on every rank", ha="center", va="bottom", fontsize=9)
     for start, stop, name in ((0, 3, "update 1: 78 samples"), (3, 5, "update 2: 78 samples")):
-        axes.annotate("", (start, 1.75), (stop - 0.1, 1.75), arrowprops={"arrowstyle": "<->", "color": LINE})
-        axes.text((start + stop - 0.1) / 2, 1.85, name, ha="center", va="bottom", fontsize=9)
-    axes.set(yticks=[0, 1], yticklabels=["rank 0", "rank 1"], ylim=(-0.5, 2.3), xlabel="step")
+        axes.annotate("", (start, -0.75), (stop - 0.1, -0.75), arrowprops={"arrowstyle": "<->", "color": LINE})
+        axes.text((start + stop - 0.1) / 2, -0.82, name, ha="center", va="bottom", fontsize=9)
+    axes.set(yticks=[0, 1], yticklabels=["rank 0", "rank 1"], xlim=(-0.05, 5), ylim=(1.6, -1.25), xlabel="step")
     axes.set_xticks([s + 0.45 for s in range(5)], [str(s) for s in range(5)])
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
     return figure
 
 
@@ -99,7 +105,49 @@ def layouts() -> Any:
     return figure
 
 
+def memory() -> Any:
+    """What three batches take of a device: weights and their like, always; activations, as the batch is."""
+    from transformers import Qwen2Config
+
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936}
+    config = Qwen2Config(**sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
+    model = what_fits(config, "24GB", dtype="bfloat16", lengths=[2048]).memory
+    batches = [(9, 512), (2, 2048), (3, 2048)]
+    static = model.static_bytes / 1e9
+    figure = new_figure(8, 2.6)
+    axes = figure.subplots()
+    for place, (count, longest) in enumerate(batches):
+        taken = float(np.ravel(model.batch_bytes(BatchShape.of(count, longest)))[0]) / 1e9
+        axes.barh(
+            place,
+            static,
+            color=PADDING,
+            edgecolor=LINE,
+            hatch="..",
+            label="" if place else "weights, gradients, optimizer",
+        )
+        axes.barh(place, taken, left=static, color=REAL, edgecolor=LINE, label="" if place else "the batch")
+        fits = "fits" if static + taken <= 0.9 * 24 else "does not fit"
+        axes.text(static + taken / 2, place, fits, color="white", ha="center", va="center", fontsize=9)
+    axes.axvline(24, color=LINE)
+    axes.axvline(0.9 * 24, color=LINE, linestyle="--")
+    axes.text(24.2, -0.62, "24 GB", ha="left", va="bottom", fontsize=9)
+    axes.text(0.9 * 24 - 0.2, -0.62, "headroom 0.9", ha="right", va="bottom", fontsize=9)
+    axes.set(
+        yticks=range(3), yticklabels=[f"{n} samples of {length:,}" for n, length in batches], xlabel="GB", xlim=(0, 28)
+    )
+    axes.set_ylim(2.6, -0.9)
+    axes.legend(loc="lower right", fontsize=9, ncols=2, bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for name, draw in {"budget": budget, "window": window, "steps": steps, "layouts": layouts}.items():
+    for name, draw in {
+        "budget": budget,
+        "window": window,
+        "steps": steps,
+        "layouts": layouts,
+        "memory": memory,
+    }.items():
         draw().savefig(IMAGES / f"concept_{name}.png", dpi=90)
