@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
+from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.batches import UpdateItems
 from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback
@@ -61,15 +62,20 @@ class DynagroupTrainerMixin(Evaluating):
     """
 
     def __init__(
-        self, *args: Any, dynagroup: Budget | DynagroupConfig, dynagroup_eval: Budget | bool = True, **kwargs: Any
+        self,
+        *args: Any,
+        dynagroup: Budget | int | DynagroupConfig,
+        dynagroup_eval: Budget | int | bool = True,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
+        config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
         refuse_unsupported(self, config)
         warn_of_layout(self.data_collator, config.budget)
         if config.out_of_memory is not None and LearningBudget.within(config.budget) is None:
             config = replace(config, budget=LearningBudget(config.budget))
-        self.dynagroup, self.dynagroup_eval, self._planned_rows = config, dynagroup_eval, {}
+        self.dynagroup, self._planned_rows = config, {}
+        self.dynagroup_eval = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         self.update_loader: StepLoader[Any] | None = None
         self.accumulation = int(self.args.gradient_accumulation_steps)
         self._fixed_samples = super().get_total_train_batch_size(self.args)
@@ -203,7 +209,23 @@ class DynagroupTrainerMixin(Evaluating):
 
 @cache
 def dynagroup_trainer(trainer_class: type) -> type:
-    """A Trainer class of yours, of transformers or of TRL, with the argument ``dynagroup``.
+    """A Trainer class of yours, of transformers or of TRL, that forms batches which fit.
+
+    The new class takes all arguments of ``trainer_class``, and by name:
+
+    * ``dynagroup``: what a batch may be: tokens, padding counted (an int, or ``TokenBudget(16_384)``), any other budget, or
+      a :class:`DynagroupConfig` with more settings. Needed.
+    * ``dynagroup_eval``: the same for ``evaluate()`` and ``predict()``: another budget, True (the default) for the one of
+      training, or False for the Trainer's own batches of ``per_device_eval_batch_size`` samples.
+
+    An update holds ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` samples, as before; how many batches
+    that takes is the budget's affair. ``update_loader`` is the loader of the training that runs, its ``stats`` are counts.
+
+    Args:
+        trainer_class: ``Trainer``, ``Seq2SeqTrainer``, ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer``, or your own.
+
+    Raises:
+        ConfigError: from the new class: settings of ``TrainingArguments``, or a trainer of TRL, that need batches of their own.
 
     >>> from transformers import Seq2SeqTrainer
     >>> dynagroup_trainer(Seq2SeqTrainer).__name__

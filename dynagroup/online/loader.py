@@ -38,23 +38,29 @@ class OnlineDataLoader(OnlineSteps):
     exactly that many samples, and ``num_updates`` is exact; an update takes one step or more.
 
     Args:
-        dataset: map-style (``__getitems__`` is used where there is one), or iterable, sharded over ranks by itself.
+        dataset: map-style (``__getitems__`` is used where there is one); or iterable, which divides itself among ranks and
+            workers.
         budget: what fits, e.g. ``TokenBudget(16384)``; a number means so many tokens. A MemoryBudget needs its ``longest``.
         collate_fn: processed samples -> batch; default: torch's ``default_collate``.
         length_of: processed sample -> tokens, or -> {stream: units}; default: length of its ``input_ids``.
-        batch_sampler: this rank's batches of indices; each is refined instead of windows that the loader forms.
-        sampler: the order of all ranks' indices, the same on every rank.
-        shuffle: a permutation seeded by (``seed``, epoch).
+        batch_sampler: this rank's batches of dataset indices; each is cut to fit, in place of windows that the loader forms.
+        sampler: dataset indices of all ranks together, in their order, the same on every rank. Default: 0, 1, 2 ...
+        shuffle: draw them in an order that follows from ``seed`` and the epoch.
         length_hint: a number a sample, or index -> number, in any unit that grows with length: similar samples then
             meet in a window in the first epoch already. Later epochs are planned by the lengths that were seen.
-        window: samples sorted and grouped together on one rank.
+        window: samples that are sorted and grouped together on one rank; so many wait in memory, processed, for each worker.
+            With ``samples_per_update`` the window is this rank's share of an update, whatever stands here.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``, see
             :mod:`dynagroup.update.schedule`. A rank without samples of an update idles in it.
         drop_last: leave out an epoch's last update where it is smaller than asked.
         accumulation: steps of an update where ``samples_per_update`` is None.
-        seed: of the order.
-        weigh: loss weight of a batch: "tokens" (labels predicted by a causal model), "samples", or batch -> number.
-        uneven: "idle" or "stop".
+        seed: an int from 0; of the order and of what workers draw at random.
+        weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
+            predicts, -100 left out), "samples", or a function from a batch to a number.
+        uneven: where one rank has no samples left: "idle" (it repeats a small batch with weight 0 until all have ended) or
+            "stop" (the epoch ends for all; what the others still had is not used).
+        oversize: a sample that does not fit even alone: "alone" (emitted by itself, warned of once, counted in
+            ``stats.oversize``) or "error".
         work: predicted time of a batch; ``Work.of(model)`` knows better than the default.
         objective: batches are cut for least predicted "time", or for the "fewest" batches.
         window_bytes: a worker hands over about so many bytes of processed samples at a time, and asks for the rest of its

@@ -76,8 +76,8 @@ def generate_with_oom_retry(
 
     The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam
     search give the same tokens (up to what another batch size changes in the last bits of half-precision logits);
-    sampling draws other random numbers after a split. With ``return_dict_in_generate``, steps that only other parts
-    needed hold scores that are certain of the padding token, and ``past_key_values`` is None after a split.
+    sampling draws other random numbers after a split. With ``return_dict_in_generate``: where a part ended early, its
+    missing scores give all probability to the padding token; ``past_key_values`` is None after a split.
 
     It learns: what has run out of memory for a model is split beforehand from then on.
 

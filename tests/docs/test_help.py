@@ -1,0 +1,57 @@
+"""``help()`` of what users fill in explains every argument, and says what it counts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+import dynagroup
+from dynagroup import LengthAwareBatchSampler, MemoryBudget, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup.integrations.config import DynagroupConfig
+
+EXPLAINED = [DynagroupConfig, OnlineDataLoader, PlannedDataLoader, LengthAwareBatchSampler, TokenBudget, MemoryBudget]
+
+
+def explained(thing: type) -> dict[str, str]:
+    """Arguments in the docstring's section, with their text."""
+    section = (inspect.getdoc(thing) or "").split("Args:\n")[1].split("\n\n")[0]
+    found = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*): ((?:.*\n?)(?:^     .*\n?)*)", section, re.M)
+    return {name.strip("* "): text for names, text in found for name in names.split(",")}
+
+
+@pytest.mark.parametrize("thing", EXPLAINED, ids=lambda thing: thing.__name__)
+def test_every_argument_is_explained(thing):
+    arguments = [name for name in inspect.signature(thing).parameters if name != "self"]
+    texts = explained(thing)
+    assert [name for name in arguments if name not in texts] == []
+    assert [name for name in texts if name not in arguments] == []
+    assert [name for name in arguments if len(texts[name].split()) < 4] == []
+
+
+def test_a_missing_explanation_would_be_noticed():
+    class Half:
+        """Half.
+
+        Args:
+            one: so many tokens of a sample.
+        """
+
+        def __init__(self, one, two):
+            """Explains nothing."""
+
+    assert set(inspect.signature(Half).parameters) - set(explained(Half)) == {"two"}
+
+
+def test_the_trainer_maker_says_what_its_classes_take():
+    from dynagroup.integrations.hf import dynagroup_trainer
+
+    text = inspect.getdoc(dynagroup_trainer) or ""
+    assert all(f"``{name}``" in text for name in ("dynagroup", "dynagroup_eval", "update_loader"))
+
+
+def test_a_number_is_a_token_budget_everywhere():
+    assert DynagroupConfig(budget=4096).budget == TokenBudget(4096)
+    with pytest.raises(dynagroup.ConfigError, match="`budget` must be a budget"):
+        DynagroupConfig(budget="4096")
