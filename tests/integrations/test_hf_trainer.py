@@ -201,12 +201,12 @@ def test_the_learning_rate_follows_the_update_size(tmp_path):
     config = {"samples_per_update": adabatch(16, interval=2, growth=4, decay=0.5)}
     run = trainer(
         "causal", tmp_path, fits=True, model=model, optimizers=(Spy(model.parameters(), lr=1.0), None), max_steps=4,
-        lr_scheduler_type="constant", config={**config, "learning_rate_scaling": "sqrt"},
+        lr_scheduler_type="constant", logging_steps=1, config={**config, "learning_rate_scaling": "sqrt"},
     )  # fmt: skip
     run.train()
     assert used == [1.0, 1.0, 1.0, 1.0]  # half the rate by AdaBatch, twice by the square root of 4
     assert run.optimizer.param_groups[0]["lr"] == 1.0
-    assert [e["samples_per_update"] for e in run.state.log_history if "loss" in e] == []
+    assert [e["samples_per_update"] for e in run.state.log_history if "loss" in e] == [16, 16, 64, 64]
 
 
 def test_the_length_column_is_read_from_train_dataset(tmp_path):
