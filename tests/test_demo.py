@@ -68,8 +68,8 @@ def test_same_updates_same_loss_less_padding(text_file, tmp_path, capsys, monkey
     runs = []
     import dynagroup.demo as demo
 
-    make = demo._make_runs
-    monkeypatch.setattr(demo, "_make_runs", lambda *args: runs.extend(make(*args)) or runs)
+    make = demo.make_runs
+    monkeypatch.setattr(demo, "make_runs", lambda *args: runs.extend(make(*args)) or runs)
     figures = run_demo(small(text_file, tmp_path))
     fixed, ours = runs
     contents = [[Counter(i for batch in update for i in batch) for update in run.updates] for run in runs]

@@ -11,12 +11,13 @@ from pathlib import Path
 from tests.test_architecture import GROUND, MODULES, PACKAGE, imported_modules, layer_of, rooms_imported_by
 
 MOST_LINES_OF_A_CLASS = 200
+SHOWN_BY_NAME = {"_repr_png_"}  # what notebooks call
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_FLOORS = 9
 MOST_FILES_OF_ONLINE_SAMPLE = 12
 # What shows a plan is asked by the plan's own methods when they are called; nothing else may point downstream.
 SHOWN_BY = {
-    "plan/plan.py": {"plan/report.py", "plan/pictures.py"},
+    "plan/plan.py": {"plan/report.py", "plan/pictures.py", "plan/advice.py"},
     "plan/compare.py": {"plan/report.py", "plan/pictures.py"},
 }
 
@@ -155,3 +156,42 @@ def test_docstrings_do_not_count_and_code_does():
     tree = ast.parse('def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n')
     assert isinstance(tree.body[0], ast.FunctionDef)
     assert code_lines(tree.body[0]) == 3
+
+
+def private_names_defined(tree: ast.AST) -> set[str]:
+    """Names with one leading underscore that a file gives to functions, classes, variables and attributes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def private_names_used(tree: ast.AST) -> set[str]:
+    """Private names that a file takes from others: imported, looked up on anything but itself, or patched."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
+            found |= {arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
+    return found
+
+
+def test_tests_reach_for_no_private_name():
+    """What a test must look at or change is public, so that the inside can change without it."""
+    ours = set().union(*(private_names_defined(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES))
+    reached = {}
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        reached[path.name] = (private_names_used(tree) - private_names_defined(tree) - SHOWN_BY_NAME) & ours
+    assert {name: found for name, found in reached.items() if found} == {}
+    assert private_names_used(ast.parse("loader._parts.patch(self._own)")) >= {"_parts"}

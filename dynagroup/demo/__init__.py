@@ -96,7 +96,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     order = np.random.default_rng(config.seed).permutation(len(texts))
     held_out, chosen = np.split(order, [min(HELD_OUT, len(texts) // 4)])
     chosen = chosen[: config.samples]
-    runs = _make_runs(config, lengths, chosen)
+    runs = make_runs(config, lengths, chosen)
     _train_both(config, texts, tokenizer, runs, held_out, lengths, device)
     figures = _figures(config, runs, lengths, str(device))
     print("\n" + _table(figures, runs))
@@ -132,7 +132,7 @@ def _tokenizer(config: DemoConfig, texts: Sequence[str]) -> Any:
     return tokenizer
 
 
-def _make_runs(config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np.int64]) -> list[Run]:
+def make_runs(config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np.int64]) -> list[Run]:
     """The same samples in the same updates, divided into fixed batches and into batches that fill the budget."""
     from dynagroup.budget.tokens import TokenBudget
     from dynagroup.demo.training import Run

@@ -86,9 +86,9 @@ def _attend(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype.itemsize == 2 and not dropout:
         longest = int(max_length_q or cu_seq_lens_q.diff().max())
-        out = _kernel(q, k, v, cu_seq_lens_q, longest, causal=causal, scale=scaling, window=sliding_window)
+        out = kernel(q, k, v, cu_seq_lens_q, longest, causal=causal, scale=scaling, window=sliding_window)
     else:
-        out = _one_by_one(q, k, v, cu_seq_lens_q, causal=causal, scale=scaling, window=sliding_window, dropout=dropout)
+        out = one_by_one(q, k, v, cu_seq_lens_q, causal=causal, scale=scaling, window=sliding_window, dropout=dropout)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
@@ -105,7 +105,7 @@ def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> 
     return torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
 
 
-def _kernel(
+def kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -138,7 +138,7 @@ def _kernel(
     return out
 
 
-def _one_by_one(
+def one_by_one(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -11,14 +11,9 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.online.align import Uneven
 from dynagroup.online.collate import LengthOf, Oversize, RefinementCollator
-from dynagroup.online.config import WINDOW_BYTES, OnlineConfig, as_hint, check_budget, check_sources, checked_kwargs
-from dynagroup.online.datasets import is_stream
-from dynagroup.online.epoch import Known
-from dynagroup.online.learned import LearnedLengths
-from dynagroup.online.requests import EpochOrders
+from dynagroup.online.config import WINDOW_BYTES, OnlineConfig
 from dynagroup.online.steps import OnlineSteps, Parts
 from dynagroup.online.takeover import taken_over
-from dynagroup.online.windows import Workers
 from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.work import Work
 from dynagroup.update.schedule import BatchSizeSchedule
@@ -118,29 +113,11 @@ class OnlineDataLoader(OnlineSteps):
             work=work,
             objective=objective,
         )
-        stream, kwargs = is_stream(dataset), checked_kwargs(dataloader_kwargs)
-        per_update = samples_per_update is not None
-        check_sources(
-            streams=stream, per_update=per_update, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler
-        )
         budget = as_budget(budget)
-        check_budget(budget)
-        collator = RefinementCollator(
-            collate_fn, budget, length_of, weigh=weigh, oversize=oversize, work=work, objective=objective
-        )
-        orders = EpochOrders(dataset, config, stream=stream, sampler=sampler, batch_sampler=batch_sampler)
-        learned = None if stream or batch_sampler is not None else LearnedLengths(len(dataset))
-        parts = Parts(
-            dataset=dataset,
-            stream=stream,
-            budget=budget,
-            config=config,
-            collator=collator,
-            orders=orders,
-            workers=Workers(dataset, collator, kwargs, window=config.window, max_bytes=config.window_bytes),
-            known=Known(learned, None if length_hint is None else as_hint(length_hint, len(dataset))),
-        )
-        super().__init__(parts, world=world)
+        cutting = {"weigh": weigh, "oversize": oversize, "work": work, "objective": objective}
+        collator = RefinementCollator(collate_fn, budget, length_of, **cutting)
+        order = {"sampler": sampler, "batch_sampler": batch_sampler, "length_hint": length_hint}
+        super().__init__(Parts.of(dataset, config, collator, dataloader_kwargs, **order), world=world)
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> OnlineDataLoader:

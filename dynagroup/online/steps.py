@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,10 +13,12 @@ from dynagroup.checks import Check
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.online.collate import RefinementCollator
-from dynagroup.online.config import OnlineConfig
+from dynagroup.online.config import OnlineConfig, as_hint, check_budget, check_sources, checked_kwargs
+from dynagroup.online.datasets import is_stream
 from dynagroup.online.epoch import EpochRun, Known
 from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds.base import Source
+from dynagroup.online.learned import LearnedLengths
 from dynagroup.online.records import Refined, Take
 from dynagroup.online.requests import EpochOrders, UpdateMark
 from dynagroup.online.saved import SCHEMA, checked_states
@@ -63,6 +65,44 @@ class Parts:
     orders: EpochOrders
     workers: Workers
     known: Known
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        config: OnlineConfig,
+        collator: RefinementCollator,
+        dataloader_kwargs: Mapping[str, Any],
+        *,
+        sampler: Iterable[int] | None,
+        batch_sampler: Iterable[Sequence[int]] | None,
+        length_hint: Any,
+    ) -> Parts:
+        """What these make together.
+
+        Raises:
+            ConfigError: two of them exclude each other.
+        """
+        stream, kwargs = is_stream(dataset), checked_kwargs(dataloader_kwargs)
+        check_sources(
+            streams=stream,
+            per_update=config.samples_per_update is not None,
+            shuffle=config.shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+        )
+        check_budget(collator.budget)
+        learned = None if stream or batch_sampler is not None else LearnedLengths(len(dataset))
+        return cls(
+            dataset=dataset,
+            stream=stream,
+            budget=collator.budget,
+            config=config,
+            collator=collator,
+            orders=EpochOrders(dataset, config, stream=stream, sampler=sampler, batch_sampler=batch_sampler),
+            workers=Workers(dataset, collator, kwargs, window=config.window, max_bytes=config.window_bytes),
+            known=Known(learned, None if length_hint is None else as_hint(length_hint, len(dataset))),
+        )
 
     def sizes(self) -> UpdateSizes | None:
         """How many samples each update holds; None without ``samples_per_update``."""

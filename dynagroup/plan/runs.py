@@ -81,11 +81,11 @@ def fewest(window: SortedWindow) -> IntArray:
 def least_time(window: SortedWindow, per_step: float) -> IntArray:
     """The runs of least total work plus ``per_step`` each: exact up to 65,536 samples."""
     if len(window) > EXACT_UP_TO:
-        return _one_by_one(window, per_step)
-    return _by_queue(window, per_step) if window.allowed is None else _by_sizes(window, per_step)
+        return one_by_one(window, per_step)
+    return by_queue(window, per_step) if window.allowed is None else _by_sizes(window, per_step)
 
 
-def _by_queue(window: SortedWindow, per_step: float) -> IntArray:
+def by_queue(window: SortedWindow, per_step: float) -> IntArray:
     """Least time by dynamic programming: ``best[stop] = min over start of best[start] + per_step + (stop - start) * work``.
 
     Every start is a straight line in ``stop``, from its own place to its reach. Later lines are flatter and reach further:
@@ -156,7 +156,7 @@ def _offsets(came_from: list[int]) -> IntArray:
     return np.asarray(offsets[::-1], np.int64)
 
 
-def _one_by_one(window: SortedWindow, per_step: float) -> IntArray:
+def one_by_one(window: SortedWindow, per_step: float) -> IntArray:
     """Each run, from the longest sample on, as large as makes its price and padding a sample least.
 
     A run should end where what its samples are padded down to the next sample's length has paid for a new run; that

@@ -371,13 +371,16 @@ def test_a_run_has_as_many_updates_as_the_plain_trainers(tmp_path, epochs):
     assert epochs != 2.1 or steps[0] == 21
 
 
-def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path):
+def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path, monkeypatch):
     from dynagroup.integrations.host import host_order
 
     runs = [trainer("causal", tmp_path, fits=fits, train_sampling_strategy="group_by_length",
                     per_device_train_batch_size=4, gradient_accumulation_steps=2) for fits in (False, True)]  # fmt: skip
-    samplers = [host_order(Trainer.get_train_dataloader(runs[0])), host_order(runs[1]._host_dataloader())]
-    assert [sampler.batch_size for sampler in samplers] == [8, 8]
+    hosts, upstream = [], Trainer.get_train_dataloader
+    monkeypatch.setattr(Trainer, "get_train_dataloader", lambda self: hosts.append(upstream(self)) or hosts[-1])
+    for run in runs:
+        run.get_train_dataloader()
+    assert [host_order(host).batch_size for host in hosts] == [8, 8]
     assert runs[1].args.gradient_accumulation_steps == 1
 
 

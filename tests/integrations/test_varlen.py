@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.varlen import _kernel, use_varlen_attention
+from dynagroup.integrations.varlen import kernel, use_varlen_attention
 from tests import models
 
 SIZES = {"width": 32, "heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -115,13 +115,13 @@ def test_what_is_no_transformers_model_is_refused():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
 def test_the_kernel_gives_what_one_by_one_gives():
-    from dynagroup.integrations.varlen import _one_by_one
+    from dynagroup.integrations.varlen import one_by_one
 
     borders = torch.tensor([0, 7, 8, 24], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(24, heads, 32, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
     for window in (None, 4):
         options = {"causal": True, "scale": 0.3, "window": window}
         torch.testing.assert_close(
-            _kernel(q, k, v, borders, 16, **options), _one_by_one(q, k, v, borders, **options, dropout=0.0),
+            kernel(q, k, v, borders, 16, **options), one_by_one(q, k, v, borders, **options, dropout=0.0),
             rtol=2e-2, atol=2e-2,
         )  # fmt: skip

@@ -129,8 +129,8 @@ def test_large_windows_are_cut_run_by_run_nearly_as_well(per_step: float, max_to
     tokens = np.sort(np.random.default_rng(0).lognormal(5.5, 0.8, 70_000).astype(np.int64) + 1)[::-1]
     most = np.minimum(np.maximum(max_tokens // tokens, 1), np.arange(len(tokens), 0, -1))
     window = SortedWindow.of(tokens.astype(np.float64), most, None)
-    taken = [window.total(o).sum() + per_step * (len(o) - 1) for o in (runs._by_queue(window, per_step),
-                                                                      runs._one_by_one(window, per_step))]  # fmt: skip
+    taken = [window.total(o).sum() + per_step * (len(o) - 1) for o in (runs.by_queue(window, per_step),
+                                                                      runs.one_by_one(window, per_step))]  # fmt: skip
     assert taken[0] <= taken[1] <= 1.001 * taken[0]
     rounded = least_time(SortedWindow.of(tokens.astype(np.float64), most, multiple_of(8)), per_step)
     assert (np.diff(rounded) <= most[rounded[:-1]]).all()
