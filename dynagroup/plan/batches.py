@@ -102,8 +102,12 @@ def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
     return BatchShape(batches.sizes, longest, total)
 
 
-def longest_first(lengths: Streams) -> IntArray:
-    """Positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
+def longest_first(lengths: Streams, padded: Sequence[str] = (TOKENS,)) -> IntArray:
+    """Positions sorted by tokens, longest first, then by the other streams; ties keep their order. Of several padded streams
+    the sum comes first."""
+    if len(padded) > 1:
+        tokens = np.sum([lengths[name].astype(np.int64) for name in padded], axis=0)
+        return np.lexsort([*(-lengths[name].astype(np.int64) for name in reversed(padded)), -tokens])
     if len(lengths) > 1:
         others = [-values for name, values in lengths.items() if name != TOKENS]
         return np.lexsort([*others[::-1], -lengths[TOKENS]])

@@ -5,21 +5,24 @@ One kernel serves planning a million known lengths and re-cutting one window ins
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.checks import check_choice
+from dynagroup.plan.alike import AlikeWindow
 from dynagroup.plan.batches import Batches, longest_first
+from dynagroup.plan.boxes import orders_of
 from dynagroup.plan.pack import pack
 from dynagroup.plan.reach import most_by_start
 from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.runs import EXACT_UP_TO, SortedWindow, fewest, least_time
+from dynagroup.plan.runs import EXACT_UP_TO, OrderedWindow, SortedWindow, fewest
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams, round_up
 
-__all__ = ["DEFAULT_WORK", "OBJECTIVES", "Objective", "cut", "price_of", "runs_of", "sorted_window"]
+__all__ = ["DEFAULT_WORK", "OBJECTIVES", "Objective", "by_longest", "cut", "ordered_windows", "price_of", "runs_of"]
 
 Objective: TypeAlias = Literal["time", "fewest"]
 OBJECTIVES = ("time", "fewest")
@@ -37,7 +40,8 @@ def cut(
 ) -> Batches:
     """Divide one window of samples into batches that fit ``budget``.
 
-    A padded window is sorted, longest first (ties keep their order), and cut into runs. A packed one is filled first-fit
+    A padded window is sorted, longest first (ties keep their order), and cut into runs; with several padded streams it is
+    ordered so that neighbours are alike in all of them. A packed one is filled first-fit
     decreasing on token sums, and samples keep their order of arrival inside a batch. A sample that does not fit even
     alone gets a batch of its own; the caller decides what becomes of it.
 
@@ -49,7 +53,7 @@ def cut(
         round_batch: batch sizes are chosen among the values of this function.
 
     Returns:
-        Positions into the window. Padded: longest batch first. Packed: in order of arrival.
+        Positions into the window. Padded: longest batch first, of several streams by their sum. Packed: in order of arrival.
 
     Raises:
         ConfigError: ``objective`` or ``round_batch`` is wrong. BudgetError: the budget breaks its law.
@@ -64,31 +68,66 @@ def cut(
         return Batches(np.zeros(0, np.int64), np.zeros(1, np.int64))
     if budget.layout == "packed":
         return pack(lengths, budget, work=work, round_batch=round_batch)
-    order, window = sorted_window(lengths, budget, work, objective, round_batch)
-    return Batches(order, runs_of(window, work, objective))
+    windows = ordered_windows(lengths, budget, work, objective, round_batch)
+    price = price_of(windows, work, objective)
+    cuts = [(order, window, runs_of(window, price, objective)) for order, window in windows]
+    order, _, offsets = min(cuts, key=lambda cut: float(cut[1].total(cut[2]).sum()) + price * (len(cut[2]) - 1))
+    batches = Batches(order, offsets)
+    return batches.take(by_longest(batches, lengths, budget))
 
 
-def runs_of(window: SortedWindow, work: Work, objective: Objective) -> IntArray:
-    """The cut of one rank, as offsets into the sorted window."""
+def runs_of(window: OrderedWindow, price: float, objective: Objective) -> IntArray:
+    """The cut of one rank, as offsets into the ordered window."""
     if objective == "fewest" and len(window) > EXACT_UP_TO:
         return fewest(window)
-    return least_time(window, price_of(window, work, objective))
+    return window.least_time(price)
 
 
-def price_of(window: SortedWindow, work: Work, objective: Objective) -> float:
-    """What a further batch costs; with "fewest" more than any padding."""
-    return work.per_step if objective == "time" else 1.0 + len(window) * float(window.work[0])
+def price_of(windows: Sequence[tuple[IntArray, OrderedWindow]], work: Work, objective: Objective) -> float:
+    """What a further batch costs, in any order of a window; with "fewest" more than any padding."""
+    if objective == "time":
+        return work.per_step
+    return 1.0 + max(len(window) * window.heaviest for _, window in windows)
 
 
-def sorted_window(
+def by_longest(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
+    """Numbers of a cut's batches, the one with the longest sample first; of one padded stream they are in that order already."""
+    names = padded_streams(budget, lengths)
+    if len(names) == 1:
+        return np.arange(len(batches))
+    tokens = np.sum([lengths[name][batches.order].astype(np.int64) for name in names], axis=0)
+    return np.argsort(-np.maximum.reduceat(tokens, batches.offsets[:-1]), kind="stable")
+
+
+def ordered_windows(
     lengths: Streams, budget: Budget, work: Work, objective: Objective, round_batch: RoundBatch | None
-) -> tuple[IntArray, SortedWindow]:
-    """A padded window's positions, longest first, and what cutting needs to know of it; not empty.
+) -> list[tuple[IntArray, OrderedWindow]]:
+    """A padded window's positions in the orders that are worth cutting, and what cutting needs to know of each; not empty.
 
-    With "fewest" a sample's padded tokens stand for its work.
+    One padded stream: longest first, and nothing else can be better. Several: see :mod:`dynagroup.plan.boxes`. With "fewest" a
+    sample's padded tokens stand for its work.
     """
-    order = longest_first(lengths)
+    names = padded_streams(budget, lengths)
+    if len(names) == 1:
+        return [_ordered(longest_first(lengths), lengths, names, budget, work, objective, round_batch)]
+    return [
+        _ordered(order, lengths, names, budget, work, objective, round_batch) for order in orders_of(lengths, names)
+    ]
+
+
+def _ordered(
+    order: IntArray,
+    lengths: Streams,
+    names: Sequence[str],
+    budget: Budget,
+    work: Work,
+    objective: Objective,
+    round_batch: RoundBatch | None,
+) -> tuple[IntArray, OrderedWindow]:
     ordered = {name: values[order] for name, values in lengths.items()}
-    padded = round_up(ordered[TOKENS].astype(np.int64), budget.pad_to_multiple_of)
-    each = work.of_lengths(padded) if objective == "time" else padded.astype(np.float64)
-    return order, SortedWindow.of(each, most_by_start(ordered, budget), round_batch)
+    padded = [round_up(ordered[name].astype(np.int64), budget.pad_to_multiple_of) for name in names]
+    each = [work.of_lengths(p) if objective == "time" else p.astype(np.float64) for p in padded]
+    most = most_by_start(ordered, budget)
+    if len(each) == 1:
+        return order, SortedWindow.of(each[0], most, round_batch)
+    return order, AlikeWindow.of_streams(each, most, round_batch)

@@ -60,8 +60,8 @@ def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
     """Samples that fit one batch even if they are the longest in every stream; those that do not fit alone do not count.
 
     >>> from dynagroup.budget.tokens import TokenBudget
-    >>> most_of_the_longest({"tokens": np.array([3, 9, 2, 50])}, TokenBudget(40))
-    4
+    >>> most_of_the_longest({"tokens": np.array([3, 9, 2, 50])}, TokenBudget(20))
+    2
     """
     wide = {name: values.astype(np.int64) for name, values in lengths.items()}
     count = len(next(iter(wide.values())))

@@ -13,7 +13,7 @@ from dynagroup.checks import check_int
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
-from dynagroup.plan.runs import SortedWindow, least_time
+from dynagroup.plan.runs import SortedWindow
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
 
 __all__ = ["ShapeLadder"]
@@ -102,10 +102,10 @@ def _rungs(falling: IntArray, num_shapes: int) -> IntArray:
     left = np.arange(len(falling), 0, -1)
     window = SortedWindow.of(falling.astype(np.float64), left, None)
     low, high = 0.0, 1.0 + float(falling[0]) * len(falling)
-    best = least_time(window, high)
+    best = window.least_time(high)
     for _ in range(40):
         middle = (low + high) / 2
-        tried = least_time(window, middle)
+        tried = window.least_time(middle)
         if len(tried) - 1 <= num_shapes:
             best, high = tried, middle
         else:

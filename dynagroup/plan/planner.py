@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import BudgetError
@@ -161,7 +161,9 @@ class Planner:
         lengths = {name: values[indices] for name, values in self.lengths.items()}
         batches = cut_rows(lengths, self.budget, world_size, **self._how)
         prove(batches, len(indices), lengths, self.budget, self._oversize[indices])
-        smallest = longest_first(lengths)[::-1] if len(batches) % world_size else batches.order
+        smallest = batches.order
+        if len(batches) % world_size:
+            smallest = longest_first(lengths, padded_streams(self.budget, lengths))[::-1]
         rows = arrange(batches, world_size, config.uneven, smallest)
         table = rows.table
         if config.shuffle and config.samples_per_update is None:

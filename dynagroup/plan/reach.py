@@ -1,13 +1,13 @@
-"""How far a batch may reach: for every start in a sorted window, the most samples that fit together."""
+"""How far a batch may reach: for every start in an ordered window, the most samples that fit together."""
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import offsets_of
+from dynagroup.plan.maxima import RunMaxima
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
 __all__ = ["most_by_start"]
@@ -16,7 +16,8 @@ BLOCK = 4096  # starts whose longest fitting runs are searched together
 
 
 def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
-    """Most samples that a batch may have which starts at a position of the sorted window: int64 (N,), at least 1.
+    """Most samples that a batch may have which starts at a position of the window: int64 (N,), at least 1. One stream must
+    be sorted, longest first; of several any order will do.
 
     Because a budget is monotone, what starts later reaches at least as far.
 
@@ -64,27 +65,14 @@ def _longest_fitting_runs(ordered: Streams, budget: Budget, starts: IntArray, re
 
 
 class _Runs:
-    """Shapes of runs of a window: totals from running sums, maxima from maxima over powers of two."""
+    """Shapes of runs of a window."""
 
     def __init__(self, ordered: Streams, start: int, stop: int, reach: int) -> None:
         self._start = start
-        self._maxima = {name: self._doubling(values[start:stop], reach) for name, values in ordered.items()}
+        self._maxima = {name: RunMaxima(values[start:stop], reach - 1) for name, values in ordered.items()}
         self._sums = {name: offsets_of(values[start:stop].astype(np.int64)) for name, values in ordered.items()}
-
-    @staticmethod
-    def _doubling(values: NDArray[np.int32], reach: int) -> NDArray[np.int32]:
-        levels = [values]
-        width = 1
-        while 2 * width < reach:
-            last = levels[-1]
-            shifted = np.append(last[width:], np.zeros(min(width, len(last)), np.int32))
-            levels.append(np.maximum(last, shifted))
-            width *= 2
-        return np.stack(levels)
 
     def shape(self, starts: IntArray, sizes: IntArray) -> BatchShape:
         begin = starts - self._start
-        level = np.frexp(sizes.astype(np.float64))[1] - 1
-        second = begin + sizes - (1 << level.astype(np.int64))
-        longest = {n: np.maximum(m[level, begin], m[level, second]).astype(np.int64) for n, m in self._maxima.items()}
+        longest = {name: maxima.of(begin, sizes).astype(np.int64) for name, maxima in self._maxima.items()}
         return BatchShape(sizes, longest, {n: sums[begin + sizes] - sums[begin] for n, sums in self._sums.items()})

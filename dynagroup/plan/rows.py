@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cut import DEFAULT_WORK, Objective, cut, price_of, runs_of, sorted_window
+from dynagroup.plan.cut import DEFAULT_WORK, Objective, by_longest, cut, ordered_windows, price_of, runs_of
 from dynagroup.plan.even import evened
 from dynagroup.plan.interleave import interleaved
 from dynagroup.plan.pack import pack
 from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.runs import SortedWindow, by_rows, fewest, split_dearest, under_one_limit
+from dynagroup.plan.runs import OrderedWindow, SortedWindow, by_rows, fewest, split_dearest, under_one_limit
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
@@ -54,22 +54,25 @@ def cut_rows(
         batches = pack(lengths, budget, num_ranks, work=work, round_batch=round_batch)
         batches = even_out(batches, num_ranks)
         return batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
-    order, window = sorted_window(lengths, budget, work, objective, round_batch)
-    offsets = _closer(window, _one_of(window, num_ranks, work, objective), num_ranks)
-    work_of = window.total(offsets)
-    by_row = _in_rows(work_of, num_ranks)
 
-    def sorted_again(positions: IntArray) -> tuple[IntArray, SortedWindow]:
+    def orders_of(positions: IntArray) -> list[tuple[IntArray, OrderedWindow]]:
         few = {name: values[positions] for name, values in lengths.items()}
-        return sorted_window(few, budget, work, objective, round_batch)
+        return ordered_windows(few, budget, work, objective, round_batch)
 
-    return evened(Batches(order, offsets).take(by_row), work_of[by_row], num_ranks, sorted_again)
+    windows = ordered_windows(lengths, budget, work, objective, round_batch)
+    price = price_of(windows, work, objective)
+    cuts = [(order, window, _one_of(window, num_ranks, price, objective)) for order, window in windows]
+    order, window, offsets = min(cuts, key=lambda cut: _rank_of(cut[1], cut[2], num_ranks, price))
+    offsets = _closer(window, offsets, num_ranks)
+    batches, work_of = Batches(order, offsets), window.total(offsets)
+    in_front = by_longest(batches, lengths, budget)
+    by_row = in_front[_in_rows(work_of[in_front], num_ranks)]
+    return evened(batches.take(by_row), work_of[by_row], num_ranks, orders_of)
 
 
-def _one_of(window: SortedWindow, num_ranks: int, work: Work, objective: Objective) -> IntArray:
+def _one_of(window: OrderedWindow, num_ranks: int, price: float, objective: Objective) -> IntArray:
     """The cut of least predicted time among those that fill rows: it decides how many rows there are."""
-    price = price_of(window, work, objective)
-    found = [_filled(window, runs_of(window, work, objective), num_ranks)]
+    found = [_filled(window, runs_of(window, price, objective), num_ranks)]
     if len(found[0]) - 1 <= FEW_ROWS * num_ranks:
         found += [_filled(window, offsets, num_ranks) for offsets in _in_few_rows(window, num_ranks, price)]
     full = [offsets for offsets in found if (len(offsets) - 1) % num_ranks == 0]
@@ -78,18 +81,23 @@ def _one_of(window: SortedWindow, num_ranks: int, work: Work, objective: Objecti
     return min(full, key=lambda o: _time_of(window.total(o), num_ranks, price))
 
 
-def _closer(window: SortedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
+def _closer(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
     """As many rows of less time, if there are any."""
-    if (len(offsets) - 1) % num_ranks:
+    if (len(offsets) - 1) % num_ranks or not isinstance(window, SortedWindow):
         return offsets
     tried = _filled(window, interleaved(window, offsets, num_ranks), num_ranks)
     found = [offsets, tried] if len(tried) == len(offsets) else [offsets]
     return min(found, key=lambda o: _time_of(window.total(o), num_ranks, 0.0))
 
 
-def _in_few_rows(window: SortedWindow, num_ranks: int, price: float) -> list[IntArray]:
+def _rank_of(window: OrderedWindow, offsets: IntArray, num_ranks: int, price: float) -> tuple[bool, float]:
+    """Least for the best cut: rows are full, time is least."""
+    return (len(offsets) - 1) % num_ranks != 0, _time_of(window.total(offsets), num_ranks, price)
+
+
+def _in_few_rows(window: OrderedWindow, num_ranks: int, price: float) -> list[IntArray]:
     """Cuts for a window of few rows: each row under its own limit of work, and all under one, in as many rows or the fewest."""
-    cuts = by_rows(window, num_ranks, price)
+    cuts = by_rows(window, num_ranks, price) if isinstance(window, SortedWindow) else [window.least_time(price)]
     rows = {-(-(len(offsets) - 1) // num_ranks) for offsets in [*cuts, fewest(window)]}
     even = [under_one_limit(window, number * num_ranks) for number in sorted(rows)]
     return [*cuts, *(offsets for offsets in even if offsets is not None)]
@@ -117,10 +125,11 @@ def num_fewest(lengths: Streams, budget: Budget, round_batch: RoundBatch | None 
     """The fewest batches that a window can be cut into (packed: that packing finds)."""
     if budget.layout == "packed" or not len(lengths[TOKENS]):
         return len(cut(lengths, budget, objective="fewest", round_batch=round_batch))
-    return len(fewest(sorted_window(lengths, budget, DEFAULT_WORK, "fewest", round_batch)[1])) - 1
+    windows = ordered_windows(lengths, budget, DEFAULT_WORK, "fewest", round_batch)
+    return min(len(fewest(window)) for _, window in windows) - 1
 
 
-def _filled(window: SortedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
+def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
     """The runs, split until their number divides by the ranks; into sizes that are not allowed only where it must be."""
     number = -(-(len(offsets) - 1) // num_ranks) * num_ranks
     offsets = split_dearest(window, offsets, number)

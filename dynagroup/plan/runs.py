@@ -1,4 +1,4 @@
-"""Cut a sorted window into runs: fewest, or least in predicted time. Pure arithmetic on positions.
+"""Cut an ordered window into runs: fewest, or least in predicted time. Pure arithmetic on positions.
 
 A division into runs is its offsets: int64 (B + 1,), from 0 to the number of samples.
 """
@@ -6,6 +6,7 @@ A division into runs is its offsets: int64 (B + 1,), from 0 to the number of sam
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,17 @@ from numpy.typing import NDArray
 from dynagroup.plan.rounding import RoundBatch, allowed_sizes
 from dynagroup.shapes import IntArray
 
-__all__ = ["TINY", "SortedWindow", "by_rows", "fewest", "least_time", "split_dearest", "under_one_limit"]
+__all__ = [
+    "TINY",
+    "OrderedWindow",
+    "SortedWindow",
+    "by_rows",
+    "by_sizes",
+    "fewest",
+    "offsets_of_path",
+    "split_dearest",
+    "under_one_limit",
+]
 
 EXACT_UP_TO = 1 << 16
 """Samples; beyond them neighbours are so alike that a batch can be chosen by itself, in a tenth of the time and memory."""
@@ -31,11 +42,11 @@ TABLE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class SortedWindow:
-    """What cutting needs to know of a window, longest sample first."""
+class OrderedWindow(ABC):
+    """What cutting needs to know of a window in the order in which it is cut. A run becomes no less work with a sample more."""
 
     work: NDArray[np.float64]
-    """Work of one sample padded to the length of the sample at each position: float64 (N,), falling."""
+    """Work of the sample at each position by itself: float64 (N,)."""
     most: IntArray
     """Samples that a batch which starts at a position may have: int64 (N,), at least 1 and at most what is left."""
     allowed: IntArray | None = None
@@ -44,10 +55,27 @@ class SortedWindow:
     def __len__(self) -> int:
         return len(self.work)
 
-    def capped(self, work: float) -> SortedWindow:
+    @abstractmethod
+    def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
+        """Work of the runs of so many samples from these positions on."""
+
+    @abstractmethod
+    def capped(self, work: float) -> OrderedWindow:
         """The same window where no batch may be more work than this, unless it is a single sample."""
-        by_work = np.minimum(work / np.maximum(self.work, TINY), len(self)).astype(np.int64)
-        return replace(self, most=np.maximum(np.minimum(self.most, by_work), 1))
+
+    @abstractmethod
+    def least_time(self, per_step: float) -> IntArray:
+        """The runs of least total work plus ``per_step`` each."""
+
+    @property
+    @abstractmethod
+    def heaviest(self) -> float:
+        """No sample of any run is more work than this."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """Work of the dearest run that a budget allows."""
 
     def rounded(self, most: IntArray) -> IntArray:
         """The largest allowed sizes up to these."""
@@ -55,18 +83,44 @@ class SortedWindow:
             return most
         return self.allowed[np.searchsorted(self.allowed, most, side="right") - 1]
 
+    def total(self, offsets: IntArray) -> NDArray[np.float64]:
+        """Work of each run."""
+        return self.work_of(offsets[:-1], np.diff(offsets))
+
+
+@dataclass(frozen=True, slots=True)
+class SortedWindow(OrderedWindow):
+    """A window of one padded stream, longest sample first: ``work`` falls, and the first of a run says what each is padded to."""
+
+    @property
+    def heaviest(self) -> float:
+        return float(self.work[0])
+
+    @property
+    def largest(self) -> float:
+        return float((self.most * self.work).max())
+
+    def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
+        return sizes * self.work[starts]
+
+    def least_time(self, per_step: float) -> IntArray:
+        """Exact up to 65,536 samples."""
+        if len(self) > EXACT_UP_TO:
+            return one_by_one(self, per_step)
+        return by_queue(self, per_step) if self.allowed is None else by_sizes(self, per_step)
+
+    def capped(self, work: float) -> SortedWindow:
+        by_work = np.minimum(work / np.maximum(self.work, TINY), len(self)).astype(np.int64)
+        return replace(self, most=np.maximum(np.minimum(self.most, by_work), 1))
+
     @classmethod
     def of(cls, work: NDArray[np.float64], most: IntArray, round_batch: RoundBatch | None) -> SortedWindow:
         allowed = None if round_batch is None else allowed_sizes(int(most.max(initial=1)), round_batch)
         return cls(work, most, allowed)
 
-    def total(self, offsets: IntArray) -> NDArray[np.float64]:
-        """Work of each run."""
-        return np.diff(offsets) * self.work[offsets[:-1]]
 
-
-def fewest(window: SortedWindow) -> IntArray:
-    """The fewest runs: each, from the longest sample on, as large as it may be.
+def fewest(window: OrderedWindow) -> IntArray:
+    """The fewest runs: each, from the first sample on, as large as it may be.
 
     No other cut can be ahead of it after any number of runs, because what starts later reaches at least as far.
     """
@@ -76,13 +130,6 @@ def fewest(window: SortedWindow) -> IntArray:
         start = reach[start]
         offsets.append(start)
     return np.asarray(offsets, np.int64)
-
-
-def least_time(window: SortedWindow, per_step: float) -> IntArray:
-    """The runs of least total work plus ``per_step`` each: exact up to 65,536 samples."""
-    if len(window) > EXACT_UP_TO:
-        return one_by_one(window, per_step)
-    return by_queue(window, per_step) if window.allowed is None else _by_sizes(window, per_step)
 
 
 def by_queue(window: SortedWindow, per_step: float) -> IntArray:
@@ -128,28 +175,29 @@ def by_queue(window: SortedWindow, per_step: float) -> IntArray:
     while front < tail and since[front + 1] <= num:
         front += 1
     came_from[num] = lines[front][0]
-    return _offsets(came_from)
+    return offsets_of_path(came_from)
 
 
-def _by_sizes(window: SortedWindow, per_step: float) -> IntArray:
-    """The same minimum over the allowed sizes only: O(N * sizes) time, O(N) memory."""
+def by_sizes(window: OrderedWindow, per_step: float) -> IntArray:
+    """The least time over the allowed sizes only: O(N * sizes) time, O(N) memory."""
     assert window.allowed is not None
-    num, work = len(window), window.work.tolist()
+    num = len(window)
     counts = np.searchsorted(window.allowed, window.most, side="right").tolist()
     best = np.full(num + 1, np.inf)
     best[0] = 0.0
     came_from = np.zeros(num + 1, np.int64)
     for start in range(num):
         sizes = window.allowed[: counts[start]]
-        cost = best[start] + per_step + sizes * work[start]
+        cost = best[start] + per_step + window.work_of(start, sizes)
         stops = start + sizes
         better = cost < best[stops]
         best[stops[better]] = cost[better]
         came_from[stops[better]] = start
-    return _offsets(came_from.tolist())
+    return offsets_of_path(came_from.tolist())
 
 
-def _offsets(came_from: list[int]) -> IntArray:
+def offsets_of_path(came_from: list[int]) -> IntArray:
+    """Offsets from where each stop was come from."""
     offsets = [len(came_from) - 1]
     while offsets[-1] > 0:
         offsets.append(came_from[offsets[-1]])
@@ -200,7 +248,7 @@ def _bracket(has_paid: Callable[[int, int], bool], start: int, guess: int, limit
     return low, min(high, limit + 1)
 
 
-def split_dearest(window: SortedWindow, offsets: IntArray, number: int) -> IntArray:
+def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntArray:
     """The runs, the dearest of them split until there are ``number``, or only single samples.
 
     Nothing is dropped or repeated, and a part of a run that fits also fits. Parts have allowed sizes.
@@ -209,7 +257,6 @@ def split_dearest(window: SortedWindow, offsets: IntArray, number: int) -> IntAr
                                                              offsets[1:].tolist(), strict=True) if stop - start > 1]  # fmt: skip
     heapq.heapify(heap)
     inner: list[int] = []
-    work = window.work.data
     while len(offsets) - 1 + len(inner) < number and heap:
         _, start, stop = heapq.heappop(heap)
         middle = _middle(window, start, stop)
@@ -218,27 +265,27 @@ def split_dearest(window: SortedWindow, offsets: IntArray, number: int) -> IntAr
         inner.append(middle)
         for first, last in ((start, middle), (middle, stop)):
             if last - first > 1:
-                heapq.heappush(heap, ((first - last) * work[first], first, last))
+                heapq.heappush(heap, (-float(window.work_of(first, last - first)), first, last))
     return np.sort(np.append(offsets, np.asarray(inner, np.int64)))
 
 
-def _middle(window: SortedWindow, start: int, stop: int) -> int | None:
+def _middle(window: OrderedWindow, start: int, stop: int) -> int | None:
     """Where to split a run so that the dearer part is least work; None where no allowed sizes make it up."""
     first = np.arange(1, stop - start)
     if window.allowed is not None:
         first = first[np.isin(first, window.allowed) & np.isin(stop - start - first, window.allowed)]
         if not len(first):
             return None
-    dearer = np.maximum(first * window.work[start], (stop - start - first) * window.work[start + first])
+    dearer = np.maximum(window.work_of(start, first), window.work_of(start + first, stop - start - first))
     return start + int(first[np.argmin(dearer)])
 
 
-def under_one_limit(window: SortedWindow, most_runs: int, high: float = np.inf) -> IntArray | None:
+def under_one_limit(window: OrderedWindow, most_runs: int, high: float = np.inf) -> IntArray | None:
     """At most so many runs, none of more work than the others can be brought under, by bisection; None where that is too few.
 
     ``high``: work that they can all be brought under for certain.
     """
-    low, high = float(window.work.sum()) / most_runs, min(high, float((window.most * window.work).max()))
+    low, high = float(window.work.sum()) / most_runs, min(high, window.largest)
     best = fewest(window)
     if len(best) - 1 > most_runs:
         return None

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cut import cut
@@ -70,6 +70,12 @@ class EpochWindows:
         self._lengths, self._budget, self._config = lengths, budget, config
         self._kept = None if left_out is None else ~left_out
         self._num_samples = len(lengths[TOKENS])
+
+    @cached_property
+    def _tokens(self) -> NDArray[np.integer]:
+        """Tokens of each sample in all padded streams."""
+        streams = [self._lengths[name] for name in padded_streams(self._budget, self._lengths)]
+        return streams[0] if len(streams) == 1 else np.add.reduce(streams, axis=0, dtype=np.int64)
 
     @cached_property
     def batch_size(self) -> float:
@@ -182,7 +188,7 @@ class EpochWindows:
     def _leading_window(self, ordered: _EpochSamples, size: int) -> int:
         if not self._config.hardest_first or len(ordered) <= size:
             return 0
-        return ordered.position_of_longest(self._lengths[TOKENS]) // size
+        return ordered.position_of_longest(self._tokens) // size
 
     def filled(self, window: Window, following: Iterator[Window], world_size: int) -> Window:
         """The window, with those after it that it needs to fill its rows on a number of ranks the epoch did not start with."""
@@ -238,7 +244,7 @@ class _EpochSamples:
             self._block, self._block_at = drawn[start : start + BLOCK], start
         return self._block[start - self._block_at : stop - self._block_at]
 
-    def position_of_longest(self, tokens: NDArray[np.int32]) -> int:
+    def position_of_longest(self, tokens: NDArray[np.integer]) -> int:
         if self._given is not None:
             return int(np.argmax(tokens[self._given]))
         longest = np.asarray([np.argmax(tokens if self._kept is None else tokens[self._kept])], np.int64)

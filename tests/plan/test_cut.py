@@ -17,7 +17,7 @@ from dynagroup.plan import runs
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import cut
 from dynagroup.plan.rounding import RoundBatch, friendly_size, multiple_of, smaller_size
-from dynagroup.plan.runs import SortedWindow, least_time
+from dynagroup.plan.runs import SortedWindow
 from dynagroup.plan.work import Work
 from dynagroup.shapes import BatchShape, IntArray, Streams
 from tests import strategies
@@ -132,7 +132,7 @@ def test_large_windows_are_cut_run_by_run_nearly_as_well(per_step: float, max_to
     taken = [window.total(o).sum() + per_step * (len(o) - 1) for o in (runs.by_queue(window, per_step),
                                                                       runs.one_by_one(window, per_step))]  # fmt: skip
     assert taken[0] <= taken[1] <= 1.001 * taken[0]
-    rounded = least_time(SortedWindow.of(tokens.astype(np.float64), most, multiple_of(8)), per_step)
+    rounded = SortedWindow.of(tokens.astype(np.float64), most, multiple_of(8)).least_time(per_step)
     assert (np.diff(rounded) <= most[rounded[:-1]]).all()
     assert not (np.diff(rounded)[np.diff(rounded) > 8] % 8).any()
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.plan.batches import Batches
-from dynagroup.plan.cut import cut, runs_of, sorted_window
+from dynagroup.plan.cut import cut, ordered_windows, runs_of
 from dynagroup.plan.rounding import multiple_of, smaller_size
 from dynagroup.plan.rows import cut_rows, even_out, num_batches, prove
 from dynagroup.plan.runs import SortedWindow, split_dearest
@@ -46,8 +46,8 @@ def test_rows_are_full_wherever_a_batch_can_be_divided(
 
 def dealt_out(lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> Batches:
     """The cut of one rank, its dearest batches divided until they fill rows; row mates are neighbours in work."""
-    order, window = sorted_window(lengths, budget, work, "time", None)
-    runs = runs_of(window, work, "time")
+    [(order, window)] = ordered_windows(lengths, budget, work, "time", None)
+    runs = runs_of(window, work.per_step, "time")
     one = Batches(order, split_dearest(window, runs, -(-(len(runs) - 1) // ranks) * ranks))
     return one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
 
