@@ -28,7 +28,7 @@ from dynagroup.shapes import Streams
 from dynagroup.testing import assert_resumes_exactly
 from tests import strategies
 
-NAMES = ("tokens", "labels", "third")
+NAMES: tuple[str, ...] = ("tokens", "labels", "third")
 samples = st.integers(2, 3).flatmap(
     lambda num: st.lists(st.tuples(*[st.integers(0, 60)] * num), min_size=1, max_size=60)
 )
