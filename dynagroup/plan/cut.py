@@ -22,7 +22,17 @@ from dynagroup.plan.runs import EXACT_UP_TO, OrderedWindow, SortedWindow, fewest
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams, round_up
 
-__all__ = ["DEFAULT_WORK", "OBJECTIVES", "Objective", "by_longest", "cut", "ordered_windows", "price_of", "runs_of"]
+__all__ = [
+    "DEFAULT_WORK",
+    "OBJECTIVES",
+    "Objective",
+    "by_longest",
+    "cheapest_cut",
+    "cut",
+    "ordered_windows",
+    "price_of",
+    "runs_of",
+]
 
 Objective: TypeAlias = Literal["time", "fewest"]
 OBJECTIVES = ("time", "fewest")
@@ -69,11 +79,15 @@ def cut(
     if budget.layout == "packed":
         return pack(lengths, budget, work=work, round_batch=round_batch)
     windows = ordered_windows(lengths, budget, work, objective, round_batch)
-    price = price_of(windows, work, objective)
+    batches = cheapest_cut(windows, price_of(windows, work, objective), objective)
+    return batches.take(by_longest(batches, lengths, budget))
+
+
+def cheapest_cut(windows: Sequence[tuple[IntArray, OrderedWindow]], price: float, objective: Objective) -> Batches:
+    """The cut of one rank, in the order in which it is cheapest."""
     cuts = [(order, window, runs_of(window, price, objective)) for order, window in windows]
     order, _, offsets = min(cuts, key=lambda cut: float(cut[1].total(cut[2]).sum()) + price * (len(cut[2]) - 1))
-    batches = Batches(order, offsets)
-    return batches.take(by_longest(batches, lengths, budget))
+    return Batches(order, offsets)
 
 
 def runs_of(window: OrderedWindow, price: float, objective: Objective) -> IntArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +13,16 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cut import DEFAULT_WORK, Objective, by_longest, cut, ordered_windows, price_of, runs_of
+from dynagroup.plan.cut import (
+    DEFAULT_WORK,
+    Objective,
+    by_longest,
+    cheapest_cut,
+    cut,
+    ordered_windows,
+    price_of,
+    runs_of,
+)
 from dynagroup.plan.even import evened
 from dynagroup.plan.interleave import interleaved
 from dynagroup.plan.pack import pack
@@ -61,13 +71,24 @@ def cut_rows(
 
     windows = ordered_windows(lengths, budget, work, objective, round_batch)
     price = price_of(windows, work, objective)
-    cuts = [(order, window, _one_of(window, num_ranks, price, objective)) for order, window in windows]
-    order, window, offsets = min(cuts, key=lambda cut: _rank_of(cut[1], cut[2], num_ranks, price))
+    order, window, offsets = _cheapest(windows, num_ranks, price, objective)
     offsets = _closer(window, offsets, num_ranks)
     batches, work_of = Batches(order, offsets), window.total(offsets)
     in_front = by_longest(batches, lengths, budget)
     by_row = in_front[_in_rows(work_of[in_front], num_ranks)]
     return evened(batches.take(by_row), work_of[by_row], num_ranks, orders_of)
+
+
+def _cheapest(
+    windows: Sequence[tuple[IntArray, OrderedWindow]], num_ranks: int, price: float, objective: Objective
+) -> tuple[IntArray, OrderedWindow, IntArray]:
+    """Of the orders of a window the one that is cut best: rows are full, and take least predicted time."""
+    cuts = [(order, window, _one_of(window, num_ranks, price, objective)) for order, window in windows]
+    if len(cuts) == 1:
+        return cuts[0]
+    return min(
+        cuts, key=lambda cut: ((len(cut[2]) - 1) % num_ranks != 0, _time_of(cut[1].total(cut[2]), num_ranks, price))
+    )
 
 
 def _one_of(window: OrderedWindow, num_ranks: int, price: float, objective: Objective) -> IntArray:
@@ -88,11 +109,6 @@ def _closer(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArra
     tried = _filled(window, interleaved(window, offsets, num_ranks), num_ranks)
     found = [offsets, tried] if len(tried) == len(offsets) else [offsets]
     return min(found, key=lambda o: _time_of(window.total(o), num_ranks, 0.0))
-
-
-def _rank_of(window: OrderedWindow, offsets: IntArray, num_ranks: int, price: float) -> tuple[bool, float]:
-    """Least for the best cut: rows are full, time is least."""
-    return (len(offsets) - 1) % num_ranks != 0, _time_of(window.total(offsets), num_ranks, price)
 
 
 def _in_few_rows(window: OrderedWindow, num_ranks: int, price: float) -> list[IntArray]:
@@ -116,9 +132,11 @@ def num_batches(
     how: dict[str, Any] = {"work": work, "objective": objective, "round_batch": round_batch}
     if budget.layout == "packed" or not len(lengths[TOKENS]):
         return len(cut_rows(lengths, budget, num_ranks, **how))
-    window = sorted_window(lengths, budget, work, objective, round_batch)[1]
-    runs = runs_of(window, work, objective) if num_ranks == 1 else _one_of(window, num_ranks, work, objective)
-    return len(runs) - 1
+    windows = ordered_windows(lengths, budget, work, objective, round_batch)
+    price = price_of(windows, work, objective)
+    if num_ranks == 1:
+        return len(cheapest_cut(windows, price, objective))
+    return len(_cheapest(windows, num_ranks, price, objective)[2]) - 1
 
 
 def num_fewest(lengths: Streams, budget: Budget, round_batch: RoundBatch | None = None) -> int:

@@ -21,7 +21,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.boxes import alike_order
 from dynagroup.plan.cut import cut, ordered_windows
 from dynagroup.plan.rounding import multiple_of, smaller_size
-from dynagroup.plan.rows import cut_rows
+from dynagroup.plan.rows import cut_rows, num_batches
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.work import Work
 from dynagroup.shapes import Streams
@@ -73,6 +73,7 @@ def test_nothing_is_lost_and_every_batch_fits(
     assert fits_or_is_alone(batches, lengths, bound)
     assert len(batches) % ranks == 0 or (batches.sizes == 1).all()
     assert all(smaller_size(size, rounding) == size for size in cut(lengths, bound, **how).sizes.tolist())
+    assert num_batches(lengths, bound, ranks, **how) == len(batches)
     again = cut_rows(lengths, bound, ranks, **how)
     assert (again.order.tolist(), again.offsets.tolist()) == (batches.order.tolist(), batches.offsets.tolist())
 
