@@ -20,10 +20,12 @@ __all__ = [
     "TINY",
     "OrderedWindow",
     "SortedWindow",
+    "by_queue",
     "by_rows",
     "by_sizes",
     "fewest",
     "offsets_of_path",
+    "one_by_one",
     "split_dearest",
     "under_one_limit",
 ]
