@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynagroup.budget.base import Budget
-from dynagroup.errors import ConfigError
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.weigh import mean_items, predicts_next_token
@@ -179,7 +179,7 @@ def write_state(folder: str, loader: StepLoader[Any]) -> None:
     """This rank's place, into a checkpoint. What more ranks have left there goes."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     world = loader.world
-    Path(folder, f"dynagroup-rank{world.rank}.json").write_text(json.dumps(loader.state_dict()))
+    Path(folder, f"dynagroup-rank{world.rank}.json").write_text(json.dumps(loader.state_dict()), encoding="utf-8")
     if world.rank == 0:
         for path in Path(folder).glob("dynagroup-rank*.json"):
             if int(path.stem.removeprefix("dynagroup-rank")) >= world.size:
@@ -192,10 +192,17 @@ def read_states(folder: str) -> list[dict[str, Any]]:
     from accelerate.utils import gather_object
 
     found = [
-        (int(path.stem.removeprefix("dynagroup-rank")), json.loads(path.read_text()))
+        (int(path.stem.removeprefix("dynagroup-rank")), _read_state(path))
         for path in Path(folder).glob("dynagroup-rank*.json")
     ]
     return [state for _, state in sorted(dict(gather_object(found)).items())]
+
+
+def _read_state(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{path} is damaged, it is no JSON ({error}); resume from the checkpoint before it") from error
 
 
 def data_parallel_world(trainer: Any, world: World | None) -> World:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.errors import ConfigError
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape
 
@@ -102,16 +102,30 @@ class Measurements:
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> Measurements:
-        """Read what :meth:`to_parquet` wrote."""
+        """Read what :meth:`to_parquet` wrote.
+
+        Raises:
+            ConfigError: the file holds something else.
+            StateError: it is damaged.
+        """
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = pq.read_table(path)
-        about = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-        if "dynagroup.workload" not in about:
-            raise ConfigError(f"{path} holds no dynagroup measurements: its metadata lacks 'dynagroup.workload'")
-        rows = tuple(_row(values) for values in table.to_pylist())
-        workload = Workload.from_json(about["dynagroup.workload"])
-        return cls(rows, workload, about["dynagroup.source"], json.loads(about["dynagroup.about"]))
+        try:
+            table = pq.read_table(path)
+            about = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+            if "dynagroup.workload" not in about:
+                raise ConfigError(f"{path} holds no dynagroup measurements: its metadata lacks 'dynagroup.workload'")
+            rows = tuple(_row(values) for values in table.to_pylist())
+            workload = Workload.from_json(about["dynagroup.workload"])
+            return cls(rows, workload, about["dynagroup.source"], json.loads(about["dynagroup.about"]))
+        except (FileNotFoundError, ConfigError):
+            raise
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            raise StateError(
+                f"{path} is damaged, or no Parquet file of measurements ({reason}); measure again"
+            ) from error
 
 
 def _row(values: Mapping[str, Any]) -> Measurement:

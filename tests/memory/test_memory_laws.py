@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.budget.memory import MemoryBudget
+from dynagroup.checks import seal_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import ClosedForm, Measurement, Measurements, MemoryRegressor, ProfiledMemory, Workload
 from dynagroup.memory.learned.features import FEATURES, MONOTONE
@@ -208,6 +209,7 @@ def test_saved_and_loaded_say_the_same(fitted):
         (lambda p: p.with_suffix(".json").write_text("{"), "is not JSON"),
         (lambda p: edit(p, features=["other"]), "computes other features"),
         (lambda p: edit(p, format=99), "has format 99"),
+        (lambda p: digit(p), "is not as it was saved"),
         (lambda p: p.unlink(), "is missing"),
         (lambda p: forge(p, lambda raw: raw[:-1]), "holds no trees of a regressor: it ends too early"),
         (lambda p: forge(p, lambda raw: raw + b"}"), "1 bytes follow the model"),
@@ -224,8 +226,16 @@ def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
 
 
 def edit(path, **changes):
+    """Change the card, and seal it as if it had been saved so."""
     card = path.with_suffix(".json")
-    card.write_text(json.dumps({**json.loads(card.read_text()), **changes}))
+    changed = {**json.loads(card.read_text()), **changes}
+    card.write_text(json.dumps({**changed, "seal": seal_of(changed)}))
+
+
+def digit(path):
+    """A constant of the card is another number."""
+    card = path.with_suffix(".json")
+    card.write_text(json.dumps({**json.loads(card.read_text()), "constants": {"keep_hidden": 0.1}}))
 
 
 def forge(path, change):

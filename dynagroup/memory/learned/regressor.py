@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.checks import seal_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
 from dynagroup.memory.learned.features import CANDIDATE, FEATURES, Features, features, is_sharp
@@ -130,7 +131,8 @@ class MemoryRegressor:
         hashes = _hashes(raw)
         for name, file in _files(path, hashes).items():
             file.write_bytes(raw[name])
-        card = {**self.card, "hashes": hashes}
+        card = json.loads(json.dumps({**self.card, "hashes": hashes}))
+        card["seal"] = seal_of(card)
         path.with_suffix(".json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     @property
@@ -300,17 +302,21 @@ def _read_card(path: Path) -> dict[str, Any]:
         card = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StateError(f"{path} is missing: a saved regressor is an .ubj file and a .json card beside it") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{path} is not JSON ({error}); save the regressor again") from error
     if not isinstance(card, dict) or card.get("format") != FORMAT:
         raise StateError(
             f"{path} has format {card.get('format') if isinstance(card, dict) else None!r}, expected {FORMAT}"
         )
-    if tuple(card.get("features", ())) != FEATURES:
-        differs = sorted(set(card.get("features", ())) ^ set(FEATURES)) or ["their order"]
+    if card.get("features") != list(FEATURES):
+        found = card.get("features")
+        named = set(map(str, found)) if isinstance(found, list) else set()
+        differs = sorted(named ^ set(FEATURES)) or ["their order"]
         raise StateError(
             f"{path}: this version of dynagroup computes other features ({', '.join(differs)}); fit it again"
         )
+    if card.get("seal") != seal_of(card):  # constants and ranges decide what fits: no digit of them may have changed
+        raise StateError(f"{path} is not as it was saved, its seal differs; save the regressor again")
     return card
 
 
