@@ -44,6 +44,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "rivals": ("benchmarks.train", "run", "train_rivals"),
         "trainer": ("benchmarks.trainer", "adapter", "trainer"),
         "quality": ("benchmarks.quality", "quality", "quality"),
+        "objective": ("benchmarks.objective", "objectives", "objective"),
     },
     "generate": {
         "wrapper": ("benchmarks.generate", "wrapper", "oom_wrapper"),

@@ -130,6 +130,23 @@ def critical_path(shards: list[list[list[int]]], tokens: np.ndarray, work: Any, 
     return work.of_rows(by_rank.T)
 
 
+def bound(tokens: np.ndarray, ranks: int, cap: int, work: Any, layout: str) -> float:
+    """No division takes less: each row's dearest rank has at least the row's mean work, and one row has the longest sample.
+
+    Padded, the batches' work and price come to at least those of the exact cut for one rank.
+    """
+    from dynagroup.plan.cut import cut
+
+    each = work.of_lengths(tokens)
+    rows = max(-(-int(tokens.sum()) // (ranks * cap)), 1)
+    least = work.per_step * rows + max(float(each.sum()) / ranks, float(each.max()))
+    if layout == "packed":
+        return least
+    lengths, budget = {"tokens": tokens.astype(np.int32)}, TokenBudget(cap)
+    alone = cut(lengths, budget, work=work)
+    return max(least, (work.per_step * len(alone) + float(work.of_batches(alone, lengths, budget).sum())) / ranks)
+
+
 def bench_shards() -> dict[str, Any]:
     found: dict[str, Any] = {}
     from dynagroup.plan.work import Work
@@ -139,14 +156,19 @@ def bench_shards() -> dict[str, Any]:
         tokens = tokens_of(name, 20_000).astype(np.int64)
         tokens = np.random.default_rng(0).permutation(tokens[tokens <= cap])
         for layout in ("packed", "padded"):
-            sums = np.zeros(4)
+            sums = np.zeros(5)
             for first in range(0, min(len(tokens), 10 * 256) - 255, 256):
                 part = tokens[first : first + 256]
                 theirs = rival_shards(part, 8, cap, work, layout)
                 ours = shard_micro_batches(part, 8, TokenBudget(cap, layout=layout), work=work)
-                sums += [critical_path(s, part, work, layout) for s in (ours, theirs)] + [len(ours[0]), len(theirs[0])]
+                sums += [
+                    *(critical_path(s, part, work, layout) for s in (ours, theirs)),
+                    *(len(ours[0]), len(theirs[0]), bound(part, 8, cap, work, layout)),
+                ]
             found[f"{name}/{layout}"] = {
                 "critical_path": sums[0] / sums[1],
+                "over_bound": sums[0] / sums[4],
+                "rival_over_bound": sums[1] / sums[4],
                 "micro_batches": sums[2],
                 "rival_micro_batches": sums[3],
             }
