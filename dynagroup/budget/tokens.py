@@ -27,7 +27,8 @@ class TokenBudget(Budget):
     Args:
         max_tokens: tokens. Padded layout: ``num_samples * longest`` of every stream; packed layout: the sum over the samples.
         max_samples: at most so many samples a batch.
-        pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream.
+        pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream; of
+            packed batches the sum.
         layout: "padded" (a batch costs samples x longest) or "packed" (the sum of its tokens).
         streams: the streams that are counted; None: all, but those that an :class:`AdditiveCap` beside it names.
 
@@ -92,7 +93,7 @@ class TokenBudget(Budget):
         if missing:
             raise ConfigError(f"`streams` names {missing[0]!r}, but lengths have {sorted(shape.longest)}")
         if self.layout == "packed":
-            return np.sum([shape.total[name] for name in names], axis=0)
+            return round_up(np.sum([shape.total[name] for name in names], axis=0), self.pad_to_multiple_of)
         longest = np.sum([round_up(shape.longest[name], self.pad_to_multiple_of) for name in names], axis=0)
         return shape.num_samples * longest
 

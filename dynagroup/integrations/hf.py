@@ -71,7 +71,7 @@ class DynagroupTrainerMixin(Evaluating):
         super().__init__(*args, **kwargs)
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
         refuse_unsupported(self, config)
-        warn_of_layout(self.data_collator, config.budget)
+        warn_of_layout(self.data_collator, config.budget, packing=bool(getattr(self.args, "packing", False)))
         if config.out_of_memory is not None and LearningBudget.within(config.budget) is None:
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self._planned_rows = config, {}

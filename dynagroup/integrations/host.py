@@ -120,8 +120,16 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
 PADDING = ("DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification")
 
 
-def warn_of_layout(collator: Any, budget: Budget) -> None:
-    """Where the collator lays samples end to end and the budget counts padding, or the other way round."""
+def warn_of_layout(collator: Any, budget: Budget, *, packing: bool = False) -> None:
+    """Where nothing is to be gained (``packing`` of TRL), or collator and budget are of different layouts."""
+    if packing:
+        warnings.warn(
+            "with packing=True TRL has already joined samples into blocks of max_length tokens: there is nothing left for "
+            "batches that fit to gain. Leave dynagroup out; or set packing=False, padding_free=True, max_length=None and give it "
+            "TokenBudget(max_tokens, layout='packed'): no sample is cut, and updates keep their samples",
+            stacklevel=3,
+        )
+        return
     kinds = {c.__name__ for c in type(collator).__mro__}
     flat = "DataCollatorWithFlattening" in kinds or bool(getattr(collator, "padding_free", False))
     if flat and budget.layout == "padded":

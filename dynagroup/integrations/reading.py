@@ -14,8 +14,8 @@ __all__ = ["sample_lengths"]
 
 TARGET = "target"
 
-PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
-"""TRL's columns of a preference: both answers, each behind the prompt, are rows of a batch padded to the longest."""
+PAIR, PROMPT = ("chosen_ids", "rejected_ids"), "prompt_ids"
+"""TRL's columns of a preference: both answers are rows of a batch padded to the longest, in DPO each behind the prompt."""
 
 
 def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArray]:
@@ -37,7 +37,7 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     if trainer.args.length_column_name in columns:
         streams = {TOKENS: np.asarray(dataset[trainer.args.length_column_name][:], np.int64)}
     elif set(PAIR) <= set(columns):
-        streams = {TOKENS: _pair_tokens(trainer, *(measure_lengths(dataset, column=c) for c in PAIR))}
+        streams = {TOKENS: _pair_tokens(trainer, dataset, has_prompt=PROMPT in columns)}
     elif inputs[0] in columns:
         streams = {TOKENS: measure_lengths(dataset, column=inputs[0]).astype(np.int64)}
     else:
@@ -47,8 +47,10 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     return streams
 
 
-def _pair_tokens(trainer: Any, prompt: Any, chosen: Any, rejected: Any) -> IntArray:
-    longest = prompt.astype(np.int64) + np.maximum(chosen, rejected)
+def _pair_tokens(trainer: Any, dataset: Any, *, has_prompt: bool) -> IntArray:
+    longest = np.maximum(*(measure_lengths(dataset, column=column) for column in PAIR)).astype(np.int64)
+    if has_prompt:
+        longest += measure_lengths(dataset, column=PROMPT)
     most = getattr(trainer.args, "max_length", None)
     return 2 * (longest if most is None else np.minimum(longest, most))
 

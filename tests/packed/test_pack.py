@@ -47,7 +47,10 @@ def work_of(batches: Batches, tokens: np.ndarray) -> np.ndarray:
 
 
 BUDGETS = st.one_of(
-    st.builds(TokenBudget, st.integers(5, 80), max_samples=st.none() | st.integers(1, 5), layout=st.just("packed")),
+    st.builds(
+        TokenBudget, st.integers(5, 80), max_samples=st.none() | st.integers(1, 5), layout=st.just("packed"),
+        pad_to_multiple_of=st.integers(1, 9),
+    ),
     st.builds(lambda t, p: TokenBudget(t, layout="packed") & AdditiveCap("patches", p), st.integers(5, 80), st.integers(3, 30)),
     st.builds(Quadratic, st.integers(10, 200)),
     st.builds(lambda t, q: TokenBudget(t, layout="packed") & Quadratic(q), st.integers(5, 80), st.integers(10, 200)),
@@ -88,6 +91,12 @@ def test_literal_packs() -> None:
     assert [b.tolist() for b in pack(streams([4, 6, 3, 7, 2, 8]), budget)] == [[4, 5], [2, 3], [0, 1]]
     assert [b.tolist() for b in pack(streams([12, 1, 5, 5]), budget)] == [[0], [1, 2], [3]]
     assert [b.tolist() for b in pack(streams([5, 5, 1, 1]), TokenBudget(12, layout="packed"), 2)] == [[0, 2], [1, 3]]
+
+
+def test_a_row_that_is_padded_to_a_multiple_still_fits() -> None:
+    budget = TokenBudget(10, layout="packed", pad_to_multiple_of=4)
+    assert [b.tolist() for b in pack(streams([4, 4, 2, 2, 4]), budget)] == [[0, 4], [1, 2, 3]]
+    assert budget.fits(BatchShape.of(2, 6, 9)).tolist() == [False]
 
 
 def test_a_sample_that_fits_nowhere_is_alone_in_its_batch() -> None:
