@@ -20,6 +20,8 @@ from dynagroup.checks import (
 )
 from dynagroup.errors import StateError
 from dynagroup.online.epoch import FEEDS
+from dynagroup.online.feeds.updates import UpdateFeed
+from dynagroup.online.requests import UpdateMark
 from dynagroup.online.state import a_pack, unpack
 
 __all__ = ["SCHEMA", "checked_states"]
@@ -59,13 +61,14 @@ SCHEMA: Mapping[str, Check] = {
 
 
 def checked_states(
-    states: Sequence[Mapping[str, Any]], *, rank: int, size: int, num_ordered: int | None
+    states: Sequence[Mapping[str, Any]], *, rank: int, size: int, num_ordered: int | None, accumulation: int
 ) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
     """This rank's state, or on another number of ranks the first one, and all that its progress depends on. Changes nothing.
 
     Args:
         states: each of them whole, and of this run.
         num_ordered: positions of an epoch's order, where they are known.
+        accumulation: steps of an update, where updates have no set size.
 
     Raises:
         StateError: a state says what cannot be, or is not this rank's; ranks are missing, or were not saved together.
@@ -74,6 +77,7 @@ def checked_states(
         _check_books(state)
         if state["progress"] is not None:
             _check_positions(state["progress"], num_ordered)
+            _check_update(state, num_ordered, accumulation)
     given = states[0]["world_size"]
     ordered = sorted(states, key=lambda state: state["rank"])
     if len(states) > 1:
@@ -116,6 +120,27 @@ def _check_books(state: Mapping[str, Any]) -> None:
         raise StateError(
             f"the state is damaged: it counts {used} samples used of epoch {cursor['epoch']} and {cursor['samples_seen']} of the "
             f"run, but its place is {'in' if running else 'the beginning of'} epoch {state['epoch']}"
+        )
+
+
+def _check_update(state: Mapping[str, Any], num_ordered: int | None, accumulation: int) -> None:
+    """The next update begins in the epoch that is under way, within its order: finding its place takes a walk up to there."""
+    progress = state["progress"]
+    if progress["kind"] != UpdateFeed.kind:
+        if progress["runner"]["offset"] >= accumulation:
+            raise StateError(
+                f"the state is damaged: {progress['runner']['offset']} steps of an update are done, which has {accumulation}"
+            )
+        return
+    mark = progress["feed"]["next"]
+    if mark is None or len(mark) != len(UpdateMark._fields):
+        raise StateError(f"the state is damaged: its next update is {mark!r}")
+    epoch, update, used, _, until = mark
+    done = state["cursor"]["update"]
+    if epoch != state["epoch"] or max(used, until) > (num_ordered or 0) or update > done + 1:
+        raise StateError(
+            f"the state is damaged: the next update would be the {update}th, from sample {used} on of epoch {epoch}, but {done} "
+            f"updates are done, and epoch {state['epoch']} is under way, of {num_ordered} samples"
         )
 
 

@@ -595,6 +595,25 @@ def test_damaged_states_are_refused_and_forged_ones_do_no_harm(make, sizes):
     loader.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "path", "said"),
+    [
+        ("fixed", ("feed", "next", 0), "the next update would be"),
+        ("ramp", ("feed", "next", 0), "the next update would be"),
+        ("ramp", ("feed", "next", 1), "the next update would be"),
+        ("ramp", ("feed", "next", 2), "the next update would be"),
+        ("ramp", ("feed", "next", 4), "the next update would be"),
+        ("free", ("runner", "offset"), "steps of an update are done, which has 2"),
+    ],
+)
+def test_a_forged_place_that_would_be_looked_for_without_end_is_refused(sizes, path, said):
+    """Sealed again: a million million epochs, updates or steps, each of which would be walked."""
+    first, other = online(**SIZES[sizes]), online(**SIZES[sizes])
+    next(iter(first))
+    broken = changed(first.state_dict(), ("progress", *path), 10**12)
+    refuses(other, {**broken, "seal": seal_of(broken)}, said)
+
+
 def test_a_world_of_a_million_million_ranks_is_refused(make, sizes):
     loader = make(**sizes)
     steps = iter(loader)
