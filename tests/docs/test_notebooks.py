@@ -64,8 +64,8 @@ class TestRuns:
         shown = run("quickstart")
         first, last = (float(x) for x in shown.split("updates, loss ")[1].split(",")[0].split(" to "))
         assert last < first
-        assert "epoch 0: 1,000 samples for 1 rank" in shown
-        assert "16 updates" in shown
+        assert "epoch 0: 512 samples for 1 rank" in shown
+        assert "8 updates" in shown
 
     def test_compare_on_your_data(self, run):
         shown = run("compare_on_your_data")
