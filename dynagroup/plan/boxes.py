@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from dynagroup.shapes import IntArray, Streams
 
 __all__ = ["alike_order", "orders_of"]
 
-TRIED_UP_TO = 512
+TRIED_UP_TO = 128
 """Samples; in windows up to this size simpler orders are tried, too."""
 WORTH = 64
 """Padded tokens that a division must save; what is not divided is cut anyway, in the order of its samples' tokens."""
@@ -22,20 +22,24 @@ EACH_UP_TO = 1 << 15
 DIGITS = 6
 
 
-def orders_of(lengths: Streams, streams: Sequence[str]) -> list[IntArray]:
-    """Orders worth cutting, a function of the lengths alone: by divisions, and in small windows by the longest stream of each
-    sample and by the first stream, which are hard to beat where streams go together or few samples are left.
+def orders_of(lengths: Streams, streams: Sequence[str]) -> Iterator[IntArray]:
+    """Orders worth cutting, a function of the lengths alone, the best first: by divisions, and in small windows by the longest
+    stream of each sample and by the first stream, which are hard to beat where streams go together or samples are few.
 
     Args:
         lengths: stream -> int32 (N,), N at least 1.
         streams: those that are padded, several.
     """
     units = [lengths[name].astype(np.int64) for name in streams]
-    orders = [alike_order(units)]
-    if len(units[0]) <= TRIED_UP_TO:
-        most = np.maximum.reduce(units)
-        orders += [np.lexsort([*(-u for u in units[::-1]), -most]), longest_first(lengths)]
-    return [order for k, order in enumerate(orders) if not any(np.array_equal(order, o) for o in orders[:k])]
+    divided = alike_order(units)
+    yield divided
+    if len(divided) <= TRIED_UP_TO:
+        by_most = np.lexsort([*(-u for u in units[::-1]), -np.maximum.reduce(units)])
+        if not np.array_equal(by_most, divided):
+            yield by_most
+        first = longest_first(lengths)
+        if not np.array_equal(first, divided) and not np.array_equal(first, by_most):
+            yield first
 
 
 # All samples are one box, as wide in each stream as their longest. Again and again every box is divided in two where that

@@ -5,7 +5,7 @@ One kernel serves planning a million known lengths and re-cutting one window ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -78,7 +78,7 @@ def cut(
         return Batches(np.zeros(0, np.int64), np.zeros(1, np.int64))
     if budget.layout == "packed":
         return pack(lengths, budget, work=work, round_batch=round_batch)
-    windows = ordered_windows(lengths, budget, work, objective, round_batch)
+    windows = list(ordered_windows(lengths, budget, work, objective, round_batch))
     batches = cheapest_cut(windows, price_of(windows, work, objective), objective)
     return batches.take(by_longest(batches, lengths, budget))
 
@@ -115,18 +115,15 @@ def by_longest(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
 
 def ordered_windows(
     lengths: Streams, budget: Budget, work: Work, objective: Objective, round_batch: RoundBatch | None
-) -> list[tuple[IntArray, OrderedWindow]]:
+) -> Iterator[tuple[IntArray, OrderedWindow]]:
     """A padded window's positions in the orders that are worth cutting, and what cutting needs to know of each; not empty.
 
     One padded stream: longest first, and nothing else can be better. Several: see :mod:`dynagroup.plan.boxes`. With "fewest" a
     sample's padded tokens stand for its work.
     """
     names = padded_streams(budget, lengths)
-    if len(names) == 1:
-        return [_ordered(longest_first(lengths), lengths, names, budget, work, objective, round_batch)]
-    return [
-        _ordered(order, lengths, names, budget, work, objective, round_batch) for order in orders_of(lengths, names)
-    ]
+    for order in [longest_first(lengths)] if len(names) == 1 else orders_of(lengths, names):
+        yield _ordered(order, lengths, names, budget, work, objective, round_batch)
 
 
 def _ordered(

@@ -25,13 +25,13 @@ def evened(
     batches: Batches,
     work: NDArray[np.float64],
     num_ranks: int,
-    orders_of: Callable[[IntArray], list[tuple[IntArray, OrderedWindow]]],
+    sorted_again: Callable[[IntArray], tuple[IntArray, OrderedWindow]],
 ) -> Batches:
     """The rows, each with a dearest batch of about the least work that any division of its samples over the ranks has.
 
     Args:
         batches: row after row, ``num_ranks`` a row; what does not fill a row stays as it is. ``work``: of each of them.
-        orders_of: of some positions, the orders worth cutting and what cutting needs to know of each.
+        sorted_again: of some positions, the order that sorts them and what cutting needs to know of them.
     """
     by_row = work[: len(work) - len(work) % num_ranks].reshape(-1, num_ranks)
     dearest = by_row.max(axis=1)
@@ -41,24 +41,23 @@ def evened(
     parts = list(batches)
     for row in uneven:
         places = slice(row * num_ranks, (row + 1) * num_ranks)
-        parts[places] = _divided(parts[places], float(dearest[row]), orders_of)
+        parts[places] = _divided(parts[places], float(dearest[row]), sorted_again) or parts[places]
     return Batches(np.concatenate(parts), offsets_of(np.asarray([len(part) for part in parts])))
 
 
 def _divided(
-    row: list[IntArray], dearest: float, orders_of: Callable[[IntArray], list[tuple[IntArray, OrderedWindow]]]
-) -> list[IntArray]:
-    """A row divided again, dearest batch first; as it was if its dearest batch would be no less work."""
+    row: list[IntArray], dearest: float, sorted_again: Callable[[IntArray], tuple[IntArray, OrderedWindow]]
+) -> list[IntArray] | None:
+    """A row divided again, dearest batch first; None if its dearest batch would be no less work."""
     members = np.concatenate(row)
-    for order, window in orders_of(members):
-        if window.work.max() >= dearest:
-            break
-        runs = under_one_limit(window, len(row), dearest)
-        if runs is None:
-            continue
-        runs = split_dearest(window, runs, len(row))
-        work = window.total(runs)
-        if len(work) == len(row) and work.max() < dearest:
-            dearest = float(work.max())
-            row = [members[order[runs[k] : runs[k + 1]]] for k in np.argsort(-work, kind="stable").tolist()]
-    return row
+    order, window = sorted_again(members)
+    if window.work.max() >= dearest:
+        return None
+    runs = under_one_limit(window, len(row), dearest)
+    if runs is None:
+        return None
+    runs = split_dearest(window, runs, len(row))
+    work = window.total(runs)
+    if len(work) != len(row) or work.max() >= dearest:
+        return None
+    return [members[order[runs[k] : runs[k + 1]]] for k in np.argsort(-work, kind="stable").tolist()]

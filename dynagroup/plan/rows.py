@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -65,37 +66,37 @@ def cut_rows(
         batches = even_out(batches, num_ranks)
         return batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
 
-    def orders_of(positions: IntArray) -> list[tuple[IntArray, OrderedWindow]]:
+    def sorted_again(positions: IntArray) -> tuple[IntArray, OrderedWindow]:
         few = {name: values[positions] for name, values in lengths.items()}
-        return ordered_windows(few, budget, work, objective, round_batch)
+        return next(ordered_windows(few, budget, work, objective, round_batch))
 
-    windows = ordered_windows(lengths, budget, work, objective, round_batch)
+    windows = list(ordered_windows(lengths, budget, work, objective, round_batch))
     price = price_of(windows, work, objective)
     order, window, offsets = _cheapest(windows, num_ranks, price, objective)
     offsets = _closer(window, offsets, num_ranks)
     batches, work_of = Batches(order, offsets), window.total(offsets)
     in_front = by_longest(batches, lengths, budget)
     by_row = in_front[_in_rows(work_of[in_front], num_ranks)]
-    return evened(batches.take(by_row), work_of[by_row], num_ranks, orders_of)
+    return evened(batches.take(by_row), work_of[by_row], num_ranks, sorted_again)
 
 
 def _cheapest(
     windows: Sequence[tuple[IntArray, OrderedWindow]], num_ranks: int, price: float, objective: Objective
 ) -> tuple[IntArray, OrderedWindow, IntArray]:
-    """Of the orders of a window the one that is cut best: rows are full, and take least predicted time."""
-    cuts = [(order, window, _one_of(window, num_ranks, price, objective)) for order, window in windows]
-    if len(cuts) == 1:
-        return cuts[0]
-    return min(
-        cuts, key=lambda cut: ((len(cut[2]) - 1) % num_ranks != 0, _time_of(cut[1].total(cut[2]), num_ranks, price))
-    )
+    """A window cut into rows, in the order in which one rank's cut is cheapest; in another where that fills no rows."""
+    alone = [(order, window, runs_of(window, price, objective)) for order, window in windows]
+    alone.sort(key=lambda cut: float(cut[1].total(cut[2]).sum()) + price * (len(cut[2]) - 1))
+    cuts = ((order, window, _one_of(window, runs, num_ranks, price)) for order, window, runs in alone)
+    first = next(cuts)
+    full = (cut for cut in chain([first], cuts) if (len(cut[2]) - 1) % num_ranks == 0)
+    return next(full, first)
 
 
-def _one_of(window: OrderedWindow, num_ranks: int, price: float, objective: Objective) -> IntArray:
-    """The cut of least predicted time among those that fill rows: it decides how many rows there are."""
-    found = [_filled(window, runs_of(window, price, objective), num_ranks)]
+def _one_of(window: OrderedWindow, runs: IntArray, num_ranks: int, price: float) -> IntArray:
+    """The cut of least predicted time among those that fill rows: it decides how many rows there are. ``runs``: of one rank."""
+    found = [_filled(window, runs, num_ranks)]
     if len(found[0]) - 1 <= FEW_ROWS * num_ranks:
-        found += [_filled(window, offsets, num_ranks) for offsets in _in_few_rows(window, num_ranks, price)]
+        found += [_filled(window, offsets, num_ranks) for offsets in _in_few_rows(window, runs, num_ranks, price)]
     full = [offsets for offsets in found if (len(offsets) - 1) % num_ranks == 0]
     if not full:  # so many batches that no more of them fill a row
         return _filled(window, fewest(window), num_ranks)
@@ -111,9 +112,9 @@ def _closer(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArra
     return min(found, key=lambda o: _time_of(window.total(o), num_ranks, 0.0))
 
 
-def _in_few_rows(window: OrderedWindow, num_ranks: int, price: float) -> list[IntArray]:
+def _in_few_rows(window: OrderedWindow, runs: IntArray, num_ranks: int, price: float) -> list[IntArray]:
     """Cuts for a window of few rows: each row under its own limit of work, and all under one, in as many rows or the fewest."""
-    cuts = by_rows(window, num_ranks, price) if isinstance(window, SortedWindow) else [window.least_time(price)]
+    cuts = by_rows(window, num_ranks, price) if isinstance(window, SortedWindow) else [runs]
     rows = {-(-(len(offsets) - 1) // num_ranks) for offsets in [*cuts, fewest(window)]}
     even = [under_one_limit(window, number * num_ranks) for number in sorted(rows)]
     return [*cuts, *(offsets for offsets in even if offsets is not None)]
@@ -132,7 +133,7 @@ def num_batches(
     how: dict[str, Any] = {"work": work, "objective": objective, "round_batch": round_batch}
     if budget.layout == "packed" or not len(lengths[TOKENS]):
         return len(cut_rows(lengths, budget, num_ranks, **how))
-    windows = ordered_windows(lengths, budget, work, objective, round_batch)
+    windows = list(ordered_windows(lengths, budget, work, objective, round_batch))
     price = price_of(windows, work, objective)
     if num_ranks == 1:
         return len(cheapest_cut(windows, price, objective))

@@ -62,8 +62,8 @@ class OrderedWindow(ABC):
         """Work of the runs of so many samples from these positions on."""
 
     @abstractmethod
-    def capped(self, work: float) -> OrderedWindow:
-        """The same window where no batch may be more work than this, unless it is a single sample."""
+    def fewest_under(self, work: float) -> IntArray:
+        """The fewest runs none of which is more work than this, unless it is a single sample."""
 
     @abstractmethod
     def least_time(self, per_step: float) -> IntArray:
@@ -111,9 +111,9 @@ class SortedWindow(OrderedWindow):
             return one_by_one(self, per_step)
         return by_queue(self, per_step) if self.allowed is None else by_sizes(self, per_step)
 
-    def capped(self, work: float) -> SortedWindow:
+    def fewest_under(self, work: float) -> IntArray:
         by_work = np.minimum(work / np.maximum(self.work, TINY), len(self)).astype(np.int64)
-        return replace(self, most=np.maximum(np.minimum(self.most, by_work), 1))
+        return fewest(replace(self, most=np.maximum(np.minimum(self.most, by_work), 1)))
 
     @classmethod
     def of(cls, work: NDArray[np.float64], most: IntArray, round_batch: RoundBatch | None) -> SortedWindow:
@@ -293,7 +293,7 @@ def under_one_limit(window: OrderedWindow, most_runs: int, high: float = np.inf)
         return None
     while low < high * (1 - 1 / 256):
         middle = (low + high) / 2
-        tried = fewest(window.capped(middle))
+        tried = window.fewest_under(middle)
         if len(tried) - 1 <= most_runs:
             best, high = tried, middle
         else:

@@ -46,7 +46,7 @@ def test_rows_are_full_wherever_a_batch_can_be_divided(
 
 def dealt_out(lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> Batches:
     """The cut of one rank, its dearest batches divided until they fill rows; row mates are neighbours in work."""
-    [(order, window)] = ordered_windows(lengths, budget, work, "time", None)
+    ((order, window),) = ordered_windows(lengths, budget, work, "time", None)
     runs = runs_of(window, work.per_step, "time")
     one = Batches(order, split_dearest(window, runs, -(-(len(runs) - 1) // ranks) * ranks))
     return one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
