@@ -74,6 +74,64 @@ def doctor_output() -> str:
     return printed.getvalue()
 
 
+def cut_rows() -> list[str]:
+    """One row a dataset and number of ranks: cost of the cut over the one before; shares of real tokens before and now."""
+    figures = _read("cut")["figures"]
+    names = (
+        "azure_llm_conv_2023",
+        "python_files",
+        "mooncake_conv",
+        "synth_sharegpt4o",
+        "synth_ultrachat",
+        "t0_mix_50k",
+        "gsm8k",
+    )
+
+    def cell(found: dict[str, dict[str, float]]) -> str:
+        before, now = found["before"], found["now"]
+        return f"**{now['cost'] / before['cost']:.2f}** ({before['real_share']:.2f} → {now['real_share']:.2f})"
+
+    groups = (16, 32, 64, 256, "free")
+    return [
+        _row(name, str(ranks), *(cell(figures[f"{name}/{group}/{ranks}"]) for group in groups))
+        for ranks in (1, 8)
+        for name in names
+    ]
+
+
+def shard_rows() -> list[str]:
+    """One row a dataset: critical path of shards over the rival's, both over their bound, and micro-batches."""
+    figures = _read("shards")["figures"]
+
+    def cells(found: dict[str, float]) -> tuple[str, str]:
+        path = f"{found['critical_path']:.2f} ({found['over_bound']:.3f}, {found['rival_over_bound']:.3f})"
+        return path, f"{found['micro_batches']:.0f}, {found['rival_micro_batches']:.0f}"
+
+    names = [key.removesuffix("/packed") for key in figures if key.endswith("/packed")]
+    return [_row(n, *cells(figures[f"{n}/packed"]), *cells(figures[f"{n}/padded"])) for n in names]
+
+
+def objective_rows() -> list[str]:
+    """One row a training: samples a second of the fewest batches and of least time."""
+    return [
+        _row(name, *(f"{run['samples_per_s']:.0f} ({run['padding']:.0%}, {run['steps']})" for run in runs.values()))
+        for name, runs in _read("objective")["figures"].items()
+    ]
+
+
+def planning(page: str) -> str:
+    """docs/planning.md with its tables as they are now."""
+    page = _with_table(page, "| lengths | ranks | updates of 16 |", cut_rows())
+    page = _with_table(page, "| samples/s (padding, steps) |", objective_rows())
+    return _with_table(page, "| lengths | packed | micro-batches |", shard_rows())
+
+
+def _with_table(page: str, header: str, rows: list[str]) -> str:
+    """``page`` with all rows of the table that begins with ``header`` replaced."""
+    start = page.index("\n", page.index("\n", page.index("\n" + header) + 1) + 1) + 1
+    return page[:start] + "".join(row + "\n" for row in rows) + page[page.index("\n\n", start - 1) + 1 :]
+
+
 def pages() -> dict[str, str]:
     """The pages with their figures as they are now."""
     readme, benchmarks, shell = (
@@ -87,6 +145,7 @@ def pages() -> dict[str, str]:
         "docs/benchmarks.md": _with_rows(
             sentence.sub(demo_sentence(), benchmarks), "| azure_llm_code_2023 | 0.", efficiency_rows()
         ),
+        "docs/planning.md": planning((ROOT / "docs/planning.md").read_text(encoding="utf-8")),
         "docs/command-line.md": re.sub(
             r"\$ dynagroup doctor .*?(?=```)",
             lambda _: f"$ dynagroup {DOCTOR}\n{doctor_output()}",

@@ -55,8 +55,9 @@ class Work:
 
         A token takes 2 floating-point operations for each weight of a layer's matrices and of the output matrix; attention
         takes ``4 * heads * head size`` for each token that a token looks at. Their ratio is the crossover: about 6 times the
-        hidden size of a dense decoder. The price is a rule of thumb: launching a layer's kernels takes about as long as
-        3e10 such operations on a current GPU, and a step of a large model still costs 256 tokens.
+        hidden size of a dense decoder. The price is arithmetic, measured on no GPU: launching a layer's kernels, 0.3 ms
+        in training, takes as long as 3e10 such operations at 300 TFLOP/s, and moving a large model's weights and gradients as
+        long as 256 tokens, whatever its size (``docs/planning.md`` says how).
 
         Raises:
             ConfigError: the config does not state its sizes.
