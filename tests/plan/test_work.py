@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
 from dynagroup import ConfigError, TokenBudget, Work
 from dynagroup.plan.batches import Batches
@@ -82,3 +83,10 @@ def test_bad_arguments_name_themselves() -> None:
 
     with pytest.raises(ConfigError, match="does not state hidden_size"):
         Work.of(Unknown())
+
+
+@pytest.mark.parametrize(("name", "config"), [("GPT-2", GPT2Config()), ("Llama-2-7B", LlamaConfig())])
+def test_the_planning_page_shows_what_configs_say(name: str, config: PretrainedConfig) -> None:
+    work = Work.of(config)
+    row = f"| {name} | {config.hidden_size:,}, {config.num_hidden_layers} | {work.per_step:,.0f} | {work.crossover:,.0f} |"
+    assert row in (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
