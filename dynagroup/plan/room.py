@@ -136,7 +136,7 @@ class Room:
         """No division of these samples can do with fewer batches, by the sums alone."""
         sums = [(len(samples), self.most_samples), (sum(self.tokens[s] for s in samples), self.most_tokens)]
         sums += [(sum(units[s] for s in samples), limit) for units, limit in self._further]
-        return max(-(-total // limit) for total, limit in sums)
+        return max(-(-total // max(limit, 1)) for total, limit in sums)  # a limit of 0 admits samples without tokens
 
     def bin(self, load: float = 0.0) -> Bin:
         return Bin(load, self.most_tokens, used=[0] * len(self._further))
