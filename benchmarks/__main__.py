@@ -27,6 +27,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "padding": ("benchmarks.plan", "bench_padding", "plan_padding"),
         "shards": ("benchmarks.cut", "bench_shards", "shards"),
         "pack": ("benchmarks.pack", "packs", "pack"),
+        "streams": ("benchmarks.streams", "bench_streams", "streams"),
     },
     "loader": {
         "speed": ("benchmarks.loader", "speed", "loader_speed"),

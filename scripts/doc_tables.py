@@ -15,7 +15,9 @@ ALL_COLUMNS = (
     *("fixed_16_shuffled", "hf_group_by_length_16", "dynagroup_whole_set"),
     *("dynagroup_window_50_batches", "dynagroup_shuffle", "dynagroup_update_of_256"),
 )
-DOCTOR = "doctor benchmarks/lengths/azure_llm_conv_2023.npz --max-length 4k --batch-size 8 --world-size 4"
+DOCTOR = (
+    "doctor benchmarks/lengths/azure_llm_conv_2023.npz --column tokens --max-length 4k --batch-size 8 --world-size 4"
+)
 SHOWN = ("gsm8k", "azure_llm_conv_2023", "t0_mix_50k", "mooncake_conv", "python_files")
 COLUMNS = (
     *("fixed_16_shuffled", "hf_group_by_length_16"),
@@ -63,6 +65,20 @@ def demo_sentence() -> str:
     figures = _read("demo_cpu")
     low, high = figures["speedup_quartiles"]
     return f"{figures['speedup']:.2f}x samples/s in the median update (middle half: {low:.2f}x to {high:.2f}x)"
+
+
+def streams_rows() -> list[str]:
+    """One row a set of pairs: padding of both streams, sorted by the first and by both, and the time that is left of it."""
+    return [
+        _row(
+            f"{name} ({found['what']})",
+            *(
+                f"{way['by_first_stream']['padding']:.0%} -> {way['by_both']['padding']:.0%}, {way['share_of_time']:.2f}"
+                for way in (found[label] for label in ("updates of 256", "windows of 4,096", "sorted whole"))
+            ),
+        )
+        for name, found in _read("streams")["figures"]["pairs"].items()
+    ]
 
 
 def doctor_output() -> str:
@@ -146,6 +162,9 @@ def pages() -> dict[str, str]:
             sentence.sub(demo_sentence(), benchmarks), "| azure_llm_code_2023 | 0.", efficiency_rows()
         ),
         "docs/planning.md": planning((ROOT / "docs/planning.md").read_text(encoding="utf-8")),
+        "docs/seq2seq.md": _with_rows(
+            (ROOT / "docs/seq2seq.md").read_text(encoding="utf-8"), "| translation (", streams_rows()
+        ),
         "docs/command-line.md": re.sub(
             r"\$ dynagroup doctor .*?(?=```)",
             lambda _: f"$ dynagroup {DOCTOR}\n{doctor_output()}",
