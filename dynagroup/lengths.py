@@ -173,6 +173,8 @@ def measure_lengths(
     [2, 1]
     """
     _check_arguments(data, max_length, num_proc)
+    if max_length is not None and max_length > LONGEST:  # as tokenizers say that they know no limit: 10**30
+        max_length = None
     disable = None if progress else True  # tqdm: None is silent where output is no terminal
     if length_of is not None:
         if tokenizer is not None:

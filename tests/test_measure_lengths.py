@@ -171,3 +171,8 @@ def test_a_length_function_that_gives_no_length_is_named(bad):
 def test_messages_say_the_way_out(tokenizer, call, message):
     with pytest.raises(ConfigError, match=message):
         call(tokenizer)
+
+
+def test_a_tokenizer_that_knows_no_limit_truncates_nothing():
+    """``tokenizer.model_max_length`` is 10**30 where nobody set it."""
+    assert measure_lengths([[1] * 5, [1] * 70], max_length=10**30).tolist() == [5, 70]

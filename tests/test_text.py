@@ -126,3 +126,10 @@ def test_a_tokenizer_that_cannot_pad_is_refused(tokenizer):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ConfigError, match="no padding token; set one"):
         text_dataloader(["1"], bare, TokenBudget(9))
+
+
+def test_the_limit_of_a_tokenizer_that_knows_none_is_no_limit(tokenizer):
+    texts = numbered([3, 9])
+    assert tokenizer.model_max_length > 10**20
+    (batch,) = text_dataloader(texts, tokenizer, TokenBudget(32), max_length=tokenizer.model_max_length)
+    assert batch["input_ids"].shape == (2, 9)

@@ -49,10 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _in_lines(command: str) -> Iterator[None]:
-    """Warnings are a line each, and a hub that cannot be reached is told once, by our own error."""
-    hub = logging.getLogger("huggingface_hub.utils._http")
-    level = hub.level
-    hub.setLevel(logging.ERROR)
+    """Warnings are a line each; a hub that cannot be reached is told once, by our own error; and that a text is longer than
+    a model takes says nothing here, where lengths are what is asked for."""
+    quiet = [
+        logging.getLogger(name) for name in ("huggingface_hub.utils._http", "transformers.tokenization_utils_base")
+    ]
+    levels = [logger.level for logger in quiet]
+    for logger in quiet:
+        logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(
             f"dynagroup {command}: warning: {' '.join(str(message).split())}", file=sys.stderr
@@ -60,7 +64,8 @@ def _in_lines(command: str) -> Iterator[None]:
         try:
             yield
         finally:
-            hub.setLevel(level)
+            for logger, level in zip(quiet, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _failed(command: str, message: str) -> int:

@@ -63,7 +63,7 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     """
     import numpy as np
 
-    from dynagroup.lengths import as_streams, measure_lengths
+    from dynagroup.lengths import LONGEST, as_streams, measure_lengths
 
     path = Path(args.data)
     if not path.exists():
@@ -84,7 +84,7 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     if args.max_length is not None:
         if args.max_length < 1:
             raise ConfigError(f"`--max-length` must be at least 1, but is {args.max_length}")
-        streams["tokens"] = np.minimum(streams["tokens"], np.int32(args.max_length))
+        streams["tokens"] = np.minimum(streams["tokens"], np.int32(min(args.max_length, LONGEST)))
     return streams
 
 

@@ -22,6 +22,8 @@ class LoaderStats:
 
     >>> (LoaderStats(steps=2, real_tokens=30, padded_tokens=40) + LoaderStats(steps=2, padded_tokens=10)).real_share
     0.6
+    >>> print(LoaderStats(steps=3, samples=8, updates=2, real_tokens=30, padded_tokens=40, batch_sizes=Counter({1: 1, 7: 1})))
+    8 samples in 3 steps (0 idle) and 2 updates; batches of 1 to 7 samples, 25% padding; waited 0.0 s for workers
     """
 
     steps: int = 0
@@ -61,6 +63,19 @@ class LoaderStats:
     """Seconds that the main process spent in exchanges, waiting for other ranks included."""
     times: Moments = field(default_factory=Moments, repr=False)
     """How long the loop took with updates of which shapes; see :attr:`work`."""
+
+    def __str__(self) -> str:
+        rare = {
+            "split": self.splits,
+            "joined": self.merges,
+            "too large even alone": self.oversize,
+            "left": self.left_samples,
+        }
+        return (
+            f"{self.samples:,} samples in {self.steps:,} steps ({self.idle_steps:,} idle) and {self.updates:,} updates; batches "
+            f"of {self.smallest_batch:,} to {self.largest_batch:,} samples, {self.padding:.0%} padding; "
+            f"waited {self.wait_s:.1f} s for workers" + "".join(f"; {n:,} {what}" for what, n in rare.items() if n)
+        )
 
     @property
     def real_share(self) -> float:
