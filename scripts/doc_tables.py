@@ -90,6 +90,24 @@ def doctor_output() -> str:
     return printed.getvalue()
 
 
+def speed_rows() -> list[str]:
+    """One row a task: CPU seconds of planning, median and range."""
+    found = _read("plan_speed")["figures"]
+    peak = f"1,000,000 lengths, `TokenBudget` ({found['token_budget_1m_peak_mb_over_input']:.0f} MB over the input)"
+    names = {
+        peak: "token_budget_1m",
+        "the same, shuffled in windows": "token_budget_1m_shuffled",
+        "10,000,000 lengths": "token_budget_10m",
+        "1,000,000 lengths, `MemoryBudget` with the pretrained regressor": "memory_budget_1m_pretrained",
+        "1,000,000 samples with two padded streams, sorted by both": "two_padded_streams_1m",
+        "first batch of 10,000,000, `window=4096`": "first_batch_of_10m_window_4096",
+    }
+    return [
+        _row(name, "{median_s:.3g} s ({min_s:.3g} to {max_s:.3g})".format_map(found[key]))
+        for name, key in names.items()
+    ]
+
+
 def cut_rows() -> list[str]:
     """One row a dataset and number of ranks: cost of the cut over the one before; shares of real tokens before and now."""
     figures = _read("cut")["figures"]
@@ -156,6 +174,7 @@ def pages() -> dict[str, str]:
     )
     sentence = re.compile(r"[\d.]+x samples/s in the median update \([^)]*\)")
     benchmarks = _with_rows(benchmarks, "| fixed batches of", demo_rows())
+    benchmarks = _with_table(benchmarks, "| | CPU time |", speed_rows())
     return {
         "README.md": _with_rows(sentence.sub(demo_sentence(), readme), f"| {SHOWN[0]} ", padding_rows()),
         "docs/benchmarks.md": _with_rows(
