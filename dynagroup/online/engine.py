@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -355,9 +355,21 @@ class UpdateRunner(Runner):
         whole = [q for q in batches if q is not None]
         evened = self._even_out(whole, steps)
         if not self.offset:
-            evened.sort(key=lambda q: q.rank_key)
+            evened = _in_rows(evened)
         row: list[Queued | None] = [*evened, *[None] * (steps - len(evened))]
         takes, rest = self._total([row])
         self._note_row(highest[-1], rest[0])
         self.last_cost = row[0].refined.padded if row[0] else 0
         self.due.extend(takes)
+
+
+def _in_rows(batches: Sequence[Queued]) -> list[Queued]:
+    """Planned batches in the order of their rows, which are of equal work, and behind them what was split off; batches of
+    one group, or none planned, longest first. Ranks that follow the same plan take the same row at the same step."""
+    seen: Counter[int] = Counter()
+    placed = []
+    for queued in sorted(batches, key=lambda q: q.rank_key):
+        group = queued.refined.group
+        placed.append((seen[group], group, queued))
+        seen[group] += 1
+    return [queued for *_, queued in sorted(placed, key=lambda item: item[:2])]

@@ -5,8 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dynagroup import OnlineDataLoader, TokenBudget
+from dynagroup.testing import run_ranks
+from tests.online.helpers import Tokens
+from tests.packed.test_pack import assert_rows_are_equal_work, window_of
 from tests.update import test_contract as contract
 
 pytestmark = contract.pytestmark
@@ -54,3 +59,20 @@ def test_padding_is_none_and_said_so(make: contract.Make) -> None:
     list(loader)
     assert loader.stats.padding == 0.0
     assert loader.stats.real_tokens == loader.stats.padded_tokens == sum(contract.LENGTHS)
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 256}], ids=["free", "updates"])
+def test_rows_of_learned_epochs_are_equal_work_on_eight_ranks(options: dict[str, Any]) -> None:
+    """Law 9 where lengths were seen in the first epoch. A batch of one long sample and one of many short ones may hold as
+    many tokens: they must not change places on one rank alone."""
+    tokens, cap = window_of("python_files", 1024), 65_536
+    budget = TokenBudget(cap, layout="packed")
+
+    def run(world: Any) -> list[list[np.ndarray]]:
+        loader = OnlineDataLoader(
+            Tokens(tokens), budget, collate_fn=len, shuffle=True, window=128, weigh="samples", world=world, **options
+        )
+        return [[np.asarray(step.indices) for step in loader] for _ in range(2)]
+
+    rows = zip(*(epochs[1] for epochs in run_ranks(8, run)), strict=True)
+    assert_rows_are_equal_work([list(row) for row in rows], tokens, cap, few=True)
