@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.shapes import TOKENS, Streams
+from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
 
 __all__ = ["as_streams", "measure_lengths", "named_tokenizer", "with_tokens"]
 
@@ -42,12 +42,13 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
     ['patches', 'tokens']
     """
     named = with_tokens(lengths) if isinstance(lengths, Mapping) else {TOKENS: lengths}
-    streams = {name: _as_int32(_as_array(values, name), name) for name, values in named.items()}
+    streams = {name: _as_int32(_as_array(values, said(name)), said(name)) for name, values in named.items()}
     num_samples = len(streams[TOKENS])
     for name, values in streams.items():
         if len(values) != num_samples:
             raise ConfigError(
-                f"lengths[{name!r}] has {len(values)} samples, but lengths[{TOKENS!r}] has {num_samples}: sample "
+                f"lengths[{name!r}] has {len(values)} samples, but lengths[{said(next(k for k in named if k == TOKENS))!r}] has "
+                f"{num_samples}: sample "
                 f"{min(len(values), num_samples)} is missing; every sample needs a length in every stream, or 0"
             )
     return streams
@@ -62,7 +63,7 @@ def with_tokens(named: Mapping[str, Any]) -> dict[str, Any]:
     if not named:
         raise ConfigError("`lengths` has no stream; give one number a sample, or a mapping of stream names to such")
     first = TOKENS if TOKENS in named else next(iter(named))
-    return {TOKENS if name == first else name: values for name, values in named.items()}
+    return {TokensCalled(name) if name == first != TOKENS else name: values for name, values in named.items()}
 
 
 def _as_array(values: ArrayLike, name: str) -> NDArray[np.generic]:

@@ -13,10 +13,54 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "round_up", "target_tokens"]
+__all__ = [
+    "TARGET",
+    "TOKENS",
+    "BatchShape",
+    "IntArray",
+    "Streams",
+    "TokensCalled",
+    "round_up",
+    "said",
+    "target_tokens",
+    "units_of",
+]
 
 TOKENS = "tokens"
 TARGET = "target"
+
+
+class TokensCalled(str):
+    """The stream ``tokens`` under the name that its user gave it: as a key it is "tokens", in messages :func:`said`."""
+
+    def __new__(cls, said: str) -> TokensCalled:
+        made = super().__new__(cls, TOKENS)
+        made.said = said
+        return made
+
+    said: str
+
+    def __reduce__(self) -> tuple[type[TokensCalled], tuple[str]]:
+        return TokensCalled, (self.said,)
+
+
+def said(stream: str) -> str:
+    """What the user calls a stream.
+
+    >>> said(TokensCalled("source")), said("target"), TokensCalled("source") == "tokens"
+    ('source', 'target', True)
+    """
+    return stream.said if isinstance(stream, TokensCalled) else stream
+
+
+def units_of(lengths: Streams, sample: int) -> str:
+    """How long a sample is, in the user's words.
+
+    >>> units_of({TokensCalled("source"): np.array([3, 9]), "target": np.array([4, 2])}, 1)
+    '9 source, 2 target'
+    """
+    return ", ".join(f"{values[sample]} {said(name)}" for name, values in lengths.items())
+
 
 Streams: TypeAlias = Mapping[str, NDArray[np.int32]]
 IntArray: TypeAlias = NDArray[np.int64]

@@ -17,7 +17,7 @@ from dynagroup.checks import LARGEST
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.run import Layout
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
 
 __all__ = [
     "AdditiveCap",
@@ -160,7 +160,7 @@ class AdditiveCap(Budget):
     def fits(self, shape: BatchShape, /) -> BoolArray:
         if self.stream not in shape.total:
             raise ConfigError(
-                f"AdditiveCap needs the stream {self.stream!r}, but lengths have {sorted(shape.total)}; "
+                f"AdditiveCap needs the stream {self.stream!r}, but lengths have {sorted(map(said, shape.total))}; "
                 f"pass lengths={{'tokens': ..., {self.stream!r}: ...}}"
             )
         return shape.total[self.stream] <= self.limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, positive
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Layout
-from dynagroup.shapes import BatchShape, IntArray, round_up
+from dynagroup.shapes import BatchShape, IntArray, round_up, said
 
 __all__ = ["TokenBudget", "as_budget"]
 
@@ -87,11 +88,23 @@ class TokenBudget(Budget):
         most = self.max_tokens // np.maximum(round_up(longest, self.pad_to_multiple_of), 1)
         return most if self.max_samples is None else np.minimum(most, self.max_samples)
 
-    def _counted(self, shape: BatchShape) -> IntArray:
-        names = self.streams or tuple(shape.longest)
-        missing = [name for name in names if name not in shape.longest]
+    def names_in(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The streams that are counted, of these.
+
+        Raises:
+            ConfigError: one is not among them.
+        """
+        known = {said(name): name for name in names}
+        known.update({name: name for name in known.values()})
+        missing = [name for name in self.streams or () if name not in known]
         if missing:
-            raise ConfigError(f"`streams` names {missing[0]!r}, but lengths have {sorted(shape.longest)}")
+            raise ConfigError(
+                f"`streams` names {missing[0]!r}, but lengths have {sorted({said(n) for n in known.values()})}"
+            )
+        return tuple(dict.fromkeys(known[name] for name in self.streams or known))
+
+    def _counted(self, shape: BatchShape) -> IntArray:
+        names = self.names_in(shape.longest)
         if self.layout == "packed":
             return round_up(np.sum([shape.total[name] for name in names], axis=0), self.pad_to_multiple_of)
         longest = np.sum([round_up(shape.longest[name], self.pad_to_multiple_of) for name in names], axis=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dynagroup.checks import warn_user
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
+from dynagroup.shapes import units_of
 
 __all__ = ["JUDGED", "PlanNotices", "warn_of_oversize"]
 
@@ -19,7 +20,7 @@ def warn_of_oversize(planner: Planner) -> None:
         done = "left out" if planner.config.oversize == "drop" else "emitted alone"
         warn_user(
             f"{len(oversize)} samples do not fit the budget even alone and are {done}; the first is sample "
-            f"{oversize[0]} with {planner.lengths['tokens'][oversize[0]]} tokens; truncate them, raise the budget, or pass "
+            f"{oversize[0]} with {units_of(planner.lengths, oversize[0])}; truncate them, raise the budget, or pass "
             "oversize='error'"
         )
 

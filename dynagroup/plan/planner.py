@@ -27,7 +27,7 @@ from dynagroup.plan.order import epoch_order
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
 from dynagroup.plan.rows import Rows, arrange, cut_rows, num_batches, prove
 from dynagroup.plan.windows import EpochWindows, Position, Segment, Window
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 from dynagroup.world import World
 
 __all__ = ["BatchPlan", "PlanConfig", "Planner", "Position", "epoch_order"]
@@ -54,9 +54,8 @@ class Planner:
         self.oversize = np.flatnonzero(self._oversize)
         if config.oversize == "error" and len(self.oversize):
             index = int(self.oversize[0])
-            units = ", ".join(f"{values[index]} {name}" for name, values in lengths.items())
             raise BudgetError(
-                f"sample {index} ({units}) does not fit even alone, nor do {len(self.oversize) - 1} others; "
+                f"sample {index} ({units_of(lengths, index)}) does not fit even alone, nor do {len(self.oversize) - 1} others; "
                 "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
             )
         self._drops = config.oversize == "drop" and len(self.oversize) > 0

@@ -17,6 +17,7 @@ from dynagroup.budget.base import AllOf, Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.plan.fixed import FixedBatches
 from dynagroup.plan.plan import BatchPlan
+from dynagroup.shapes import said
 
 __all__ = ["environment", "format_table", "report_plan"]
 
@@ -61,7 +62,7 @@ def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str,
     yield "predicted time, in tokens of one rank", f"{round(stats['predicted_time']):,}"
     yield from _fixed_rows(plan, batch_size)
     for name, values in streams.items():
-        of = f" in {name!r}" if len(streams) > 1 else ""
+        of = f" in {said(name)!r}" if len(streams) > 1 else ""
         yield f"sample length{of}, median / 99 % / longest", _quantiles(values, (0.5, 0.99, 1.0))
     yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
     yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))

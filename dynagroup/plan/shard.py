@@ -15,6 +15,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK
 from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.work import Work
+from dynagroup.shapes import units_of
 
 __all__ = ["shard_micro_batches"]
 
@@ -71,7 +72,7 @@ def _check(batches: Batches, streams: Mapping[str, Any], budget: Budget, every: 
     if not fits.all():
         sample = int(batches[int(np.flatnonzero(~fits)[0])][0])
         raise BudgetError(
-            f"sample {sample} ({streams['tokens'][sample]} tokens) does not fit even alone; truncate it or raise the budget"
+            f"sample {sample} ({units_of(streams, sample)}) does not fit even alone; truncate it or raise the budget"
         )
     if len(batches) % every:
         raise ConfigError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,12 +14,14 @@ from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.lengths import as_streams
 from dynagroup.memory.model import PaddedTokens
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.plan.cut import cut
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.shard import shard_micro_batches
-from dynagroup.shapes import BatchShape, target_tokens
+from dynagroup.shapes import BatchShape, said, target_tokens
 from dynagroup.testing import assert_budget_law
 from dynagroup.update.planned import PlannedDataLoader
 
@@ -136,3 +141,36 @@ def test_a_number_is_a_budget_of_tokens_wherever_budgets_are_taken() -> None:
     )
     assert shard_micro_batches(lengths, 2, 18) == shard_micro_batches(lengths, 2, TokenBudget(18))
     assert OnlineDataLoader([[1]], 18).budget == PlannedDataLoader([[1]], [1], 18).budget == TokenBudget(18)
+
+
+def test_messages_and_budgets_know_the_names_that_the_user_gave() -> None:
+    pairs = {"source": [3, 90], "target": [4, 5]}
+    streams = as_streams(pairs)
+    assert sorted(streams) == ["target", "tokens"]  # what budgets are written for
+    with pytest.raises(BudgetError, match=r"sample 1 \(90 source, 5 target\) does not fit even alone"):
+        LengthAwareBatchSampler(pairs, 50, oversize="error", rank=0, world_size=1)
+    with pytest.warns(UserWarning, match="the first is sample 1 with 90 source, 5 target;"):
+        LengthAwareBatchSampler(pairs, 50, rank=0, world_size=1)
+    with pytest.raises(BudgetError, match=r"sample 1 \(90 source, 5 target\)"):
+        shard_micro_batches(pairs, 1, 50)
+    with pytest.raises(ConfigError, match=r"lengths\['target'\] has 1 samples, but lengths\['source'\] has 2"):
+        as_streams({"source": [3, 90], "target": [4]})
+    with pytest.raises(ConfigError, match=r"lengths\['source'\]\[1\] must be a whole number"):
+        as_streams({"source": [3, -1], "target": [4, 4]})
+    with pytest.raises(ConfigError, match=r"`streams` names 'patches', but lengths have \['source', 'target'\]"):
+        LengthAwareBatchSampler(pairs, TokenBudget(100, streams=("patches",)), rank=0, world_size=1)
+    named = LengthAwareBatchSampler(pairs, TokenBudget(200, streams=("source",)), rank=0, world_size=1).plan
+    assert named.statistics["padded_tokens"] == 180
+    report = LengthAwareBatchSampler(pairs, 200, rank=0, world_size=1).plan.report()
+    assert "sample length in 'source', median" in report
+    assert "'tokens'" not in report
+
+
+def test_a_renamed_stream_travels() -> None:
+    streams = as_streams({"source": [3], "target": [4]})
+    (first, _) = pickle.loads(pickle.dumps(streams))
+    assert (said(first), first, json.dumps({first: 1})) == ("source", "tokens", '{"tokens": 1}')
+    pairs = [{name: [3, 9, 4], "labels": [1, 2, 3]} for name in ("source", "tokens")]
+    plans = [LengthAwareBatchSampler(lengths, 40, rank=0, world_size=1) for lengths in pairs]
+    plans[1].load_state_dict(plans[0].state_dict())
+    assert plans[0].plan.fingerprint == plans[1].plan.fingerprint
