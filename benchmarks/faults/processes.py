@@ -45,6 +45,7 @@ def forked(number: int, function: Callable[[int, Path], Any], folder: Path) -> l
 
 
 def _run(function: Callable[[int, Path], Any], rank: int, folder: Path) -> None:
+    sys.unraisablehook = lambda _: None  # loaders of the parent say at their end that these are not their workers
     try:
         report = function(rank, folder)
     except BaseException as error:  # noqa: BLE001 - told to the parent

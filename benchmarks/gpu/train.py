@@ -148,9 +148,8 @@ class _Run:
             return _packed(lengths, top, device)
         width = int(lengths.max())
         if self.method.few_shapes:
-            rows, width = self.job.ladder.shape_for(width)
-            lengths = np.pad(lengths, (0, rows - len(batch)))
-        self.padded += len(lengths) * width
+            width = self.job.ladder.shape_for(width)[1]
+        self.padded += len(batch) * width
         mask = torch.arange(width, device=device)[None] < torch.as_tensor(lengths, device=device)[:, None]
         ids = torch.randint(3, top, mask.shape, device=device) * mask
         inputs = {"input_ids": ids, "attention_mask": mask.long()}

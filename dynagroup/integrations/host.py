@@ -200,17 +200,22 @@ def read_states(folder: str) -> list[dict[str, Any]]:
     from accelerate.utils import gather_object
 
     found = [
-        (int(path.stem.removeprefix("dynagroup-rank")), _read_state(path))
+        (int(path.stem.removeprefix("dynagroup-rank")), *_read_state(path))
         for path in Path(folder).glob("dynagroup-rank*.json")
     ]
-    return [state for _, state in sorted(dict(gather_object(found)).items())]
+    everywhere = sorted(gather_object(found), key=lambda entry: entry[0])
+    for _, _, damage in everywhere:  # on every rank, whoever read it: none may wait for one that raised
+        if damage is not None:
+            raise StateError(damage)
+    return list({rank: state for rank, state, _ in everywhere}.values())
 
 
-def _read_state(path: Path) -> Any:
+def _read_state(path: Path) -> tuple[Any, str | None]:
+    """The state, or what is wrong with the file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8")), None
     except (ValueError, RecursionError) as error:
-        raise StateError(f"{path} is damaged, it is no JSON ({error}); resume from the checkpoint before it") from error
+        return None, f"{path} is damaged, it is no JSON ({error}); resume from the checkpoint before it"
 
 
 def data_parallel_world(trainer: Any, world: World | None) -> World:

@@ -78,10 +78,48 @@ def test_the_index_lists_every_page():
 
 
 def test_figures_are_those_of_the_results():
-    tables = runpy.run_path(str(ROOT / "scripts" / "doc_tables.py"))
-    for name, expected in tables["pages"]().items():
+    for name, expected in doc_tables()["pages"]().items():
         found = (ROOT / name).read_text(encoding="utf-8")
         assert found == expected, f"run python scripts/doc_tables.py: {name} shows older figures"
+
+
+def doc_tables() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "doc_tables.py"))
+
+
+def test_a_changed_figure_would_be_noticed():
+    filled = doc_tables()["filled"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert filled(page) == page
+    row = next(line for line in page.splitlines() if line.startswith("| CV 0.8 | dynagroup |"))
+    assert filled(page.replace(row, row.replace("CV 0.8", "CV 0.9"))) == page
+
+
+def test_every_figure_in_a_table_of_benchmarks_comes_from_a_file():
+    tables = doc_tables()
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    by_hand = tables["MARK"].sub("", page)
+    rows = [line for line in by_hand.splitlines() if line.startswith("|") and "scripts/" not in line]
+    assert [row for row in rows if re.search(r"\d", row)] == []
+    used = {
+        name for path in tables["MARKED"] for name in tables["MARK"].findall((ROOT / path).read_text(encoding="utf-8"))
+    }
+    assert used == set(tables["FIGURES"])
+
+
+def test_every_file_of_results_is_quoted():
+    """What nothing quotes is deleted, with the script that made it."""
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("regressor/*.py"),
+        *ROOT.glob("scripts/doc_*.py"),
+    ]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert results
+    named = [path.name for path in results if path.name not in text and f'_read("{path.stem}")' not in text]
+    assert named == []
 
 
 def test_names_in_tables_exist():
