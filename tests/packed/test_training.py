@@ -42,8 +42,11 @@ def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(tmp_path) ->
 
 
 def test_the_trainer_on_packed_batches_ends_with_the_parameters_of_fixed_ones(tmp_path) -> None:
-    (theirs, _), (ours, logs) = training.trained_both(tmp_path)
+    (theirs, fixed_logs), (ours, logs) = training.trained_both(tmp_path)
     assert (ours - theirs).abs().max() < 1e-8
+    losses, fixed_losses = ([float(e["loss"]) for e in log if "loss" in e] for log in (logs, fixed_logs))
+    assert len(losses) == 1
+    assert losses == pytest.approx(fixed_losses, abs=1e-8)
     assert float(next(entry for entry in logs if "padding" in entry)["padding"]) == 0
 
 
