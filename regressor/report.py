@@ -173,10 +173,10 @@ Lengths {shortest} to {longest}; {models}.
 
 TOKENS = """## Where a token budget fails
 
-24 GB, headroom 0.9, bfloat16, simulated. *Tuned*: the token budget that just fits at 2,048 tokens a sample, and the share
-of the device that its batches take at other lengths: over 100 % runs out of memory. *Safe*: the largest token budget that fits at
-every length up to the longest that fits at all, from one token on, and the share of the largest batch that it allows.
-Where memory is linear in padded tokens a token budget is all that is needed.
+{gb:.0f} GB, headroom {headroom:.0%}, bfloat16, simulated. *Tuned*: the token budget that just fits samples of the usual length
+(512 tokens; of two streams 512 and 128); its *hardest* batch is that of another length that takes most: over 100 % is out of
+memory. *Safe*: the largest token budget that fits at every length that fits at all, and the share of the usual samples that it
+still allows. Where memory is linear in padded tokens a token budget is all that is needed.
 
 {table}"""
 
@@ -265,14 +265,15 @@ def what_fits_checked(found: Figures) -> str:
 
 
 def token_budgets(found: Figures) -> str:
-    """What a token budget tuned at one length does at others, and what a safe one leaves unused."""
-    lengths = found["about"]["lengths"]
-    rows = [["workload", "tuned", *(f"peak at {ln}" for ln in lengths), "safe", *(f"used at {ln}" for ln in lengths)]]
+    """The hardest batch of a token budget tuned at one length, and what a safe one leaves unused."""
+    rows = [["workload", "tuned", "hardest batch", "its memory", "safe", "usual samples it allows"]]
     for name, row in found["rows"].items():
-        peaks = ["-" if share is None else f"{share:.0%}" for share in row["peak_share_of_tuned"]]
-        used = ["-" if share is None else f"{share:.1%}" for share in row["share_used_by_safe"]]
-        rows.append([name, str(row["tuned_tokens"]), *peaks, str(row["safe_tokens"]), *used])
-    return TOKENS.format(table=table(rows))
+        hardest = f"{row['hardest_samples']:,} x {' + '.join(f'{length:,}' for length in row['hardest'].values())}"
+        used = f"{row['safe_usual']:,} of {row['largest_usual']:,} ({row['share_used_by_safe']:.0%})"
+        peak = f"{row['peak_share_of_hardest']:.0%}"
+        rows.append([name, f"{row['tuned_tokens']:,}", hardest, peak, f"{row['safe_tokens']:,}", used])
+    about = found["about"]
+    return TOKENS.format(table=table(rows), gb=about["limit_bytes"] / 1e9, headroom=about["headroom"])
 
 
 def main() -> None:

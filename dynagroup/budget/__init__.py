@@ -3,6 +3,7 @@
 from dynagroup.budget.base import AdditiveCap, AllOf, Budget, padded_tokens
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.recompute import RecomputeBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LearningBudget",
     "MemoryBudget",
     "OomReport",
+    "RecomputeBudget",
     "TokenBudget",
     "as_budget",
     "padded_tokens",

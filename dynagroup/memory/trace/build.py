@@ -23,6 +23,7 @@ __all__ = [
     "as_meta_model",
     "as_random_model",
     "as_run_model",
+    "checkpoint_layers",
     "is_encoder",
     "is_model",
     "make_inputs",
@@ -158,6 +159,13 @@ def _without_data(model: torch.nn.Module) -> torch.nn.Module:
     without = copy.deepcopy(model, memo).to("meta")
     fold_on_meta(without)
     return without
+
+
+def checkpoint_layers(model: Any, **options: Any) -> None:
+    """Switch gradient checkpointing on, under the name that this version of transformers has for it."""
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, **options})
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynagroup.device import CudaDevice, Device, is_out_of_memory
 from dynagroup.memory.measurements import Measurement, Measurements
+from dynagroup.memory.trace.build import checkpoint_layers, make_inputs
 from dynagroup.memory.trace.simulate import Shape, checked_shapes, checked_workload
 from dynagroup.memory.workload import Workload
 
@@ -57,7 +58,7 @@ def _prepared(model: Any, workload: Workload, device: torch.device) -> torch.nn.
     model.train(workload.mode == "train")
     if workload.mode == "train":
         if workload.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_layers(model)
         for p in model.parameters():
             if p.requires_grad and p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -108,8 +109,6 @@ def _run(
     device: torch.device,
 ) -> None:
     import torch
-
-    from dynagroup.memory.trace.build import make_inputs
 
     training = workload.mode == "train"
     if inputs is None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dynagroup.memory.run import ELEMENT_BYTES, Run
-from dynagroup.memory.trace.build import make_inputs, stacks
+from dynagroup.memory.trace.build import checkpoint_layers, make_inputs, stacks
 from dynagroup.memory.trace.kernels import CudaKernels
 from dynagroup.memory.trace.tracer import BLOCK, LiveBytes
 from dynagroup.shapes import TARGET, TOKENS
@@ -40,11 +40,7 @@ def prepare(model: torch.nn.Module, workload: Run, aligned: bool = True) -> torc
 
 def _checkpoint(model: Any, autocast: torch.dtype | None, aligned: bool) -> None:
     # Function modes do not reach what the autograd engine calls, so the recomputation enters its own.
-    options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), CudaKernels(autocast, aligned=aligned))}
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.2x renamed it
-        model.activation_checkpointing_enable(options)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(autocast, aligned=aligned)))
 
 
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
