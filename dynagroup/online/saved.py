@@ -135,12 +135,11 @@ def _check_update(state: Mapping[str, Any], num_ordered: int | None, accumulatio
     mark = progress["feed"]["next"]
     if mark is None or len(mark) != len(UpdateMark._fields):
         raise StateError(f"the state is damaged: its next update is {mark!r}")
-    epoch, update, used, _, until = mark
-    done = state["cursor"]["update"]
-    if epoch != state["epoch"] or max(used, until) > (num_ordered or 0) or update > done + 1:
+    epoch, _, used, _, until = mark
+    if epoch != state["epoch"] or max(used, until) > (num_ordered or 0):
         raise StateError(
-            f"the state is damaged: the next update would be the {update}th, from sample {used} on of epoch {epoch}, but {done} "
-            f"updates are done, and epoch {state['epoch']} is under way, of {num_ordered} samples"
+            f"the state is damaged: the next update would begin at sample {max(used, until)} of epoch {epoch}, but epoch "
+            f"{state['epoch']} is under way, of {num_ordered} samples"
         )
 
 
