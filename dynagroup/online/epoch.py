@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.checks import warn_user
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.engine import FreeRunner, Knobs, Runner, UpdateRunner
@@ -24,7 +25,7 @@ from dynagroup.online.records import Refined, Take, shorten
 from dynagroup.online.requests import Order
 from dynagroup.online.state import pack, unpack
 from dynagroup.online.windows import split_queued
-from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.shapes import IntArray
 from dynagroup.update.sizes import Cursor, UpdateSizes
 
 __all__ = ["FEEDS", "EpochRun", "Known"]
@@ -49,6 +50,8 @@ class Known:
 
     learned: LearnedLengths | None
     hint: IntArray | None
+    budget: Budget
+    """Says which streams are padded."""
 
     def of(self, source: Source) -> Source:
         """The source with the lengths of its order: exact ones for plans of batches, rough ones for windows alike."""
@@ -65,7 +68,8 @@ class Known:
             whole = {name: np.append(values, unused) for name, values in known.items()}
             if self.learned.steady:
                 return replace(source, lengths=whole)
-            return replace(source, rough=whole[TOKENS].astype(np.int64))
+            padded = [whole[name] for name in padded_streams(self.budget, whole)]
+            return replace(source, rough=np.sum(padded, axis=0, dtype=np.int64))
         return source if self.hint is None else replace(source, rough=self.hint[at])
 
 

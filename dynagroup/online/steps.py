@@ -101,7 +101,7 @@ class Parts:
             collator=collator,
             orders=EpochOrders(dataset, config, stream=stream, sampler=sampler, batch_sampler=batch_sampler),
             workers=Workers(dataset, collator, kwargs, window=config.window, max_bytes=config.window_bytes),
-            known=Known(learned, None if length_hint is None else as_hint(length_hint, len(dataset))),
+            known=Known(learned, None if length_hint is None else as_hint(length_hint, len(dataset)), collator.budget),
         )
 
     def sizes(self) -> UpdateSizes | None:
@@ -281,7 +281,7 @@ class OnlineSteps(StepLoader[Any]):
             )
         if known is not None and own["lengths"] is not None:
             known = known.restored(own["lengths"], [s["lengths"] for s in needed[1:]])
-        return own, needed, Known(known, self._known.hint)
+        return own, needed, Known(known, self._known.hint, self._known.budget)
 
     def _restore(self, found: tuple[Mapping[str, Any], list[Mapping[str, Any]], Known]) -> None:
         own, needed, self._known = found
