@@ -76,15 +76,15 @@ def test_the_gradient_is_that_of_algebra():
 
 
 @pytest.mark.parametrize(
-    ("fault", "owner", "name", "said"),
+    ("fault", "first", "owner", "name", "said"),
     [
-        ("out-of-memory storm in training", Update, "undo", "gradient of update"),
-        ("journal cut or damaged", journal, "_checksum", "wrong results"),
+        ("out-of-memory storm in training", 0, Update, "undo", "gradient of update"),
+        ("journal cut or damaged", 6, journal, "_checksum", "wrong results"),
     ],
 )
-def test_a_broken_library_is_found(fault, owner, name, said, monkeypatch):
+def test_a_broken_library_is_found(fault, first, owner, name, said, monkeypatch):
     monkeypatch.setattr(owner, name, lambda *args: 0)
-    found = (wrong for seed in range(40) for wrong in run_case(Case(seed, fault)))
+    found = (wrong for seed in range(first, 40) for wrong in run_case(Case(seed, fault)))
     assert any(said in wrong for wrong in found)
 
 
