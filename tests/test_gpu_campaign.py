@@ -78,7 +78,7 @@ def test_training_ends_in_time_and_keeps_what_it_has(seconds_a_turn, monkeypatch
         def figures(self):
             return {"turns": len(self.turns)}
 
-    monkeypatch.setattr(train, "_Run", Turn)
+    monkeypatch.setattr(train, "Run", Turn)
     clock, kept = Clock(), {}
     for figures in train.run(clock):
         kept = json.loads(json.dumps(figures))

@@ -74,7 +74,7 @@ def _rounds(machine: Machine, size: str, name: str, with_lora: bool, seconds: fl
     work = Work.of(config_of(size, dry=machine.dry))
     tokens = 128 if machine.dry else TOKENS[size]
     job = Job(_lengths(name, machine), 16 if machine.dry else PER_UPDATE, tokens, work=work)
-    runs = {method: _Run(method, job, machine, size, with_lora) for method in METHODS if METHODS[method].available}
+    runs = {method: Run(method, job, machine, size, with_lora) for method in METHODS if METHODS[method].available}
     failed: dict[str, str] = {}
     end, longest, rounds = machine.left_s() - seconds, 5 * SLICE_S, 0
     while runs and (not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)):
@@ -99,7 +99,7 @@ def _rounds(machine: Machine, size: str, name: str, with_lora: bool, seconds: fl
             return
 
 
-class _Run:
+class Run:
     """One method's training. All methods share nothing but the device; each has its own model, made anew at each turn."""
 
     def __init__(self, method: str, job: Job, machine: Machine, size: str, with_lora: bool) -> None:
