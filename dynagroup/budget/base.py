@@ -121,6 +121,13 @@ def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     return shape.num_samples * np.sum(widths, axis=0)
 
 
+def padded_squares(shape: BatchShape, budget: Budget) -> IntArray:
+    """Padded tokens of each shape, each times its sample's padded length, of all padded streams: what attention costs.
+    int64 (K,)."""
+    widths = [round_up(shape.longest[n], budget.pad_to_multiple_of) for n in padded_streams(budget, shape.longest)]
+    return shape.num_samples * np.sum([width * width for width in widths], axis=0)
+
+
 def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Tokens of each shape's samples, of all padded streams: int64 (K,)."""
     return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_tokens, real_tokens
+from dynagroup.budget.base import Budget, padded_squares, padded_tokens, real_tokens
 from dynagroup.checks import check_choice
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
@@ -191,6 +191,7 @@ class RefinementCollator:
         shapes = shapes_of(batches, lengths)
         fits = self.budget.fits(shapes).tolist()
         padded = padded_tokens(shapes, self.budget).tolist()
+        squares = padded_squares(shapes, self.budget).tolist()
         longest, real = shapes.longest[TOKENS].tolist(), real_tokens(shapes, self.budget).tolist()
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
         made = []
@@ -211,6 +212,7 @@ class RefinementCollator:
                     lengths={name: values[members] for name, values in lengths.items()},
                     weight=self._weight_of(batch, len(places)),
                     padded=padded[number],
+                    squares=squares[number],
                     real=real[number],
                     group=groups[number],
                     oversize=not fits[number],

@@ -165,6 +165,7 @@ class Runner(ABC):
         self.stats.batch_sizes[len(refined)] += 1
         self.stats.real_tokens += refined.real
         self.stats.padded_tokens += refined.padded
+        self.stats.padded_squares += refined.squares
         if refined.oversize and not self.stats.oversize:
             warn_user(
                 f"sample {refined.indices[0]} ({refined.real} tokens) does not fit the budget even alone and is emitted alone, "

@@ -123,7 +123,7 @@ class Refined:
         offsets: the samples' places in their window.
         lengths: stream -> int32, true lengths after processing.
         weight: loss weight, see ``weigh``.
-        padded: padded tokens.
+        padded: padded tokens. squares: the same, each times its sample's padded length.
         real: tokens that are no padding.
         group: which planned batch it came from; the window's only group without planned batches.
         oversize: a single sample that does not fit even alone.
@@ -137,6 +137,7 @@ class Refined:
     lengths: Streams
     weight: float
     padded: int
+    squares: int
     real: int
     group: int = 0
     oversize: bool = False

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
@@ -27,11 +28,11 @@ class StepClock:
 
     def begin(self, step: Step[Any]) -> None:
         """The loop is about to get this step, which the counts know already."""
-        samples, padded = self._stats.samples - self._samples, self._stats.padded_tokens - self._padded
-        self._samples, self._padded = self._stats.samples, self._stats.padded_tokens
-        self._usable &= samples > 0 and not step.idle
+        counted = self._counted()
+        self._usable &= counted[0] > self._before[0] and not step.idle
         if self._usable:
-            self._row += (1, padded, padded * padded / samples)
+            self._row += counted - self._before
+        self._before = counted
         self._since = time.perf_counter()
 
     def end(self, step: Step[Any]) -> None:
@@ -44,5 +45,8 @@ class StepClock:
             self._begin_update()
 
     def _begin_update(self) -> None:
-        self._samples, self._padded = self._stats.samples, self._stats.padded_tokens
+        self._before = self._counted()
         self._row, self._seconds, self._usable, self._since = np.zeros(3), 0.0, True, 0.0
+
+    def _counted(self) -> NDArray[np.float64]:
+        return np.array([self._stats.batches, self._stats.padded_tokens, self._stats.padded_squares], np.float64)

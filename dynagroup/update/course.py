@@ -39,8 +39,14 @@ class Notes:
     def of(self, update: PlannedUpdate, number: int, batch: Any, budget: Budget) -> None:
         """Count a step as used, and compare its batch with its plan."""
         samples, stats = len(update.batches[number]), self.stats
-        real, padded, idle = update.real[number], update.padded[number], update.idle[number]
-        stats.count_step(samples, real_tokens=real, padded_tokens=padded, idle=idle)
+        idle = update.idle[number]
+        stats.count_step(
+            samples,
+            real_tokens=update.real[number],
+            padded_tokens=update.padded[number],
+            padded_squares=update.squares[number],
+            idle=idle,
+        )
         highest, mean = update.row_padded[number]
         stats.row_highest, stats.row_total = stats.row_highest + highest, stats.row_total + round(mean)
         if samples == 1 and not idle:

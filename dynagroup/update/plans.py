@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.budget.base import padded_tokens, real_tokens
+from dynagroup.budget.base import padded_squares, padded_tokens, real_tokens
 from dynagroup.checks import check_int
 from dynagroup.errors import BudgetError, StateError
 from dynagroup.fingerprint import described
@@ -41,6 +41,7 @@ class PlannedUpdate:
     """Those of the stream ``tokens``, and the longest sample in it: what ``input_ids`` should come out as."""
     longest: Sequence[int]
     padded: Sequence[int]
+    squares: Sequence[int]
     row_samples: Sequence[int]
     """Samples on all ranks."""
     row_padded: Sequence[tuple[int, float]]
@@ -148,6 +149,7 @@ def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, **
     padded = np.where(idle, 0, padded_tokens(shapes, planner.budget).reshape(table.shape))
     samples = np.where(idle, 0, shapes.num_samples.reshape(table.shape))
     real = real_tokens(shapes, planner.budget).reshape(table.shape)[:, rank].tolist()
+    squares = padded_squares(shapes, planner.budget).reshape(table.shape)[:, rank].tolist()
     longest, first = (by[TOKENS].reshape(table.shape)[:, rank].tolist() for by in (shapes.longest, shapes.total))
     return PlannedUpdate(
         batches=[window.batches[int(number)].tolist() for number in table[:, rank]],
@@ -155,6 +157,7 @@ def _planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, **
         real=real,
         first=first,
         padded=padded[:, rank].tolist(),
+        squares=squares,
         longest=longest,
         row_samples=samples.sum(axis=1).tolist(),
         row_padded=list(zip(padded.max(axis=1).tolist(), padded.mean(axis=1).tolist(), strict=True)),

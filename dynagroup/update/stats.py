@@ -41,6 +41,8 @@ class LoaderStats:
     """Tokens of the samples."""
     padded_tokens: int = 0
     """Tokens that the device multiplied, idle steps not counted."""
+    padded_squares: int = 0
+    """The same tokens, each times its sample's padded length: what attention costs."""
     row_highest: int = 0
     """Padded tokens of the fullest rank, summed over sampled steps (one an exchange)."""
     row_total: int = 0
@@ -122,7 +124,9 @@ class LoaderStats:
         """Samples of the largest batch; 0 where there was none."""
         return max(self.batch_sizes, default=0)
 
-    def count_step(self, samples: int, *, real_tokens: int = 0, padded_tokens: int = 0, idle: bool = False) -> None:
+    def count_step(
+        self, samples: int, *, real_tokens: int = 0, padded_tokens: int = 0, padded_squares: int = 0, idle: bool = False
+    ) -> None:
         """Note that a step was taken."""
         self.steps += 1
         if idle:
@@ -132,6 +136,7 @@ class LoaderStats:
         self.batch_sizes[samples] += 1
         self.real_tokens += real_tokens
         self.padded_tokens += padded_tokens
+        self.padded_squares += padded_squares
 
     def count_update(self, samples: int) -> None:
         """Note that the last step of an update of so many samples, over all ranks, was taken."""

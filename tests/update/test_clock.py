@@ -43,6 +43,20 @@ def online(**options):
     )
 
 
+PAIRS = {"source": LENGTHS, "target": np.random.default_rng(1).permutation(LENGTHS)}
+
+
+def planned_pairs():
+    return PlannedDataLoader(DATA, PAIRS, TokenBudget(4000), samples_per_update=16, collate_fn=list, weigh="samples")
+
+
+def online_pairs():
+    rows = [{"source": int(a), "target": int(b)} for a, b in zip(*PAIRS.values(), strict=True)]
+    return OnlineDataLoader(
+        rows, TokenBudget(4000), samples_per_update=16, collate_fn=list, weigh="samples", shuffle=True, length_of=dict
+    )
+
+
 @pytest.mark.parametrize("make", [planned, online])
 def test_times_give_back_the_work_that_made_them(make, monkeypatch):
     loader = make()
@@ -50,6 +64,16 @@ def test_times_give_back_the_work_that_made_them(make, monkeypatch):
     Clock(monkeypatch).run(loader)
     assert loader.stats.work is not None
     assert loader.stats.work.per_step == pytest.approx(TRUE.per_step, rel=1e-3)
+    assert loader.stats.work.crossover == pytest.approx(TRUE.crossover, rel=1e-3)
+
+
+@pytest.mark.parametrize("make", [planned_pairs, online_pairs])
+def test_two_padded_streams_each_cost_their_own_attention(make, monkeypatch):
+    loader, clock = make(), Clock(monkeypatch)
+    for step in loader:
+        widest = {name: PAIRS[name][list(step.indices)].max(keepdims=True) for name in PAIRS}
+        clock.now += 1e-6 * (TRUE.per_step + len(step.indices) * float(TRUE.of_lengths(widest)[0]))
+    assert loader.stats.work is not None
     assert loader.stats.work.crossover == pytest.approx(TRUE.crossover, rel=1e-3)
 
 
