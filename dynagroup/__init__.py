@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from dynagroup.budget.tokens import TokenBudget
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.lengths import measure_lengths
-    from dynagroup.online.collate import RefinementCollator
     from dynagroup.online.loader import OnlineDataLoader
+    from dynagroup.online.refine import RefinementCollator
     from dynagroup.oom import (
         OomSafeBackward,
         classify_dataset,
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from dynagroup.update.loader import StepLoader
     from dynagroup.update.planned import PlannedDataLoader
     from dynagroup.update.schedule import scale_learning_rate
-    from dynagroup.update.step import Share, Step
+    from dynagroup.update.step import Step
+    from dynagroup.update.weigh import Share
 
 __version__ = "0.1.0"
 
@@ -54,9 +55,9 @@ _HOME = {
     "OnlineDataLoader": "online.loader",
     "OomSafeBackward": "oom",
     "PlannedDataLoader": "update.planned",
-    "RefinementCollator": "online.collate",
+    "RefinementCollator": "online.refine",
     "ShapeLadder": "plan.ladder",
-    "Share": "update.step",
+    "Share": "update.weigh",
     "StateError": "errors",
     "Step": "update.step",
     "StepLoader": "update.loader",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dynagroup.memory.learned.plausible import LIKE
 from dynagroup.memory.learned.regressor import MemoryRegressor
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Phases
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape

@@ -20,7 +20,7 @@ from dynagroup import (
     run_with_oom_retry,
 )
 from dynagroup.memory.trace import phases
-from dynagroup.online.windows import RequestQueue
+from dynagroup.online.workers import RequestQueue
 from dynagroup.testing import run_ranks
 from tests.online.helpers import Tokens, lengths_of
 

@@ -14,7 +14,7 @@ from dynagroup.budget.base import BoolArray, Budget, positive
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory.fits import bytes_of, largest_within
 from dynagroup.memory.learned.regressor import MemoryRegressor
-from dynagroup.memory.model import BytesMemoryModel, MemoryModel
+from dynagroup.memory.protocols import BytesMemoryModel, MemoryModel
 from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.table import LargestTable
 from dynagroup.memory.traced import TracedMemory
@@ -44,7 +44,7 @@ class MemoryBudget(Budget):
     Raises:
         ConfigError: an argument is wrong.
 
-    >>> from dynagroup.memory.model import PaddedTokens
+    >>> from dynagroup.memory.protocols import PaddedTokens
     >>> budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.9)
     >>> budget.fits(BatchShape.of([4, 7, 8], longest=[100, 50, 50])).tolist()
     [True, True, False]

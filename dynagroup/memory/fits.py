@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.model import BytesMemoryModel
+from dynagroup.memory.protocols import BytesMemoryModel
 from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload

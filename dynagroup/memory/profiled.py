@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
+from dynagroup.memory.extras import needed
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.needs import needed
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
 
 __all__ = ["ProfiledMemory"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynagroup.memory.model import MemoryModel
+from dynagroup.memory.protocols import MemoryModel
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
 
 __all__ = ["LargestTable"]
@@ -20,7 +20,7 @@ LONGER = 4  # lengths up to so many times the first batch's are in the table; no
 class LargestTable:
     """Most samples of a batch by its longest sample, lengths rounded up to a grid.
 
-    >>> from dynagroup.memory.model import PaddedTokens
+    >>> from dynagroup.memory.protocols import PaddedTokens
     >>> table = LargestTable.of(PaddedTokens(), BatchShape.of(8, 100), headroom=1.0)
     >>> table.largest({"tokens": np.array([100, 50, 10, 5000])}).tolist()
     [8, 16, 80, 0]

@@ -18,7 +18,7 @@ from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds.base import Feed
 from dynagroup.online.records import Queued, Take
 from dynagroup.update.stats import LoaderStats
-from dynagroup.update.step import Share
+from dynagroup.update.weigh import Share
 
 __all__ = ["FreeRunner", "Knobs", "Runner", "UpdateRunner"]
 

@@ -12,6 +12,7 @@ import numpy as np
 from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.checks import warn_user
 from dynagroup.errors import AlignmentError, StateError
+from dynagroup.online.codec import pack, unpack
 from dynagroup.online.engine import FreeRunner, Knobs, Runner, UpdateRunner
 from dynagroup.online.exchange import Exchange, fingerprint
 from dynagroup.online.feeds.base import Feed, Source
@@ -23,8 +24,7 @@ from dynagroup.online.feeds.updates import UpdateFeed
 from dynagroup.online.learned import LearnedLengths
 from dynagroup.online.records import Refined, Take, shorten
 from dynagroup.online.requests import Order
-from dynagroup.online.state import pack, unpack
-from dynagroup.online.windows import split_queued
+from dynagroup.online.workers import split_queued
 from dynagroup.shapes import IntArray
 from dynagroup.update.sizes import Cursor, UpdateSizes
 

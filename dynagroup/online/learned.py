@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import StateError
-from dynagroup.online.state import pack, unpack
+from dynagroup.online.codec import pack, unpack
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.world import World
 

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.online.align import Uneven
-from dynagroup.online.collate import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.config import WINDOW_BYTES, OnlineConfig
+from dynagroup.online.refine import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.steps import OnlineSteps, Parts
 from dynagroup.online.takeover import taken_over
 from dynagroup.plan.cut import DEFAULT_WORK, Objective

@@ -12,7 +12,6 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.checks import Check
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described
-from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.config import OnlineConfig, as_hint, check_budget, check_sources, checked_kwargs
 from dynagroup.online.datasets import is_stream
 from dynagroup.online.epoch import EpochRun, Known
@@ -20,14 +19,16 @@ from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds.base import Source
 from dynagroup.online.learned import LearnedLengths
 from dynagroup.online.records import Refined, Take
+from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import EpochOrders, UpdateMark
-from dynagroup.online.saved import SCHEMA, checked_states
-from dynagroup.online.windows import Workers
+from dynagroup.online.saving import SCHEMA, checked_states
+from dynagroup.online.workers import Workers
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.notice import PaddingNotice
 from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
 from dynagroup.update.stats import LoaderStats
-from dynagroup.update.step import Step, loss_scale
+from dynagroup.update.step import Step
+from dynagroup.update.weigh import loss_scale
 from dynagroup.world import World
 
 __all__ = ["OnlineSteps", "Parts"]

@@ -18,7 +18,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.memory import MemoryRegressor, Workload
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
 from dynagroup.oom.generate import check_options, generate_with_oom_retry, generation_option
 from dynagroup.oom.inference import Pass, Process

@@ -18,8 +18,8 @@ from dynagroup.update.notice import unplanned
 from dynagroup.update.place import Place
 from dynagroup.update.plans import PlannedUpdate
 from dynagroup.update.stats import LoaderStats
-from dynagroup.update.step import Share, Step, loss_scale
-from dynagroup.update.weigh import Weigh, weigher
+from dynagroup.update.step import Step
+from dynagroup.update.weigh import Share, Weigh, loss_scale, weigher
 from dynagroup.world import World
 
 __all__ = ["Course", "Notes", "Taken"]

@@ -7,30 +7,11 @@ from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Share", "Step", "loss_scale", "pin"]
+from dynagroup.update.weigh import Share
+
+__all__ = ["Step", "pin"]
 
 B = TypeVar("B")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """This rank's part of a sum over all ranks and all steps of the update."""
-
-    local: float
-    total: float
-
-
-def loss_scale(weight: Share, world_size: int) -> float:
-    """Factor for this batch's mean loss, such that accumulated gradients averaged over ranks equal one process's.
-
-    Each rank accumulates ``sum_over_steps(loss_scale * mean_loss)`` over the steps of an update and DDP or FSDP divides
-    by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a sample) counts
-    once: the result is the gradient of ``sum(unit losses) / total``.
-
-    >>> loss_scale(Share(local=3, total=4), world_size=2)
-    1.5
-    """
-    return weight.local * world_size / weight.total if weight.total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +23,7 @@ class Step(Generic[B]):
         indices: dataset indices (or arrival numbers for iterable datasets) of the samples in ``batch``.
         samples: number of samples here, and over the whole update on all ranks.
         weight: loss weight here (label tokens by default), and over the whole update on all ranks.
-        loss_scale: factor for the batch's *mean* loss, see :func:`loss_scale`; 0.0 on an idle step.
+        loss_scale: factor for the batch's *mean* loss, see :func:`dynagroup.update.weigh.loss_scale`; 0.0 on an idle step.
         ends_update: the optimizer steps after this batch; before that, gradients stay local (``no_sync``).
         idle: this rank had no samples left; the batch only keeps the collectives matched.
     """

@@ -1,9 +1,10 @@
-"""What a batch weighs in the loss: the units that its loss is a mean of."""
+"""What a batch weighs in the loss: the units that its loss is a mean of, and the factor that makes updates exact."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 
-__all__ = ["Weigh", "count_label_tokens", "mean_items", "predicts_next_token", "weigher"]
+__all__ = ["Share", "Weigh", "count_label_tokens", "loss_scale", "mean_items", "predicts_next_token", "weigher"]
 
 Weigh: TypeAlias = Literal["tokens", "samples"] | Callable[[Any], float]
 
@@ -21,6 +22,27 @@ SHIFTING_LOSSES = (
     "ForCausalLM",
     "ForConditionalGeneration",
 )  # transformers' names of those that leave out the first label
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This rank's part of a sum over all ranks and all steps of the update."""
+
+    local: float
+    total: float
+
+
+def loss_scale(weight: Share, world_size: int) -> float:
+    """Factor for this batch's mean loss, such that accumulated gradients averaged over ranks equal one process's.
+
+    Each rank accumulates ``sum_over_steps(loss_scale * mean_loss)`` over the steps of an update and DDP or FSDP divides
+    by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a sample) counts
+    once: the result is the gradient of ``sum(unit losses) / total``.
+
+    >>> loss_scale(Share(local=3, total=4), world_size=2)
+    1.5
+    """
+    return weight.local * world_size / weight.total if weight.total else 0.0
 
 
 def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:

@@ -9,7 +9,7 @@ from dynagroup.budget.base import AdditiveCap, Budget, padded_tokens
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_budget_law
 from tests import strategies

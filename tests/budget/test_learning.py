@@ -15,7 +15,7 @@ from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.oom import LearningBudget
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape

@@ -16,7 +16,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.plan.cut import cut
 from dynagroup.plan.sampler import LengthAwareBatchSampler

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from dynagroup import TokenBudget
-from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.records import WindowRequest, WindowSamples
+from dynagroup.online.refine import RefinementCollator
 from dynagroup.testing import run_ranks
 
 from .helpers import Tokens, ids_in, lengths_of, make_loader, used

@@ -11,7 +11,7 @@ import torch
 from dynagroup import ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
 from dynagroup.checks import seal_of
 from dynagroup.memory import PaddedTokens
-from dynagroup.online.collate import RefinementCollator
+from dynagroup.online.refine import RefinementCollator
 from dynagroup.testing import run_ranks
 
 from .helpers import Tokens, collate, ids_in, lengths_of, make_loader, used

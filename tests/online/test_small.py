@@ -12,13 +12,13 @@ import torch
 
 from dynagroup import BudgetError, ConfigError, TokenBudget
 from dynagroup.online.align import quantile
-from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.exchange import Exchange
+from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.transfer import pack_tensors, unpack_tensors
 from dynagroup.testing import run_ranks
 from dynagroup.update.stats import LoaderStats
-from dynagroup.update.step import Share, Step, pin
-from dynagroup.update.weigh import count_label_tokens, weigher
+from dynagroup.update.step import Step, pin
+from dynagroup.update.weigh import Share, count_label_tokens, weigher
 
 from .helpers import collate, make_loader
 

@@ -8,7 +8,7 @@ import torch
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.datasets import IndexedDataset, bytes_of
 from dynagroup.online.records import WindowRequest
-from dynagroup.online.windows import Workers
+from dynagroup.online.workers import Workers
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 
 from .helpers import Stream, all_ids, collate, ids_in, lengths_of, make_loader, used

@@ -10,7 +10,7 @@ import pytest
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import pictures
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import planner as planner_module
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.planner import PlanConfig, Planner, epoch_order

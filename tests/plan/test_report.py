@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan.fixed import FixedBatches
 from dynagroup.plan.report import format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler

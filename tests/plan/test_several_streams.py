@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.memory.model import PaddedTokens
+from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import alike, boxes
 from dynagroup.plan.alike import AlikeWindow
 from dynagroup.plan.batches import Batches, shapes_of

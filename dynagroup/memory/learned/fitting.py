@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.memory.closed_form import ClosedForm
+from dynagroup.memory.extras import needed
 from dynagroup.memory.learned.features import MONOTONE, Features, features
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.needs import needed
 from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from dynagroup.checks import seal_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
+from dynagroup.memory.extras import needed
 from dynagroup.memory.learned.features import CANDIDATE, FEATURES, Features, features, is_sharp
 from dynagroup.memory.learned.fitting import MIN_ROWS, pairs_of, train_booster
 from dynagroup.memory.learned.plausible import Plausible
 from dynagroup.memory.learned.trees import NotTrees, check_trees
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.needs import needed
 from dynagroup.memory.profiled import ProfiledMemory
 from dynagroup.memory.run import MONOMIALS, Layout, Phases
 from dynagroup.memory.workload import Workload

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from dynagroup.budget.base import Budget
 from dynagroup.checks import Check
 from dynagroup.errors import ConfigError
-from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.config import OnlineConfig
 from dynagroup.online.records import Planned, Queued, Refined
+from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import Order, Rank, UpdateMark
-from dynagroup.online.windows import Windows, Workers
+from dynagroup.online.workers import Windows, Workers
 from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.sizes import Cursor, UpdateSizes
 from dynagroup.update.stats import LoaderStats

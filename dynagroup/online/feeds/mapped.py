@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from dynagroup.checks import a_list, an_int, either, nothing
+from dynagroup.online.codec import a_pack, pack, pack_groups, some_groups, unpack, unpack_groups
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.feeds.base import Feed, Source
 from dynagroup.online.records import Planned, Queued, Refined
 from dynagroup.online.requests import Rank
-from dynagroup.online.state import a_pack, pack, pack_groups, some_groups, unpack, unpack_groups
-from dynagroup.online.windows import Windows
+from dynagroup.online.workers import Windows
 from dynagroup.shapes import IntArray
 
 __all__ = ["MapFeed"]

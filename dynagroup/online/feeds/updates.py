@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import ConfigError
+from dynagroup.online.codec import unpack
 from dynagroup.online.feeds.base import Source
 from dynagroup.online.feeds.planned import PlanFeed
 from dynagroup.online.records import Planned, Queued
 from dynagroup.online.requests import Rank, UpdateMark, update_plans
-from dynagroup.online.state import unpack
 from dynagroup.shapes import IntArray
 from dynagroup.update.sizes import Cursor, UpdateSizes
 

@@ -19,10 +19,10 @@ from dynagroup.checks import (
     nothing,
 )
 from dynagroup.errors import StateError
+from dynagroup.online.codec import a_pack, unpack
 from dynagroup.online.epoch import FEEDS
 from dynagroup.online.feeds.updates import UpdateFeed
 from dynagroup.online.requests import UpdateMark
-from dynagroup.online.state import a_pack, unpack
 
 __all__ = ["SCHEMA", "checked_states"]
 

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from dynagroup.checks import warn_user
 from dynagroup.errors import AlignmentError
-from dynagroup.online.collate import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, StreamDataset
 from dynagroup.online.records import Planned, Queued, RefinedWindow, WindowRequest
+from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import Order
 from dynagroup.update.feed import answers_of
 from dynagroup.world import World
