@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoConfig, AutoTokenizer
 
 import dynagroup
+from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.cli import main
 from dynagroup.demo.corpus import train_tokenizer
@@ -19,6 +21,7 @@ from dynagroup.lengths import measure_lengths
 from dynagroup.plan.compare import compare
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.work import Work
+from dynagroup.shapes import BatchShape
 from tests import models
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
@@ -75,6 +78,55 @@ def test_lengths_come_in_several_kinds_of_files(tmp_path, kind, capsys):
     assert json.loads(capsys.readouterr().out)["real_tokens"] == int(np.minimum(LENGTHS, 50).sum() + target)
 
 
+@pytest.mark.parametrize("kind", ["npz", "csv", "jsonl", "json", "parquet", "folder"])
+def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_path, kind, capsys):
+    path, target, columns = tmp_path / f"pairs.{kind}", LENGTHS[::-1], {}
+    columns = {
+        "name": ["x"] * 200,
+        "source": LENGTHS.tolist(),
+        "target": target.tolist(),
+        "chars": (4 * LENGTHS).tolist(),
+    }
+    table = Dataset.from_dict(columns)
+    if kind == "npz":
+        np.savez(path, **{name: values for name, values in columns.items() if name != "name"})
+    elif kind == "json":
+        path.write_text(json.dumps(table.to_list()))
+    else:
+        save = {"csv": table.to_csv, "jsonl": table.to_json, "parquet": table.to_parquet, "folder": table.save_to_disk}
+        save[kind](str(path))
+    capsys.readouterr()
+    assert main(["plan", str(path), "--column", "source,target", "--max-tokens", "800"]) == 0
+    first, report = capsys.readouterr().out.split("\n", 1)
+    assert first.startswith("padded streams: source, target (")
+    streams = {"source": LENGTHS, "target": target}
+    assert report == LengthAwareBatchSampler(streams, TokenBudget(800), rank=0, world_size=1).plan.report() + "\n"
+    assert main(["plan", str(path), "--column", "source", "--max-tokens", "800"]) == 0
+    assert "streams:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "compare", "doctor"])
+def test_arrays_that_were_not_chosen_are_told_of(tmp_path, command, capsys):
+    np.savez(tmp_path / "a.npz", words=LENGTHS, tokens=LENGTHS, chars=LENGTHS)
+    size = ["--max-tokens" if command == "plan" else "--batch-size", "800"]
+    assert main([command, str(tmp_path / "a.npz"), *size]) == 0
+    assert capsys.readouterr().out.startswith("padded streams: words, tokens, chars (")
+    assert main([command, str(tmp_path / "a.npz"), *size, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)
+    assert err.startswith("padded streams: words, tokens, chars (")
+
+
+def test_both_sides_may_be_texts(tmp_path, tokenizer, capsys):
+    table = Dataset.from_dict({"source": TEXTS, "target": TEXTS[::-1]})
+    table.to_parquet(str(tmp_path / "pairs.parquet"))
+    capsys.readouterr()
+    arguments = ["--column", "source,target", "--tokenizer", tokenizer, "--max-tokens", "1k", "--json"]
+    assert main(["plan", str(tmp_path / "pairs.parquet"), *arguments]) == 0
+    counts = measure_lengths(TEXTS, AutoTokenizer.from_pretrained(tokenizer))
+    assert json.loads(capsys.readouterr().out)["real_tokens"] == 2 * int(counts.sum())
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -119,6 +171,7 @@ def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys
         ("x.csv", b"id,b\n" + b"".join(b"%d,7\n" % i for i in range(9)), ["--column", "id"], "that is an index"),
         ("x.jsonl", b"".join(b'{"nr": %d}\n' % i for i in (3, 9, 4, 10, 5, 8, 7, 6)), [], "numbers its rows (3 to 10"),
         ("x.csv", b"a,b\n1,2\n", ["--column", "c"], "must be one of ['a', 'b']"),
+        ("x.csv", b"a,b\n1,2\n", ["--column", "a,c"], "must be one of ['a', 'b'] in"),
         ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "no JSON in line 2"),
         ("x.jsonl", b'{"length": 3}\n{"size": 3}\n', [], "sample 1 of"),
         ("x.json", b'{"length": 3}', [], "must hold a list"),
@@ -310,6 +363,28 @@ def test_doctor_asks_whether_the_largest_batch_fits(lengths_file, model_folder, 
     out = capsys.readouterr().out
     assert message in out
     assert "(train, float32, no checkpointing, AdamW)" in out
+
+
+def test_doctor_asks_about_all_streams(tmp_path, capsys):
+    """Answers of up to 90 tokens beside questions of up to 500: what fits is what the memory budget lets fit."""
+    source = 500
+    config = models.t5(vocab=900, width=64, layers=3, heads=4, d_kv=16)
+    config.save_pretrained(tmp_path / "t5")
+    np.savez(tmp_path / "pairs.npz", source=[source, 5, 7] * 20, target=[3, 90, 4] * 20)
+    arguments = ["--batch-size", "8", "--model", str(tmp_path / "t5"), "--gpu-memory", "400MB"]
+    assert main(["doctor", str(tmp_path / "pairs.npz"), *arguments]) == 0
+    out = capsys.readouterr().out
+    found = re.search(
+        r"8 samples of (\d+) source and 90 target fit 400MB, and (\d+) would .* safe: ([\d,]+) tokens", out
+    )
+    assert found, out
+    most, tokens = int(found[2]), int(found[3].replace(",", ""))
+    budget = MemoryBudget.from_model(config, "400MB")
+    longest = {"tokens": source, "target": 90}
+    assert budget.fits(BatchShape.of([most, most + 1], longest)).tolist() == [True, False]
+    assert most < budget.largest(np.array([90]))[0]
+    of_budget = np.array([[tokens // (s + t), s, t] for s in (1, 50, source) for t in (1, 45, 90)]).T
+    assert budget.fits(BatchShape.of(of_budget[0], {"tokens": of_budget[1], "target": of_budget[2]})).all()
 
 
 def test_doctor_needs_the_model_to_know_what_fits(lengths_file, capsys):

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from dynagroup.cli.inputs import add_lengths, add_picture, check_picture, lengths_of, show_picture, tokens
+from dynagroup.cli.inputs import add_lengths, add_picture, check_picture, lengths_of, show_picture, show_streams, tokens
 
 if TYPE_CHECKING:
     from dynagroup.plan.compare import Comparison
@@ -69,5 +69,6 @@ def _work_of(model: str | None) -> Work | None:
 def run(args: argparse.Namespace) -> None:
     check_picture(args)
     found = comparison_of(args)
+    show_streams(found.lengths, args)
     print(json.dumps(found.figures(), indent=1) if args.json else found.report())
     show_picture(found.plot, args)

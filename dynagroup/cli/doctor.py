@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynagroup.cli.compare import add_setting, comparison_of
+from dynagroup.cli.inputs import show_streams
 from dynagroup.cli.profile import add_workload, known
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     found = comparison_of(args)
+    show_streams(found.lengths, args)
     findings = diagnosis(found, _memory(args, found), layout=args.layout)
     if args.json:
         print(json.dumps({"findings": findings, **found.figures()}, indent=1))
@@ -79,7 +81,11 @@ def _change(found: Comparison, layout: str) -> str:
 
 
 def _memory(args: argparse.Namespace, found: Comparison) -> str | None:
-    """Whether today's largest batch fits the device, and how many samples of that length would."""
+    """Whether as many samples as today fit the device with the longest of every stream, and how many would.
+
+    The token budget is one for samples that are as long in every stream as the longest of any; it counts all streams, so
+    that it is safe for any of these.
+    """
     from dynagroup.errors import ConfigError
 
     if args.gpu_memory is None:
@@ -87,16 +93,22 @@ def _memory(args: argparse.Namespace, found: Comparison) -> str | None:
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, to know what a batch takes")
     from dynagroup.memory.fits import what_fits
+    from dynagroup.shapes import said
 
-    longest = int(found.lengths["tokens"].max())
-    fits: Any = what_fits(args.model, args.gpu_memory, mode=args.mode, lengths=[longest], **known(args))
-    (most,) = fits.samples
-    if most < found.batch_size:
-        return (
-            f"{found.batch_size} samples of {longest:,} tokens do not fit {args.gpu_memory}: {most} do ({fits.assumes}); "
-            f"a budget that is safe: {fits.max_tokens:,} tokens"
-        )
-    return (
-        f"{found.batch_size} samples of {longest:,} tokens fit {args.gpu_memory}, and {most} would ({fits.assumes}): "
-        f"a budget that is safe: {fits.max_tokens:,} tokens"
+    longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
+    fits = what_fits(
+        args.model,
+        args.gpu_memory,
+        mode=args.mode,
+        lengths=[max(longest.values())],
+        pad_to_multiple_of=args.pad_to_multiple_of,
+        **known(args),
     )
+    most = fits.most_samples(longest)
+    what = " and ".join(f"{units:,} {said(name)}" for name, units in longest.items())
+    answer = (
+        f"do not fit {args.gpu_memory}: {most} do"
+        if most < found.batch_size
+        else f"fit {args.gpu_memory}, and {most} would"
+    )
+    return f"{found.batch_size} samples of {what} {answer} ({fits.assumes}); a budget that is safe: {fits.max_tokens:,} tokens"

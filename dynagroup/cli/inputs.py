@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ __all__ = [
     "check_picture",
     "lengths_of",
     "show_picture",
+    "show_streams",
     "tokens",
 ]
 
@@ -49,7 +51,11 @@ def tokens(text: str) -> int:
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """The arguments that say where lengths come from."""
     parser.add_argument("data", metavar="DATA", help=f"lengths, token ids or texts: {KINDS}")
-    parser.add_argument("--column", metavar="C", help="of a table: its lengths, ids or (with --tokenizer) texts")
+    parser.add_argument(
+        "--column",
+        metavar="C[,C]",
+        help="of a table or .npz: lengths, ids or (with --tokenizer) texts; several are padded streams, such as source,target",
+    )
     parser.add_argument("--split", metavar="S", help="of a folder saved by datasets (default: train)")
     parser.add_argument("--tokenizer", metavar="NAME", help="transformers tokenizer: DATA then holds texts")
     parser.add_argument("--max-length", type=tokens, metavar="T", help="tokens that longer samples are truncated to")
@@ -63,22 +69,13 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     """
     import numpy as np
 
-    from dynagroup.lengths import LONGEST, as_streams, measure_lengths
+    from dynagroup.lengths import LONGEST, as_streams
 
     path = Path(args.data)
     if not path.exists():
         raise ConfigError(f"there is no file {args.data!r}; give {KINDS}")
-    found = _read(path, args)
-    if args.tokenizer is not None:
-        from dynagroup.lengths import named_tokenizer
-
-        texts = _texts(found, args)
-        found = measure_lengths(texts, named_tokenizer(args.tokenizer), max_length=args.max_length)
-    elif isinstance(found, list) and found and isinstance(found[0], str):
-        raise ConfigError(f"{args.data!r} holds texts; say which `--tokenizer` measures them")
-    elif isinstance(found, list) and any(hasattr(value, "__len__") for value in found[:1]):
-        found = measure_lengths(found)
-    streams = dict(as_streams(found))
+    found = {name: _measured(values, args) for name, values in _read(path, args).items()}
+    streams = dict(as_streams(found if len(found) > 1 else next(iter(found.values()), {})))
     if not len(streams["tokens"]):
         raise ConfigError(f"{args.data!r} holds no samples")
     if args.max_length is not None:
@@ -88,18 +85,40 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     return streams
 
 
-def _texts(found: Any, args: argparse.Namespace) -> list[str]:
-    if not isinstance(found, list) or (found and not isinstance(found[0], str)):
-        raise ConfigError(f"{args.data!r} holds no texts; leave out `--tokenizer`, or name the texts' `--column`")
-    return found
+def show_streams(streams: Streams, args: argparse.Namespace) -> None:
+    """Say which streams were found, where there are several; beside the output where machines read that."""
+    from dynagroup.shapes import said
+
+    if len(streams) > 1:
+        names = ", ".join(map(said, streams))
+        how = "padded streams" if args.layout == "padded" else "streams"
+        line = f"{how}: {names} (a batch holds the tokens of all; to take others: --column NAME[,NAME])"
+        print(line, file=sys.stderr if args.json else sys.stdout)
 
 
-def _read(path: Path, args: argparse.Namespace) -> Any:
+def _measured(values: Any, args: argparse.Namespace) -> Any:
+    """Lengths of what a column holds."""
+    from dynagroup.lengths import measure_lengths, named_tokenizer
+
+    holds_texts = isinstance(values, list) and bool(values) and isinstance(values[0], str)
+    if args.tokenizer is not None:
+        if not isinstance(values, list) or (values and not holds_texts):
+            raise ConfigError(f"{args.data!r} holds no texts; leave out `--tokenizer`, or name the texts' `--column`")
+        return measure_lengths(values, named_tokenizer(args.tokenizer))
+    if holds_texts:
+        raise ConfigError(f"{args.data!r} holds texts; say which `--tokenizer` measures them")
+    is_ids = isinstance(values, list) and any(hasattr(value, "__len__") for value in values[:1])
+    return measure_lengths(values) if is_ids else values
+
+
+def _read(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Columns by name; what has no names is called tokens."""
     kind = "folder" if path.is_dir() else path.suffix.lower()
     if kind not in READERS:
         raise ConfigError(f"{str(path)!r} has an unknown ending; give {KINDS}")
     try:
-        return READERS[kind](path, args)
+        found = READERS[kind](path, args)
+        return found if isinstance(found, dict) else {"tokens": found}
     except (ConfigError, ModuleNotFoundError):
         raise
     except Exception as error:  # what a broken file makes of numpy's, pyarrow's and datasets' readers
@@ -114,7 +133,7 @@ def _npy(path: Path, args: argparse.Namespace) -> Any:
     return np.load(path)
 
 
-def _npz(path: Path, args: argparse.Namespace) -> Any:
+def _npz(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
     with (
@@ -122,9 +141,7 @@ def _npz(path: Path, args: argparse.Namespace) -> Any:
         np.load(file) as arrays,
     ):  # a broken archive leaves the file open where numpy opened it
         streams = {name: arrays[name] for name in arrays.files}
-    if args.column is not None:
-        return streams[_chosen(args.column, list(streams), path)]
-    return next(iter(streams.values())) if len(streams) == 1 else streams
+    return streams if args.column is None else {name: streams[name] for name in _columns(list(streams), args, path)}
 
 
 def _txt(path: Path, args: argparse.Namespace) -> list[Any]:
@@ -132,18 +149,23 @@ def _txt(path: Path, args: argparse.Namespace) -> list[Any]:
     return lines if args.tokenizer is not None else _numbers_or_texts(lines)
 
 
-def _csv(path: Path, args: argparse.Namespace) -> list[Any]:
+def _csv(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     with path.open(encoding="utf-8", newline="") as file:
         csv.field_size_limit(2**30)  # a text may be a book
         rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-        column = _column(list(rows.fieldnames or []), args, path)
-        values = [row[column] for row in rows]
-    if None in values:
-        raise ConfigError(f"row {values.index(None) + 1} of {str(path)!r} ends before the column {column!r}")
-    return values if args.tokenizer is not None else _no_index(column, _numbers_or_texts(values), path)
+        columns: dict[str, list[Any]] = {name: [] for name in _columns(list(rows.fieldnames or []), args, path)}
+        for row in rows:
+            for name, values in columns.items():
+                values.append(row[name])
+    for name, values in columns.items():
+        if None in values:
+            raise ConfigError(f"row {values.index(None) + 1} of {str(path)!r} ends before the column {name!r}")
+    if args.tokenizer is not None:
+        return columns
+    return {name: _no_index(name, _numbers_or_texts(values), path) for name, values in columns.items()}
 
 
-def _jsonl(path: Path, args: argparse.Namespace) -> list[Any]:
+def _jsonl(path: Path, args: argparse.Namespace) -> Any:
     with path.open(encoding="utf-8") as file:
         rows = list(_json_rows(file, path))
     return _of_rows(rows, args, path)
@@ -158,38 +180,39 @@ def _json_rows(lines: Any, path: Path) -> Iterator[Any]:
                 raise ConfigError(f"{str(path)!r} is no JSON in line {number}: {error.msg}") from None
 
 
-def _json(path: Path, args: argparse.Namespace) -> list[Any]:
+def _json(path: Path, args: argparse.Namespace) -> Any:
     rows = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(rows, list):
         raise ConfigError(f"{str(path)!r} must hold a list, but holds {type(rows).__name__}")
     return _of_rows(rows, args, path)
 
 
-def _of_rows(rows: list[Any], args: argparse.Namespace, path: Path) -> list[Any]:
+def _of_rows(rows: list[Any], args: argparse.Namespace, path: Path) -> Any:
     if not rows or not isinstance(rows[0], dict):
         return rows
-    column = _column(list(rows[0]), args, path)
+    columns = _columns(list(rows[0]), args, path)
     for number, row in enumerate(rows):
-        if not isinstance(row, dict) or column not in row:
-            raise ConfigError(f"sample {number} of {str(path)!r} has no {column!r}")
-    return _no_index(column, [row[column] for row in rows], path)
+        missing = [name for name in columns if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise ConfigError(f"sample {number} of {str(path)!r} has no {missing[0]!r}")
+    return {name: _no_index(name, [row[name] for row in rows], path) for name in columns}
 
 
-def _parquet(path: Path, args: argparse.Namespace) -> list[Any]:
+def _parquet(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
-    column = _column(pq.read_schema(path).names, args, path)
-    return _no_index(column, pq.read_table(path, columns=[column]).column(0).to_pylist(), path)
+    columns = _columns(pq.read_schema(path).names, args, path)
+    table = pq.read_table(path, columns=columns)
+    return {name: _no_index(name, table.column(name).to_pylist(), path) for name in columns}
 
 
-def _folder(path: Path, args: argparse.Namespace) -> list[Any]:
+def _folder(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     from datasets import DatasetDict, load_from_disk
 
     data = load_from_disk(str(path))
     if isinstance(data, DatasetDict):
         data = data[_chosen(args.split or "train", list(map(str, data)), path, "--split")]
-    column = _column(data.column_names, args, path)
-    return _no_index(column, list(data[column]), path)
+    return {name: _no_index(name, list(data[name]), path) for name in _columns(data.column_names, args, path)}
 
 
 READERS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
@@ -198,14 +221,17 @@ READERS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
 }
 
 
-def _column(names: list[str], args: argparse.Namespace, path: Path) -> str:
-    """The column that is meant: the named one, the only one, or one whose name says it."""
+def _columns(names: list[str], args: argparse.Namespace, path: Path) -> list[str]:
+    """The columns that are meant: the named ones, the only one, or one whose name says it."""
     if args.column is not None:
-        return _chosen(args.column, names, path)
+        parts = [args.column] if args.column in names else args.column.split(",")
+        return list(dict.fromkeys(_chosen(part, names, path) for part in parts))
     usual = ["text"] if args.tokenizer is not None else [name for name in NAMES if name in names]
     if len(names) == 1 or (usual and usual[0] in names):
-        return names[0] if len(names) == 1 else usual[0]
-    raise ConfigError(f"{str(path)!r} has the columns {names}; choose one with `--column`")
+        return names if len(names) == 1 else usual[:1]
+    raise ConfigError(
+        f"{str(path)!r} has the columns {names}; choose one with `--column`, or padded streams: `--column A,B`"
+    )
 
 
 def _chosen(name: str, names: list[str], path: Path, option: str = "--column") -> str:

@@ -13,6 +13,7 @@ from dynagroup.cli.inputs import (
     check_picture,
     lengths_of,
     show_picture,
+    show_streams,
 )
 
 __all__ = ["add_arguments"]
@@ -35,8 +36,9 @@ def run(args: argparse.Namespace) -> None:
     from dynagroup.plan.sampler import LengthAwareBatchSampler
 
     check_picture(args)
+    lengths = lengths_of(args)
     sampler = LengthAwareBatchSampler(
-        lengths_of(args),
+        lengths,
         budget_of(args),
         shuffle=args.shuffle,
         window=args.window,
@@ -47,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
     )
     sampler.set_epoch(args.epoch)
     plan = sampler.plan
+    show_streams(lengths, args)
     figures = {**plan.statistics, "fingerprint": plan.fingerprint}
     print(json.dumps(figures, indent=1) if args.json else plan.report())
     show_picture(plan.plot, args)

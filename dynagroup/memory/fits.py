@@ -15,7 +15,7 @@ from dynagroup.memory.protocols import BytesMemoryModel
 from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
-from dynagroup.shapes import BatchShape, IntArray
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,6 +123,19 @@ class Fits:
             title,
             assumes,
         )
+
+    def most_samples(self, longest: int | Mapping[str, int]) -> int:
+        """Most samples of a batch whose longest has so many tokens, or so many units of each padded stream.
+
+        >>> from dynagroup.memory.profiled import ProfiledMemory
+        >>> found = Fits.of(ProfiledMemory(0, ("tokens",), ((0.0, 0.0, 1e6, 0.0),), 0.0), 10**9, [100])
+        >>> found.most_samples(300), found.most_samples({"tokens": 300, "target": 50})
+        (3, 3)
+        """
+        units = longest if isinstance(longest, Mapping) else {TOKENS: longest}
+        padded = {k: round_up(np.array([v], np.int64), self.pad_to_multiple_of) for k, v in units.items()}
+        room = self.headroom * self.limit_bytes - self.memory.static_bytes
+        return int(largest_within(lambda count: self.memory.batch_bytes(BatchShape.of(count, padded)) <= room, 1)[0])
 
     def rows(self) -> list[tuple[int, int, int, int]]:
         """(tokens of the longest sample, most samples, their padded tokens, their bytes, static ones included)"""
