@@ -88,6 +88,7 @@ class TestRuns:
         assert difference < 5
         assert "('simulated', 24, 12)" in shown
         assert "epoch 0: 5,000 samples for 1 rank" in shown
+        assert "by the trace" in shown
         assert "True" in shown.splitlines()  # what was loaded is what was saved
         assert (tmp_path / "my_model.ubj").exists()
 
