@@ -17,6 +17,7 @@ from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, 
 from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds.base import Feed
 from dynagroup.online.records import Queued, Take
+from dynagroup.shapes import units_of
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.weigh import Share
 
@@ -167,8 +168,9 @@ class Runner(ABC):
         self.stats.padded_tokens += refined.padded
         self.stats.padded_squares += refined.squares
         if refined.oversize and not self.stats.oversize:
+            length = units_of(refined.lengths, 0)
             warn_user(
-                f"sample {refined.indices[0]} ({refined.real} tokens) does not fit the budget even alone and is emitted alone, "
+                f"sample {refined.indices[0]} ({length}) does not fit the budget even alone and is emitted alone, "
                 "as others may be (stats.oversize counts them); truncate it, raise the budget, or pass oversize='error'"
             )
         self.stats.oversize += refined.oversize

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import StateError
 from dynagroup.online.codec import pack, unpack
-from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.shapes import IntArray, Streams
 from dynagroup.world import World
 
 __all__ = ["LearnedLengths"]
@@ -27,7 +27,7 @@ class LearnedLengths:
         self.num_samples = num_samples
         self.seen: dict[str, NDArray[np.int32]] = {}
         self.steady = True
-        """Few samples changed their length between epochs: exact batches can be planned."""
+        """Few samples changed their length, in any stream, between epochs: exact batches can be planned."""
         self._fresh: dict[str, NDArray[np.int32]] = {}
 
     def observe(self, indices: Sequence[int], lengths: Streams) -> None:
@@ -50,17 +50,16 @@ class LearnedLengths:
             if most != -fewest:  # a rank without a single sample knows no streams
                 self._fresh = {}
                 return
-        tokens_before = self.seen.get(TOKENS)
-        changed = 0
+        changed = np.zeros(self.num_samples, np.bool_)
         for name in names:
             fresh = self._fresh[name]
             for start in range(0, self.num_samples if world.size > 1 else 0, CHUNK):
                 part = fresh[start : start + CHUNK]
                 part[:] = world.all_max(part.tolist())
-            if name == TOKENS and tokens_before is not None:
-                changed = int(((fresh != tokens_before) & (fresh != UNKNOWN)).sum())
+            if name in self.seen:
+                changed |= (fresh != self.seen[name]) & (fresh != UNKNOWN)
             self.seen[name] = np.where(fresh == UNKNOWN, self.seen.get(name, fresh), fresh)
-        self.steady = changed <= STEADY_SHARE * self.num_samples
+        self.steady = int(changed.sum()) <= STEADY_SHARE * self.num_samples
         self._fresh = {}
 
     def state(self) -> dict[str, Any]:

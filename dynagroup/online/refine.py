@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_squares, padded_tokens, real_tokens
+from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
 from dynagroup.checks import check_choice
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
@@ -21,13 +21,14 @@ from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, Wind
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
 from dynagroup.plan.work import Work
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
 from dynagroup.update.weigh import Weigh, weigher
 
 __all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]
 
 LONGEST = np.iinfo(np.int32).max
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
+SHOWN_IN = {"source": "input_ids", "target": "labels"}  # where collators of transformers put these streams
 Oversize: TypeAlias = Literal["alone", "error"]
 
 
@@ -192,24 +193,25 @@ class RefinementCollator:
         fits = self.budget.fits(shapes).tolist()
         padded = padded_tokens(shapes, self.budget).tolist()
         squares = padded_squares(shapes, self.budget).tolist()
-        longest, real = shapes.longest[TOKENS].tolist(), real_tokens(shapes, self.budget).tolist()
+        real = real_tokens(shapes, self.budget).tolist()
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
         made = []
         for number, members in enumerate(batches):
             places = members.tolist()
             chosen = [samples[p] for p in places]
             indices = [request.indices[p] for p in places]
+            measured = {name: values[members] for name, values in lengths.items()}
             batch = self._run_collate(chosen, indices)
             if not fits[number]:
-                self._check_alone(indices, longest[number])
+                self._check_alone(indices, measured)
             else:
-                self._check_width(batch, longest[number], indices, lengths, members)
+                self._check_width(batch, indices, measured)
             made.append(
                 Refined(
                     batch=batch,
                     indices=indices,
                     offsets=places,
-                    lengths={name: values[members] for name, values in lengths.items()},
+                    lengths=measured,
                     weight=self._weight_of(batch, len(places)),
                     padded=padded[number],
                     squares=squares[number],
@@ -232,37 +234,43 @@ class RefinementCollator:
                 f"collate_fn failed on the batch of dataset indices {shorten(indices)}: {type(error).__name__}: {error}"
             ) from error
 
-    def _check_alone(self, indices: Sequence[int], longest: int) -> None:
+    def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
         if len(indices) > 1:
             raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
         if self.oversize == "error":
             raise BudgetError(
-                f"sample {indices[0]} ({longest} tokens) does not fit even alone; "
+                f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; "
                 "truncate it, filter it out, raise the budget, or pass oversize='alone'"
             )
 
-    def _check_width(
-        self, batch: Any, longest: int, indices: Sequence[int], lengths: Streams, members: IntArray
-    ) -> None:
-        """A padded batch is as wide as its longest sample, or lengths were measured wrong."""
-        width = _width_of(batch, len(indices))
-        multiple = self.budget.pad_to_multiple_of
-        if width is None or self.budget.layout == "packed" or width <= -(-longest // multiple) * multiple:
+    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams) -> None:
+        """A padded batch is as wide as its longest sample in every stream that it shows, or lengths were measured wrong."""
+        if self.budget.layout == "packed":
             return
-        said = (
-            f"collate_fn made a batch {width} tokens wide of dataset indices {shorten(indices)}, whose longest sample "
-            f"measures {longest}"
+        widths = {name: _width_of(batch, len(indices), name) for name in padded_streams(self.budget, lengths)}
+        too_wide = {
+            name: np.array([width])
+            for name, width in widths.items()
+            if width is not None and width > round_up(lengths[name].max(), self.budget.pad_to_multiple_of)
+        }
+        if not too_wide:
+            return
+        shape = BatchShape.of_samples(lengths)
+        wide = BatchShape(shape.num_samples, {**shape.longest, **too_wide}, shape.total)
+        said_wide = " and ".join(f"{widths[name]} {said(name)}" for name in too_wide)
+        measured = " and ".join(str(shape.longest[name][0]) for name in too_wide)
+        told = (
+            f"collate_fn made a batch {said_wide} wide of dataset indices {shorten(indices)}, whose longest sample "
+            f"measures {measured}"
         )
-        shape = BatchShape.of_samples({name: values[members] for name, values in lengths.items()})
-        wide = BatchShape(shape.num_samples, {**shape.longest, TOKENS: np.array([width])}, shape.total)
         if not self.budget.fits(wide)[0]:
             raise BudgetError(
-                f"{said}: the batch does not fit; correct `length_of`, or give the budget the collate function's "
+                f"{told}: the batch does not fit; correct `length_of`, or give the budget the collate function's "
                 "`pad_to_multiple_of`"
             )
         if not self._warned_wide:
             self._warned_wide = True
-            warnings.warn(f"{said}; correct `length_of`, or give the budget `pad_to_multiple_of`", stacklevel=2)
+            warnings.warn(f"{told}; correct `length_of`, or give the budget `pad_to_multiple_of`", stacklevel=2)
 
 
 def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
@@ -287,13 +295,17 @@ def _is_count(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
 
 
-def _width_of(batch: Any, num_samples: int) -> int | None:
-    """Tokens that each row of a collated batch has, where ``input_ids`` shows it."""
-    try:
-        shape = batch["input_ids"].shape
-    except (TypeError, KeyError, IndexError, AttributeError):
-        return None
-    return int(shape[1]) if len(shape) == 2 and shape[0] == num_samples else None
+def _width_of(batch: Any, num_samples: int, stream: str) -> int | None:
+    """Tokens of a stream that each row of a collated batch has, where a field of its name, or transformers' for it, shows it."""
+    name = said(stream)
+    for field_name in (name, SHOWN_IN.get(name, "input_ids" if stream == TOKENS else name)):
+        try:
+            shape = batch[field_name].shape
+        except (TypeError, KeyError, IndexError, AttributeError):
+            continue
+        if len(shape) == 2 and shape[0] == num_samples:
+            return int(shape[1])
+    return None
 
 
 def _whole(members: IntArray) -> Batches:

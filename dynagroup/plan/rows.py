@@ -30,7 +30,7 @@ from dynagroup.plan.pack import pack
 from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.runs import OrderedWindow, SortedWindow, by_rows, fewest, split_dearest, under_one_limit
 from dynagroup.plan.work import Work
-from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.shapes import TOKENS, IntArray, Streams, units_of
 
 __all__ = ["Rows", "Uneven", "arrange", "cut_rows", "even_out", "prove"]
 
@@ -233,8 +233,9 @@ def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, 
     bad = np.flatnonzero(~fits & ~((batches.sizes == 1) & oversize[batches.order[batches.offsets[:-1]]]))
     if len(bad):
         batch = batches[int(bad[0])]
+        longest = units_of({name: values[batch].max(keepdims=True) for name, values in lengths.items()}, 0)
         raise BudgetError(
-            f"a batch of {len(batch)} samples, longest {lengths[TOKENS][batch].max()} tokens, does not fit {budget.fingerprint}, "
+            f"a batch of {len(batch)} samples, longest {longest}, does not fit {budget.fingerprint}, "
             "although it is part of one that does; a budget must never refuse a smaller batch: check it with "
             "dynagroup.testing.assert_budget_law"
         )
