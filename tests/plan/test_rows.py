@@ -47,8 +47,9 @@ def test_rows_are_full_wherever_a_batch_can_be_divided(
 
 def dealt_out(lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> Batches:
     """The cut of one rank, its dearest batches divided until they fill rows; row mates are neighbours in work."""
-    ((order, window),) = ordered_windows(lengths, budget, work, "time", None)
-    runs = runs_of(window, work.per_step, "time")
+    windows = ordered_windows(lengths, budget, work, "time", None)
+    cuts = [(order, window, runs_of(window, work.per_step, "time")) for order, window in windows]
+    order, window, runs = min(cuts, key=lambda c: float(c[1].total(c[2]).sum()) + work.per_step * (len(c[2]) - 1))
     one = Batches(order, split_dearest(window, runs, -(-(len(runs) - 1) // ranks) * ranks))
     return one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
 
@@ -60,7 +61,25 @@ def dealt_out(lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: 
 def test_rows_take_no_more_than_the_cut_of_one_rank_dealt_out(
     values: list[int], max_tokens: int, work: Work, ranks: int
 ) -> None:
-    lengths, budget = streams(values), TokenBudget(max_tokens)
+    assert_no_more_than_dealt_out(streams(values), TokenBudget(max_tokens), work, ranks)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=60),
+    st.integers(20, 400),
+    WORKS,
+    st.integers(2, 5),
+)
+@example([(9, 1), (8, 2), (2, 8), (1, 9), (5, 5), (5, 4), (1, 1), (1, 1)], 100, Work(per_step=1.0, crossover=10.0), 3)
+def test_rows_of_two_streams_take_no_more_than_the_cut_of_one_rank_dealt_out(
+    values: list[tuple[int, int]], max_tokens: int, work: Work, ranks: int
+) -> None:
+    tokens, target = np.asarray(values, np.int32).T
+    assert_no_more_than_dealt_out({"tokens": tokens, "target": target}, TokenBudget(max_tokens), work, ranks)
+
+
+def assert_no_more_than_dealt_out(lengths: dict[str, np.ndarray], budget: Budget, work: Work, ranks: int) -> None:
     batches = cut_rows(lengths, budget, ranks, work=work)
     one = dealt_out(lengths, budget, ranks, work)
     if len(one) % ranks == 0:
@@ -128,6 +147,30 @@ def test_real_lengths_are_equal_work_or_the_least_that_a_row_allows(name: str) -
     for group, ranks in ((64, 8), (256, 8), (512, 64), (4096, 8)):
         if len(tokens) >= group:
             assert_equal_work(tokens[:group], 16 * int(tokens.max()), ranks, Work())
+
+
+# Two padded streams: law 9 does not hold row by row. In updates of 256 on 8 ranks a third to nine tenths of the rows of these
+# pairs differ by more than 5 %, and the least that a row allows is not known. What holds is a sum over the rows: their dearest
+# batches against their means (padding as it was cut) or, where that is more, against their dearest samples by themselves.
+WAITING = {(64, 8): 0.13, (256, 2): 0.03, (256, 8): 0.07, (1024, 8): 0.04}
+"""Samples and ranks -> the share by which the dearest batches may exceed that."""
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(LENGTHS.glob("*.npz")) if "tgt_tokens" in np.load(path)])
+def test_rows_of_real_pairs_wait_little_beyond_what_their_dearest_sample_makes_them(name: str) -> None:
+    file, work = np.load(LENGTHS / f"{name}.npz"), Work()
+    chosen = np.random.default_rng(1).permutation(len(file["tokens"]))[:1024]
+    pairs = {"tokens": file["src_tokens"][chosen], "target": file["tgt_tokens"][chosen]}
+    budget, alone = TokenBudget(16 * int(sum(pairs.values()).max())), work.of_lengths(pairs)
+    for (group, ranks), share in WAITING.items():
+        dearest = least = 0.0
+        for first in range(0, 1024, group):
+            batches = cut_rows({k: v[first : first + group] for k, v in pairs.items()}, budget, ranks, work=work)
+            part = batches.map(np.arange(first, first + group))
+            rows = work.of_batches(part, pairs, budget).reshape(-1, ranks)
+            samples = np.array([alone[batch].max() for batch in part]).reshape(-1, ranks).max(axis=1)
+            dearest, least = dearest + rows.max(axis=1).sum(), least + np.maximum(rows.mean(axis=1), samples).sum()
+        assert dearest <= (1 + share) * least, (group, ranks, dearest / least)
 
 
 def test_batches_go_to_the_row_whose_time_they_fill_best() -> None:
