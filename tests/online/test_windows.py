@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.datasets import IndexedDataset, bytes_of
@@ -83,6 +86,9 @@ def test_parts_keep_every_law_of_resuming(options, max_bytes):
     assert_resumes_exactly(make, world_size=2, resume_world_size=3, indices_of=used, steps=[2, 6])
 
 
+@pytest.mark.skipif(
+    "in_order" not in inspect.signature(DataLoader).parameters, reason="DataLoader has in_order from torch 2.6 on"
+)
 def test_parts_with_workers_that_answer_in_any_order():
     def run(world):
         loader = make_loader(
