@@ -104,7 +104,7 @@ def test_a_schedule_makes_the_same_updates_as_offline(drop_last, tmp_path):
         runs[-1].train()
     offline, online = runs
     assert (parameters(offline.model) - parameters(online.model)).abs().max() < 1e-8
-    assert online.codec.global_step == online.codec.max_steps == offline.state.global_step
+    assert online.state.global_step == online.state.max_steps == offline.state.global_step
     assert online.update_loader.stats.samples == (168 if drop_last else 192)
     ends = [[row.get(k) for row in run.state.log_history] for run in runs for k in ("epoch", "learning_rate")]
     assert ends[:2] == ends[2:]
