@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, Budget
+from dynagroup.budget.base import UNLIMITED, Budget, check_answers
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
 from dynagroup.update.loader import StepLoader
@@ -254,6 +254,7 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
     total = {name: (v + (count - 1) * v * rng.random(num_shapes)).astype(np.int64) for name, v in longest.items()}
     shape = BatchShape(count, longest, total)
     added = {name: (v * rng.random(num_shapes)).astype(np.int64) for name, v in longest.items()}
+    check_answers(bound, bound.fits(shape), num_shapes)
     _assert_never_fits_more(bound, shape, _added(shape, added), "a sample of {} was added")
     more = {name: rng.integers(0, 1 + 2 * int(values.max(initial=1)), num_shapes) for name, values in lengths.items()}
     _assert_never_fits_more(bound, shape, _lengthened(shape, more), "the longest sample grew by {}")

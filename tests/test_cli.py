@@ -387,6 +387,24 @@ def test_doctor_asks_about_all_streams(tmp_path, capsys):
     assert budget.fits(BatchShape.of(of_budget[0], {"tokens": of_budget[1], "target": of_budget[2]})).all()
 
 
+def test_doctor_advises_no_budget_that_does_not_fit(lengths_file, model_folder, capsys):
+    arguments = ["doctor", lengths_file, "--batch-size", "8", "--max-length", "96", "--model", model_folder]
+    assert main([*arguments, "--gpu-memory", "1MB"]) == 0
+    shown = capsys.readouterr().out
+    safe = int(shown.split("a budget that is safe: ")[1].split(" tokens")[0].replace(",", ""))
+    assert f"TokenBudget({max(safe, 1)})" in shown
+
+
+def test_a_column_of_numbers_beside_texts_holds_lengths(tmp_path, capsys, tokenizer):
+    rows = "\n".join(f"some words of text,{100 + 7 * (i % 5)}" for i in range(12))
+    (tmp_path / "mix.csv").write_text("text,target\n" + rows)
+    arguments = ["plan", str(tmp_path / "mix.csv"), "--column", "text,target", "--tokenizer", tokenizer]
+    assert main([*arguments, "--max-tokens", "1000", "--json"]) == 0
+    targets = sum(100 + 7 * (i % 5) for i in range(12))
+    texts = int(measure_lengths(["some words of text"], AutoTokenizer.from_pretrained(tokenizer))[0])
+    assert json.loads(capsys.readouterr().out)["real_tokens"] == targets + 12 * texts
+
+
 def test_doctor_needs_the_model_to_know_what_fits(lengths_file, capsys):
     assert main(["doctor", lengths_file, "--batch-size", "8", "--gpu-memory", "24GB"]) == 2
     assert "`--gpu-memory` needs `--model`" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +131,19 @@ def padded_squares(shape: BatchShape, budget: Budget) -> IntArray:
 def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Tokens of each shape's samples, of all padded streams: int64 (K,)."""
     return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)
+
+
+def check_answers(budget: Budget, answers: Any, num_shapes: int) -> None:
+    """Refuse what a budget of the user's own answers, unless it is a bool for each of the shapes.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if getattr(answers, "shape", None) != (num_shapes,) or np.asarray(answers).dtype != np.bool_:
+        raise ConfigError(
+            f"{type(budget).__name__}.fits must answer for all shapes at once, a bool array of shape ({num_shapes},): the "
+            f"numbers of a shape are arrays, one entry a batch (combine them by & and |, not by if, and, or); it gave {answers!r}"
+        )
 
 
 def positive(name: str, value: float, kind: type = int) -> None:

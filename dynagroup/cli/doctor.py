@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     found = comparison_of(args)
     show_streams(found.lengths, args)
-    findings = diagnosis(found, _memory(args, found), layout=args.layout)
+    memory, safe = _memory(args, found)
+    findings = diagnosis(found, memory, safe=safe, layout=args.layout)
     if args.json:
         print(json.dumps({"findings": findings, **found.figures()}, indent=1))
     else:
@@ -37,8 +38,14 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(f"{name.ljust(width)}  {text}" for name, text in findings.items()))
 
 
-def diagnosis(found: Comparison, memory: str | None = None, *, layout: str = "padded") -> dict[str, str]:
-    """Five findings by name: what is wasted, how long ranks wait, what memory does, what to change, what that gives."""
+def diagnosis(
+    found: Comparison, memory: str | None = None, *, safe: int | None = None, layout: str = "padded"
+) -> dict[str, str]:
+    """Five findings by name: what is wasted, how long ranks wait, what memory does, what to change, what that gives.
+
+    Args:
+        memory: what the device says. safe: tokens of a batch that fit it in any case.
+    """
     today, same, free = found.ways[0], found.ways[2], found.ways[3]
     ranks = found.world_size
     return {
@@ -48,7 +55,7 @@ def diagnosis(found: Comparison, memory: str | None = None, *, layout: str = "pa
         if ranks > 1
         else "one rank: nobody waits",
         "memory": memory or _spread(today),
-        "change": _change(found, layout),
+        "change": _change(found, layout, safe),
         "gain": f"the same updates in {_share(same, today)} of the time ({same.padding:.0%} padding"
         + (f", {same.waiting:.0%} waiting" if ranks > 1 else "")
         + f"); updates as large as fit, shuffle=True: {_share(free, today)}",
@@ -70,17 +77,18 @@ def _spread(today: Way) -> str:
     )
 
 
-def _change(found: Comparison, layout: str) -> str:
+def _change(found: Comparison, layout: str, safe: int | None) -> str:
     today, same, free = found.ways[0], found.ways[2], found.ways[3]
     if min(same.time, free.time) > WORTH * today.time:
         return "nothing: lengths vary too little for other batches to pay"
     packed = ', layout="packed"' if layout == "packed" else ""
-    budget = f"TokenBudget({getattr(found.budget, 'max_tokens', today.largest_batch)}{packed})"
+    tokens = getattr(found.budget, "max_tokens", today.largest_batch)
+    budget = f"TokenBudget({tokens if safe is None else min(tokens, max(safe, 1))}{packed})"
     how = f"samples_per_update={found.samples_per_update}"
     return f"PlannedDataLoader(dataset, lengths, {budget}, {how}); with the Trainer: dynagroup={budget}"
 
 
-def _memory(args: argparse.Namespace, found: Comparison) -> str | None:
+def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str | None, int | None]:
     """Whether as many samples as today fit the device with the longest of every stream, and how many would.
 
     The token budget is one for samples that are as long in every stream as the longest of any; it counts all streams, so
@@ -89,7 +97,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> str | None:
     from dynagroup.errors import ConfigError
 
     if args.gpu_memory is None:
-        return None
+        return None, None
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, to know what a batch takes")
     from dynagroup.memory.fits import what_fits
@@ -111,4 +119,5 @@ def _memory(args: argparse.Namespace, found: Comparison) -> str | None:
         if most < found.batch_size
         else f"fit {args.gpu_memory}, and {most} would"
     )
-    return f"{found.batch_size} samples of {what} {answer} ({fits.assumes}); a budget that is safe: {fits.max_tokens:,} tokens"
+    told = f"{found.batch_size} samples of {what} {answer} ({fits.assumes}); a budget that is safe: {fits.max_tokens:,} tokens"
+    return told, fits.max_tokens

@@ -74,7 +74,10 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     path = Path(args.data)
     if not path.exists():
         raise ConfigError(f"there is no file {args.data!r}; give {KINDS}")
-    found = {name: _measured(values, args) for name, values in _read(path, args).items()}
+    columns = _read(path, args)
+    if args.tokenizer is not None and columns and not any(_holds_texts(values) for values in columns.values()):
+        raise ConfigError(f"{args.data!r} holds no texts; leave out `--tokenizer`, or name the texts' `--column`")
+    found = {name: _measured(values, args) for name, values in columns.items()}
     streams = dict(as_streams(found if len(found) > 1 else next(iter(found.values()), {})))
     if not len(streams["tokens"]):
         raise ConfigError(f"{args.data!r} holds no samples")
@@ -96,16 +99,17 @@ def show_streams(streams: Streams, args: argparse.Namespace) -> None:
         print(line, file=sys.stderr if args.json else sys.stdout)
 
 
+def _holds_texts(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and isinstance(values[0], str)
+
+
 def _measured(values: Any, args: argparse.Namespace) -> Any:
     """Lengths of what a column holds."""
     from dynagroup.lengths import measure_lengths, named_tokenizer
 
-    holds_texts = isinstance(values, list) and bool(values) and isinstance(values[0], str)
-    if args.tokenizer is not None:
-        if not isinstance(values, list) or (values and not holds_texts):
-            raise ConfigError(f"{args.data!r} holds no texts; leave out `--tokenizer`, or name the texts' `--column`")
-        return measure_lengths(values, named_tokenizer(args.tokenizer))
-    if holds_texts:
+    if _holds_texts(values):
+        if args.tokenizer is not None:
+            return measure_lengths(values, named_tokenizer(args.tokenizer))
         raise ConfigError(f"{args.data!r} holds texts; say which `--tokenizer` measures them")
     is_ids = isinstance(values, list) and any(hasattr(value, "__len__") for value in values[:1])
     return measure_lengths(values) if is_ids else values
@@ -160,8 +164,6 @@ def _csv(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     for name, values in columns.items():
         if None in values:
             raise ConfigError(f"row {values.index(None) + 1} of {str(path)!r} ends before the column {name!r}")
-    if args.tokenizer is not None:
-        return columns
     return {name: _no_index(name, _numbers_or_texts(values), path) for name, values in columns.items()}
 
 

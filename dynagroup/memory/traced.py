@@ -16,7 +16,7 @@ from dynagroup.memory.closed_form import ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, Layout, Mode
 from dynagroup.memory.workload import Workload
-from dynagroup.shapes import BatchShape
+from dynagroup.shapes import TOKENS, BatchShape, said
 
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
@@ -171,12 +171,32 @@ class TracedMemory:
         form = ClosedForm.of(self.workload)
         return form if self.pads_masks or form.aligned is None else form.aligned
 
+    def _check_streams(self, shape: BatchShape) -> None:
+        others = [said(name) for name in shape.longest if name != TOKENS]
+        if others and not self._knows_targets:
+            raise ConfigError(
+                f"the model was traced with one stream of tokens, but batches have {others[0]!r} beside it; give each sample one "
+                f"length (source and target of a decoder are one sequence: their sum), or, where {others[0]!r} is not padded, "
+                f"combine the budget: & AdditiveCap({others[0]!r}, limit)"
+            )
+
+    @cached_property
+    def _knows_targets(self) -> bool:
+        sizes = [self._form.batch_bytes(BatchShape.of(8, {TOKENS: 64, "target": units})) for units in (1, 4096)]
+        return bool(sizes[1] > sizes[0])
+
     def batch_bytes(self, shape: BatchShape, /) -> NDArray[np.float64]:
-        """Bytes that grow with the batch, at the peak: float64 (K,)."""
+        """Bytes that grow with the batch, at the peak: float64 (K,).
+
+        Raises:
+            ConfigError: batches have a second padded stream, and the model was traced with one.
+        """
+        self._check_streams(shape)
         return self.factor * self._form.batch_bytes(shape) + self.constant_bytes
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> NDArray[np.float64]:
         """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
+        self._check_streams(shape)
         if not self.constant_bytes:
             return self._form.relative(shape, baseline)
         least = self._form.batch_bytes(shape) / self._form.relative(shape, baseline)  # what the baseline takes

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.budget.base import Budget, check_answers, padded_streams
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import BudgetError
@@ -260,4 +260,6 @@ def _oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
             low, high = (middle, high) if table is not None and table[0] >= 1 else (low, middle - 1)
         return tokens > low
     wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-    return ~budget.fits(BatchShape(np.ones(len(tokens), np.int64), wide, wide))
+    fits = budget.fits(BatchShape(np.ones(len(tokens), np.int64), wide, wide))
+    check_answers(budget, fits, len(tokens))
+    return ~fits

@@ -10,6 +10,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory.protocols import PaddedTokens
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_budget_law
 from tests import strategies
@@ -147,3 +148,16 @@ def test_bytes_budget_refuses_a_model_that_leaves_no_room() -> None:
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize("answer", [True, None, np.ones(3), np.ones((2, 2), bool)])
+def test_a_budget_of_the_users_own_answers_for_every_shape(answer):
+    class Mine(Budget):
+        def fits(self, shape, /):
+            return answer
+
+    lengths = np.array([3, 4, 5, 6], np.int32)
+    with pytest.raises(ConfigError, match=r"Mine\.fits must answer for all shapes at once"):
+        LengthAwareBatchSampler(lengths, Mine())
+    with pytest.raises(ConfigError, match=r"Mine\.fits must answer for all shapes at once"):
+        assert_budget_law(Mine(), {"tokens": lengths})

@@ -7,12 +7,15 @@ import pytest
 import torch
 from transformers import OlmoeConfig
 
+from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory import TracedMemory, Workload, simulate, what_fits
+from dynagroup.memory.fits import bytes_of
 from dynagroup.memory.trace.build import as_run_model
 from dynagroup.memory.trace.program import kept_bytes
 from dynagroup.memory.traced import optimizer_bytes
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from tests import models
 
@@ -233,3 +236,17 @@ def test_a_target_of_any_name_counts_as_the_decoder_does():
     for name in ("target", "labels", "answer"):
         shape = BatchShape.of(8, {"tokens": [511, 65], name: [65, 511]})
         assert memory.batch_bytes(shape) == pytest.approx(rows.batch_bytes(), rel=0.02)
+
+
+def test_a_decoder_does_not_take_a_second_padded_stream_for_nothing():
+    budget = MemoryBudget.from_model(LLAMA, "1GB", dtype="bf16")
+    pairs = {"tokens": [400] * 60, "target": [100] * 60}
+    with pytest.raises(ConfigError, match="traced with one stream of tokens, but batches have 'target' beside it"):
+        LengthAwareBatchSampler(pairs, budget)
+    capped = LengthAwareBatchSampler(pairs, budget & AdditiveCap("target", 1000))  # laid end to end: no padded stream
+    assert max(map(len, capped.plan.batches)) <= 10
+
+
+def test_a_size_without_a_unit_is_not_taken_for_bytes():
+    with pytest.raises(ConfigError, match="write 24GB"):
+        bytes_of("24")
