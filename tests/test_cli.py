@@ -387,6 +387,15 @@ def test_doctor_asks_about_all_streams(tmp_path, capsys):
     assert budget.fits(BatchShape.of(of_budget[0], {"tokens": of_budget[1], "target": of_budget[2]})).all()
 
 
+def test_doctor_advises_no_update_too_small_to_sort(tmp_path, capsys):
+    (tmp_path / "two.txt").write_text("10\n1000\n" * 200)
+    assert main(["doctor", str(tmp_path / "two.txt"), "--batch-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "the same updates in 0.99 of the time" in shown
+    assert "samples_per_update=" not in shown
+    assert "updates as large as fit, or more samples an update" in shown
+
+
 def test_doctor_advises_no_budget_that_does_not_fit(lengths_file, model_folder, capsys):
     arguments = ["doctor", lengths_file, "--batch-size", "8", "--max-length", "96", "--model", model_folder]
     assert main([*arguments, "--gpu-memory", "1MB"]) == 0

@@ -84,6 +84,11 @@ def _change(found: Comparison, layout: str, safe: int | None) -> str:
     packed = ', layout="packed"' if layout == "packed" else ""
     tokens = getattr(found.budget, "max_tokens", today.largest_batch)
     budget = f"TokenBudget({tokens if safe is None else min(tokens, max(safe, 1))}{packed})"
+    if same.time > WORTH * today.time:
+        return (
+            f"PlannedDataLoader(dataset, lengths, {budget}), updates as large as fit, or more samples an update (gradient "
+            f"accumulation): {found.samples_per_update} are too few to sort"
+        )
     how = f"samples_per_update={found.samples_per_update}"
     return f"PlannedDataLoader(dataset, lengths, {budget}, {how}); with the Trainer: dynagroup={budget}"
 

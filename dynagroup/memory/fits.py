@@ -39,8 +39,8 @@ def bytes_of(memory: str | int) -> int:
     unit = found[2].upper() if found else ""
     if found is None or unit not in UNITS or float(found[1]) == 0:
         raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
-    if not unit and float(found[1]) < 1e6 and isinstance(memory, str):
-        raise ConfigError(f"`memory` is {memory!r}, which is so many bytes; write {memory.strip()}GB")
+    if not unit and float(found[1]) < 1e6:
+        raise ConfigError(f"`memory` is {memory!r}, which is so many bytes; write {found[1]}GB")
     return int(float(found[1]) * UNITS[unit])
 
 

@@ -275,11 +275,6 @@ class OnlineSteps(StepLoader[Any]):
                 f"`{self._parts.orders.decided_by}` gives other indices in epoch {own['epoch']} than when the state was taken: "
                 "seed its generator alike, or give it a set_epoch"
             )
-        if progress is not None and self.sizes is None and progress["runner"]["offset"] >= self.config.accumulation:
-            raise StateError(
-                f"the state is damaged: an update of {self.config.accumulation} steps has none after "
-                f"{progress['runner']['offset']} of them"
-            )
         if known is not None and own["lengths"] is not None:
             known = known.restored(own["lengths"], [s["lengths"] for s in needed[1:]])
         return own, needed, Known(known, self._known.hint, self._known.budget)
