@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dynagroup.checks import check_int, check_number
 from dynagroup.errors import ConfigError
+from dynagroup.plan.work import Work
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["DemoConfig", "run_demo"]
 
 HELD_OUT = 256
+CPU_WORK = Work(per_step=128.0)
+"""A step of the small model on a CPU, which has no kernels to launch: measured, ``benchmarks/results/objective.json``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +99,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     order = np.random.default_rng(config.seed).permutation(len(texts))
     held_out, chosen = np.split(order, [min(HELD_OUT, len(texts) // 4)])
     chosen = chosen[: config.samples]
-    runs = make_runs(config, lengths, chosen)
+    runs = make_runs(config, lengths, chosen, device)
     _train_both(config, texts, tokenizer, runs, held_out, lengths, device)
     figures = _figures(config, runs, lengths, str(device))
     print("\n" + _table(figures, runs))
@@ -132,7 +135,9 @@ def _tokenizer(config: DemoConfig, texts: Sequence[str]) -> Any:
     return tokenizer
 
 
-def make_runs(config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np.int64]) -> list[Run]:
+def make_runs(
+    config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np.int64], device: torch.device
+) -> list[Run]:
     """The same samples in the same updates, divided into fixed batches and into batches that fill the budget."""
     from dynagroup.budget.tokens import TokenBudget
     from dynagroup.demo.training import Run
@@ -144,7 +149,13 @@ def make_runs(config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np
         raise ConfigError(f"`budget` ({config.budget}) must hold the longest text ({lengths[chosen].max()} tokens)")
     fixed = [_slices(update, batch_size) for update in _slices(chosen.tolist(), per_update)]
     sampler = LengthAwareBatchSampler(
-        lengths, TokenBudget(config.budget), order=chosen, samples_per_update=per_update, rank=0, world_size=1
+        lengths,
+        TokenBudget(config.budget),
+        order=chosen,
+        samples_per_update=per_update,
+        work=CPU_WORK if device.type == "cpu" and config.model is None else None,
+        rank=0,
+        world_size=1,
     )
     ends = (np.flatnonzero(sampler.plan.update_ends) + 1).tolist()
     batches = list(sampler)
