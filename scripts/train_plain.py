@@ -31,9 +31,7 @@ def predicted_tokens(ids: torch.Tensor) -> float:
     return float(ids[:, 1:].ne(0).sum())
 
 
-def main() -> list[float]:
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+def train() -> list[float]:
     torch.manual_seed(0)
     rows = [[1 + (i + k) % (VOCAB - 1) for k in range(2 + (7 * i) % 40)] for i in range(128)]
     loader = PlannedDataLoader(
@@ -64,6 +62,13 @@ def main() -> list[float]:
                 dist.all_reduce(total, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
                 total /= 1 if dist.get_backend() == "nccl" else dist.get_world_size()
             losses.append(float(total))
+    return losses
+
+
+def main() -> list[float]:
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    losses = train()  # a model in DistributedDataParallel has to go before its process group
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(" ".join(f"{loss:.4f}" for loss in losses))
     if dist.is_initialized():

@@ -1,17 +1,25 @@
 """One rank: runs a script, then leaves at once. usage: torchrun ... tests/ranks/__main__.py SCRIPT [ARGUMENTS]
 
-DistributedDataParallel keeps its gloo group alive beyond ``destroy_process_group`` (seen with torch 2.13: its threads still
-run), and a thread that lets go of a tensor while the interpreter is torn down aborts the process: "terminate called
-without an active exception" (pytorch issue 190489, pull request 179291). So a rank that has finished skips the tearing down.
+Scripts leave their process groups alone: what gloo's threads let go of may need the interpreter's lock, and so
+(seen with torch 2.13)
+
+* a DistributedDataParallel that outlives ``destroy_process_group`` waits for those threads with the lock held: a deadlock;
+* one that is torn down with the interpreter aborts: "terminate called without an active exception"
+  (pytorch issue 190489, pull request 179291).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import sys
 
+PATIENCE_S = 900.0
+"""A rank that hangs says where, before its test gives up."""
+
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.stdout.flush()

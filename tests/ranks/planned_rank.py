@@ -42,7 +42,6 @@ def main() -> None:
         use(step)
     merged = again.stats.merged(again.world)
     print("REPORT", json.dumps({"rank": dist.get_rank(), "ids": ids, "scales": scales, "samples": merged.samples}))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
