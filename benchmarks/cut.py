@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from dynagroup import TokenBudget, shard_micro_batches
+from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.planner import Planner
 
 LENGTHS = Path(__file__).parent / "lengths"
 CUT = (

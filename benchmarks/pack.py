@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.order import EpochOrder
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.work import Work
 
 LENGTHS = Path(__file__).parent / "lengths"

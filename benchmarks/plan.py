@@ -16,7 +16,8 @@ import numpy as np
 from dynagroup.budget.base import Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.config import PlanConfig
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 

@@ -15,9 +15,10 @@ from dynagroup.online.datasets import set_epoch
 from dynagroup.online.exchange import fingerprint
 from dynagroup.online.records import Planned
 from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.order import EpochOrder
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.source import OrderSource
 from dynagroup.plan.work import Work

@@ -23,10 +23,9 @@ from dynagroup.online.codec import a_pack, unpack
 from dynagroup.online.epoch import FEEDS
 from dynagroup.online.feeds.updates import UpdateFeed
 from dynagroup.online.requests import UpdateMark
+from dynagroup.plan.position import MOST_RANKS
 
 __all__ = ["SCHEMA", "checked_states"]
-
-MOST_RANKS = 1 << 20
 
 
 def _a_progress(value: Any, place: str) -> None:

@@ -23,14 +23,14 @@ from dynagroup.errors import BudgetError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.plan.batches import longest_first
 from dynagroup.plan.config import PlanConfig
-from dynagroup.plan.order import epoch_order
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
+from dynagroup.plan.position import Position, Segment
 from dynagroup.plan.rows import Rows, arrange, cut_rows, num_batches, prove
-from dynagroup.plan.windows import EpochWindows, Position, Segment, Window
+from dynagroup.plan.windows import EpochWindows, Window
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 from dynagroup.world import World
 
-__all__ = ["BatchPlan", "PlanConfig", "Planner", "Position", "epoch_order"]
+__all__ = ["Planner"]
 
 
 class Planner:
@@ -58,8 +58,9 @@ class Planner:
                 f"sample {index} ({units_of(lengths, index)}) does not fit even alone, nor do {len(self.oversize) - 1} others; "
                 "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
             )
-        self._drops = config.oversize == "drop" and len(self.oversize) > 0
-        self._windows = EpochWindows(lengths, self.budget, config, self._oversize if self._drops else None)
+        self.left_out = self.oversize if config.oversize == "drop" else np.zeros(0, np.int64)
+        """Dataset indices of the samples that take no part."""
+        self._windows = EpochWindows(lengths, self.budget, config, self._oversize if len(self.left_out) else None)
 
     def renewed(self, world: World | None = None) -> Planner:
         """Itself; or a planner that follows what its budget has learned, if that changes anything. Collective over ``world``."""
@@ -73,6 +74,11 @@ class Planner:
     def rebuilt(self) -> Planner:
         """A planner of the same facts and knobs, whose budget may have changed."""
         return Planner(self.lengths, self.budget, self.config)
+
+    @property
+    def num_planned(self) -> int:
+        """Samples of an epoch: all but those that are left out."""
+        return self.num_samples - len(self.left_out)
 
     @property
     def batch_size(self) -> float:
@@ -191,7 +197,7 @@ class Planner:
             epoch=epoch,
             world_size=world_size,
             oversize=self.oversize,
-            left_out=self.oversize if self._drops else np.zeros(0, np.int64),
+            left_out=self.left_out,
             work=self.config.work,
             window=None if self.config.samples_per_update is not None else self.window_size(world_size),
         )

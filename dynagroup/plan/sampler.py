@@ -20,11 +20,11 @@ from dynagroup.plan.cut import Objective
 from dynagroup.plan.notices import PlanNotices, warn_of_oversize
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
+from dynagroup.plan.position import MOST_RANKS, Position, Trail
 from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.rows import Uneven
-from dynagroup.plan.saving import MOST_RANKS, Trail, checked_states, sampler_state
+from dynagroup.plan.saving import checked_states, sampler_state
 from dynagroup.plan.source import OrderSource, check_alike
-from dynagroup.plan.windows import Position
 from dynagroup.plan.work import Work
 from dynagroup.shapes import IntArray
 from dynagroup.world import rank_and_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +14,15 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cut import cut
 from dynagroup.plan.order import EpochOrder
+from dynagroup.plan.position import Position
 from dynagroup.plan.rows import num_fewest
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
-__all__ = ["EpochWindows", "Position", "Segment", "Window"]
-
-Segment: TypeAlias = tuple[int, int]
-"""(world size, rows emitted at that world size): how far a window was used, and by how many ranks."""
+__all__ = ["EpochWindows", "Window"]
 
 BATCHES_PER_WINDOW = 100
 BLOCK = 1 << 14
 """Samples of an order that are drawn at a time, for windows that are smaller."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far an epoch was used: whole windows, then part of one."""
-
-    window_size: int
-    windows_done: int = 0
-    segments: tuple[Segment, ...] = ()
-    tail: int = 1
-    """Windows at the end that are one, so that their rows can be filled; fixed when the epoch starts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dynagroup.checks import Check, a_list, a_mapping, a_number, an_int, either, nothing
-from dynagroup.plan.planner import Position
+from dynagroup.checks import Check, a_mapping, a_number, an_int, either, nothing
+from dynagroup.plan.position import POSITION, Position
 from dynagroup.update.sizes import Cursor
 
 __all__ = ["MOST_EPOCHS", "PLACE", "Begun", "Place"]
 
 MOST_EPOCHS = 1_000_000
-MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +47,12 @@ class Place:
     def of(cls, state: Mapping[str, Any]) -> Place:
         """What :meth:`state` gave, also after JSON; checked before by :data:`PLACE`."""
         cursor, begun = dict(state["cursor"]), state["begun"]
-        cursor["position"] = None if cursor["position"] is None else _position(cursor["position"])
+        cursor["position"] = None if cursor["position"] is None else Position.of(cursor["position"])
         if begun is None:
             return cls(Cursor(**cursor))
-        return cls(Cursor(**cursor), Begun(**{**begun, "position": _position(begun["position"])}))
+        return cls(Cursor(**cursor), Begun(**{**begun, "position": Position.of(begun["position"])}))
 
 
-def _position(state: Mapping[str, Any]) -> Position:
-    segments = tuple((int(ranks), int(rows)) for ranks, rows in state["segments"])
-    return Position(state["window_size"], state["windows_done"], segments, state["tail"])
-
-
-def _segment(value: Any, place: str) -> None:
-    a_list(an_int(), length=2)(value, place)
-    an_int(1, MOST_RANKS)(value[0], f"{place}[0]")
-
-
-POSITION = a_mapping(
-    {"window_size": an_int(1), "windows_done": an_int(), "segments": a_list(_segment, most=4096), "tail": an_int(1)}
-)
 CURSOR = a_mapping(
     {
         "epoch": an_int(0, MOST_EPOCHS),
@@ -74,9 +60,9 @@ CURSOR = a_mapping(
         "samples_used": an_int(),
         "samples_seen": an_int(),
         "current": either(nothing(), an_int(1)),
-        "position": either(nothing(), POSITION),
+        "position": either(nothing(), a_mapping(POSITION)),
     }
 )
-BEGUN = a_mapping({"position": POSITION, "rows": an_int(1), "samples": an_int(), "weight": a_number(0.0)})
+BEGUN = a_mapping({"position": a_mapping(POSITION), "rows": an_int(1), "samples": an_int(), "weight": a_number(0.0)})
 PLACE: Mapping[str, Check] = {"cursor": CURSOR, "begun": either(nothing(), BEGUN)}
 """What the fields of a saved place must be."""

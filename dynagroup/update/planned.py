@@ -12,14 +12,17 @@ from dynagroup.checks import Check, a_list, an_int, check_int, either, nothing
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
+from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.notices import PlanNotices, warn_of_oversize
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.source import OrderSource
 from dynagroup.update.course import Course, Notes
 from dynagroup.update.feed import PlannedFeed
+from dynagroup.update.free import FreeUpdates
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.place import PLACE, Place
-from dynagroup.update.plans import FreeUpdates, PreservedUpdates, Updates
+from dynagroup.update.plans import Updates
+from dynagroup.update.preserved import PreservedUpdates
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.sizes import Cursor, Walk
 from dynagroup.update.step import Step

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dynagroup.errors import ConfigError
-from dynagroup.plan.planner import Position
+from dynagroup.plan.position import Position
 from dynagroup.update.schedule import BatchSizeSchedule, checked_samples, constant
 
 __all__ = ["Cursor", "UpdateSizes", "Walk", "first_cursor"]

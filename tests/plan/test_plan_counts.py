@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.config import PlanConfig
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.shard import shard_micro_batches
 
 LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"

@@ -14,7 +14,9 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import planner as planner_module
 from dynagroup.plan.batches import Batches
-from dynagroup.plan.planner import PlanConfig, Planner, epoch_order
+from dynagroup.plan.config import PlanConfig
+from dynagroup.plan.order import epoch_order
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.rounding import multiple_of
 from dynagroup.plan.rows import cut_rows, num_fewest, prove
 from dynagroup.shapes import BatchShape
