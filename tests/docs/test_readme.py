@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
+from benchmarks.pages.write import FIGURES, MARK, MARKED, filled, pages_with_figures
 from dynagroup.demo.corpus import docstrings, train_tokenizer
 from dynagroup.text import TokenizingCollator
 from tests import models
@@ -78,17 +78,12 @@ def test_the_index_lists_every_page():
 
 
 def test_figures_are_those_of_the_results():
-    for name, expected in doc_tables()["pages"]().items():
+    for name, expected in pages_with_figures().items():
         found = (ROOT / name).read_text(encoding="utf-8")
         assert found == expected, f"run python scripts/doc_tables.py: {name} shows older figures"
 
 
-def doc_tables() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "scripts" / "doc_tables.py"))
-
-
 def test_a_changed_figure_would_be_noticed():
-    filled = doc_tables()["filled"]
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert filled(page) == page
     row = next(line for line in page.splitlines() if line.startswith("| CV 0.8 | dynagroup |"))
@@ -96,15 +91,12 @@ def test_a_changed_figure_would_be_noticed():
 
 
 def test_every_figure_in_a_table_of_benchmarks_comes_from_a_file():
-    tables = doc_tables()
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    by_hand = tables["MARK"].sub("", page)
+    by_hand = MARK.sub("", page)
     rows = [line for line in by_hand.splitlines() if line.startswith("|") and "scripts/" not in line]
     assert [row for row in rows if re.search(r"\d", row)] == []
-    used = {
-        name for path in tables["MARKED"] for name in tables["MARK"].findall((ROOT / path).read_text(encoding="utf-8"))
-    }
-    assert used == set(tables["FIGURES"])
+    used = {name for path in MARKED for name in MARK.findall((ROOT / path).read_text(encoding="utf-8"))}
+    assert used == set(FIGURES)
 
 
 def test_every_file_of_results_is_quoted():
@@ -113,12 +105,12 @@ def test_every_file_of_results_is_quoted():
         ROOT / "README.md",
         *(ROOT / "docs").glob("*.md"),
         *ROOT.glob("regressor/*.py"),
-        *ROOT.glob("scripts/doc_*.py"),
+        *ROOT.glob("benchmarks/pages/*.py"),
     ]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert results
-    named = [path.name for path in results if path.name not in text and f'_read("{path.stem}")' not in text]
+    named = [path.name for path in results if path.name not in text and f'read("{path.stem}")' not in text]
     assert named == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from transformers import BertForMaskedLM, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
+from benchmarks.pages.planning import packing_rows
 from dynagroup import TokenBudget, text_dataloader
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.packing import check_packing, mask_bytes, packing_collator
@@ -125,7 +125,6 @@ def test_the_one_liner_packs_by_updates_on_every_rank_and_resumes(tokenizer) -> 
 @pytest.mark.parametrize("dataset", ["azure_llm_conv_2023", "python_files"])
 def test_the_page_shows_the_figures_of_the_results(dataset: str) -> None:
     root = Path(__file__).parents[2]
-    tables = runpy.run_path(str(root / "scripts" / "doc_tables.py"))
     page = (root / "docs" / "packing.md").read_text(encoding="utf-8")
-    for row in tables["packing_rows"](dataset):
+    for row in packing_rows(dataset):
         assert row in page
