@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dynagroup.budget.base import UNLIMITED, AllOf, BoolArray, Budget
+from dynagroup.budget.limits import LIMITS, CostLimits, Limits
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.checks import a_list, a_mapping, a_number, a_text, an_int, either, nothing
-from dynagroup.errors import ConfigError, StateError
+from dynagroup.checks import a_mapping, a_number, a_text, an_int, either, nothing
+from dynagroup.errors import StateError
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, Streams
 from dynagroup.world import World
@@ -21,8 +21,6 @@ from dynagroup.world import World
 __all__ = ["LearningBudget", "OomReport"]
 
 _VERSION = 1
-COST_UNIT = 2**20  # costs travel between ranks as integers
-NO_COST = 2**62
 _EVERYTHING = TokenBudget(UNLIMITED)
 
 
@@ -94,13 +92,9 @@ class LearningBudget(Budget):
         patience: int = 32,
         full: float = 0.95,
     ) -> None:
-        if not 0 < backoff < 1:
-            raise ConfigError(f"`backoff` must lie between 0 and 1, but is {backoff!r}")
-        if not growth >= 1:
-            raise ConfigError(f"`growth` must be at least 1, but is {growth!r}")
         self.budget = budget
-        self._backoff, self._growth, self._patience, self._full = backoff, growth, patience, full
-        self._learned = _Learned()
+        self._limits = CostLimits(backoff=backoff, growth=growth, patience=patience, full=full)
+        self._waste = _Waste()
 
     counts_every_stream: ClassVar[bool] = True
 
@@ -148,21 +142,26 @@ class LearningBudget(Budget):
     @property
     def fingerprint(self) -> str:
         base = "everything" if self.budget is None else self.budget.fingerprint
-        limit, wall = self._learned.applied
-        return base if math.isinf(limit) and math.isinf(wall) else f"{base}, cost <= {limit!r} and < {wall!r}"
+        applied = self._limits.applied
+        return base if applied.refuse_nothing else f"{base}, cost <= {applied.limit!r} and < {applied.wall!r}"
 
     @property
     def has_learned(self) -> bool:
         """Whether anything speaks against any batch yet."""
-        return not all(math.isinf(x) for x in self._learned.numbers)
+        return not self._limits.known.refuse_nothing
+
+    @property
+    def limits(self) -> Limits:
+        """The costs that are allowed by what has been learned so far."""
+        return self._limits.known
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = np.ones(len(shape), dtype=np.bool_) if self.budget is None else self.budget.fits(shape)
-        return ok & self._within(self._learned.applied, shape)
+        return ok & self._within(self._limits.applied, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
         """Which shapes nothing learned so far speaks against, whatever the budget itself says: bool (K,)."""
-        return self._within(self._learned.numbers, shape)
+        return self._within(self._limits.known, shape)
 
     def apply(self, world: World | None = None) -> None:
         """Plan by what has been learned so far. For between epochs.
@@ -170,19 +169,10 @@ class LearningBudget(Budget):
         Args:
             world: ranks that plan together: the lowest limits of all of them count. Collective.
         """
-        learned = self._learned
-        if world is not None and world.size > 1:
-            own = [int(min(number * COST_UNIT, NO_COST)) for number in learned.numbers]
-            lowest = [-n for n in world.all_max([-n for n in own])]
-            learned.set(*(math.inf if n == NO_COST else n / COST_UNIT for n in lowest))
-        learned.apply()
+        self._limits.apply(world)
 
-    def _within(self, numbers: tuple[float, float], shape: BatchShape) -> BoolArray:
-        limit, wall = numbers
-        if math.isinf(limit) and math.isinf(wall):
-            return np.ones(len(shape), dtype=np.bool_)
-        cost = self.cost(shape)
-        return (cost <= limit) & (cost < wall)
+    def _within(self, limits: Limits, shape: BatchShape) -> BoolArray:
+        return np.ones(len(shape), np.bool_) if limits.refuse_nothing else limits.allow(self.cost(shape))
 
     def pads(self, stream: str, /) -> bool:
         return self.budget is None or self.budget.pads(stream)
@@ -192,8 +182,8 @@ class LearningBudget(Budget):
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         most = None if self.budget is None else self.budget.largest(longest)
-        applied = self._learned.applied
-        if most is None or all(math.isinf(x) for x in applied):
+        applied = self._limits.applied
+        if most is None or applied.refuse_nothing:
             return most
         return _bisect(lambda count: self._within(applied, BatchShape.of(count, longest)), most)
 
@@ -208,71 +198,37 @@ class LearningBudget(Budget):
 
     def record_failed_cost(self, cost: float) -> None:
         """The same, for a cost that ranks have agreed on."""
-        learned = self._learned
-        limit, wall = learned.numbers
-        learned.set(min(limit, self._backoff * cost), min(wall, cost))
-        learned.calm = 0
-        learned.first = cost if math.isinf(learned.first) else learned.first
-        learned.log()
+        self._limits.failed(cost)
 
     def record_waste(
         self, *, num_ooms: int = 0, wasted_s: float = 0.0, num_retries: int = 0, num_skipped: int = 0
     ) -> None:
         """Count what recovery cost."""
-        learned = self._learned
-        learned.num_ooms += num_ooms
-        learned.wasted_s += wasted_s
-        learned.num_retries += num_retries
-        learned.num_skipped += num_skipped
+        waste = self._waste
+        waste.num_ooms += num_ooms
+        waste.wasted_s += wasted_s
+        waste.num_retries += num_retries
+        waste.num_skipped += num_skipped
 
     def record_pass(self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None) -> None:
         """A batch of this shape (one row) passed, with this measured peak of the device's memory, if known."""
-        learned = self._learned
-        learned.num_batches += 1
         share = None if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
-        limit, wall = learned.numbers
-        if math.isinf(limit) and (share is None or share <= self._full):
-            return
-        cost = float(self.cost(shape)[0])
-        if share is not None and share > self._full:
-            learned.first = cost if math.isinf(learned.first) else learned.first
-            if cost < limit:
-                learned.set(cost, wall)
-                learned.log()
-            learned.calm = 0
-            return
-        if cost < self._backoff * limit:
-            return
-        learned.calm += 1
-        if learned.calm >= self._patience:
-            learned.calm = 0
-            if self._growth * limit < wall and (share is None or share * self._growth <= self._full):
-                learned.set(self._growth * limit, wall)
-                learned.log()
+        self._limits.passed(lambda: float(self.cost(shape)[0]), share)
 
     @property
     def report(self) -> OomReport:
         """OOMs, retries, wasted seconds and the headroom over time."""
-        learned = self._learned
-        curve = tuple((at, limit / learned.first) for at, limit in learned.curve)
-        return OomReport(learned.num_ooms, learned.num_retries, learned.num_skipped, learned.wasted_s, curve)
+        return OomReport(**asdict(self._waste), curve=self._limits.curve)
 
     def share_memory(self) -> LearningBudget:
         """Keep what is learned in shared memory, so that worker processes started from now on follow it at once."""
-        import torch
-
-        if isinstance(self._learned.numbers_kept, list):
-            self._learned.numbers_kept = torch.tensor(self._learned.numbers_kept, dtype=torch.float64).share_memory_()  # type: ignore[assignment]
+        self._limits.share_memory()
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned, for a checkpoint."""
-        learned = self._learned
-        kept = {f.name: getattr(learned, f.name) for f in fields(learned) if f.name != "numbers_kept"}
-        kept |= {"first": _or_none(learned.first), "allowed": [_or_none(x) for x in learned.numbers]}
-        kept["applied"] = [_or_none(x) for x in learned.applied]
-        kept["curve"] = list(learned.curve)
-        return {"version": _VERSION, "budget": None if self.budget is None else self.budget.fingerprint, **kept}
+        own = None if self.budget is None else self.budget.fingerprint
+        return {"version": _VERSION, "budget": own, **self._limits.state(), **asdict(self._waste)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what a run with the same budget had learned.
@@ -290,82 +246,34 @@ class LearningBudget(Budget):
                 f"{_VERSION} and budget {own!r}; start without it, or with the budget it was learned for"
             )
         a_mapping(_SCHEMA)(state, "learned")
-        learned = self._learned
-        learned.set(*(_or_inf(x) for x in state["applied"]))
-        learned.apply()
-        learned.set(*(_or_inf(x) for x in state["allowed"]))
-        learned.first = _or_inf(state["first"])
-        for name in ("calm", "num_batches", "num_ooms", "num_retries", "num_skipped", "wasted_s"):
-            setattr(learned, name, state[name])
-        learned.curve = [(int(at), float(limit)) for at, limit in state["curve"]]
+        self._limits.restore(state)
+        for field in fields(self._waste):
+            setattr(self._waste, field.name, state[field.name])
 
     def _around(self, budget: Budget | None) -> LearningBudget:
         """Another base, the same lesson: what one learns the other knows."""
-        other = LearningBudget(
-            budget, backoff=self._backoff, growth=self._growth, patience=self._patience, full=self._full
-        )
-        other._learned = self._learned
+        other = LearningBudget(budget)
+        other._limits, other._waste = self._limits, self._waste
         return other
 
 
 @dataclass
-class _Learned:
-    numbers_kept: MutableSequence[float]
-    calm: int
-    first: float
-    num_batches: int
-    num_ooms: int
-    num_retries: int
-    num_skipped: int
-    wasted_s: float
-    curve: list[tuple[int, float]]
+class _Waste:
+    """What recovery has cost, as :class:`OomReport` says it."""
 
-    def __init__(self) -> None:
-        self.numbers_kept = [math.inf] * 4
-        self.first = math.inf
-        self.calm = self.num_batches = self.num_ooms = self.num_retries = self.num_skipped = 0
-        self.wasted_s = 0.0
-        self.curve = []
-
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """(largest cost allowed, lowest cost that has failed)"""
-        return float(self.numbers_kept[0]), float(self.numbers_kept[1])
-
-    @property
-    def applied(self) -> tuple[float, float]:
-        """The same, as plans know it."""
-        return float(self.numbers_kept[2]), float(self.numbers_kept[3])
-
-    def apply(self) -> None:
-        self.numbers_kept[2], self.numbers_kept[3] = self.numbers_kept[0], self.numbers_kept[1]
-
-    def set(self, limit: float, wall: float) -> None:
-        self.numbers_kept[0], self.numbers_kept[1] = limit, wall
-
-    def log(self) -> None:
-        self.curve.append((self.num_batches, self.numbers[0]))
+    num_ooms: int = 0
+    num_retries: int = 0
+    num_skipped: int = 0
+    wasted_s: float = 0.0
 
 
-_COST = either(nothing(), a_number(0.0))
 _SCHEMA = {
     "version": an_int(),
     "budget": either(nothing(), a_text()),
-    "applied": a_list(_COST, length=2),
-    "allowed": a_list(_COST, length=2),
-    "first": _COST,
-    "curve": a_list(a_list(a_number(0.0), length=2)),
+    **LIMITS,
     "wasted_s": a_number(0.0),
-    **{name: an_int() for name in ("calm", "num_batches", "num_ooms", "num_retries", "num_skipped")},
+    **{name: an_int() for name in ("num_ooms", "num_retries", "num_skipped")},
 }
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isinf(value) else value  # JSON knows no infinity
-
-
-def _or_inf(value: float | None) -> float:
-    return math.inf if value is None else float(value)
 
 
 def _bisect(fits: Any, most: IntArray) -> IntArray:

@@ -106,10 +106,10 @@ class Pass:
 
     def _run(self, shares: list[list[int]]) -> Results:
         while shares:
-            limit = self._learned.state_dict()["allowed"]
+            known = self._learned.limits
             for at, indices in enumerate(shares):
                 yield indices, self._process(self._encode(indices), indices)
-                if self._learned.state_dict()["allowed"] != limit:
+                if self._learned.limits != known:
                     shares = list(self._batches([i for batch in shares[at + 1 :] for i in batch]))
                     break
             else:
@@ -162,7 +162,7 @@ class _Grown(Budget):
         return self._learned.allows(grown)
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        limit, wall = (UNLIMITED if x is None else x for x in self._learned.state_dict()["allowed"])
+        limit, wall = (min(number, UNLIMITED) for number in (self._learned.limits.limit, self._learned.limits.wall))
         each = self._copies * np.maximum(longest + self._new_tokens, 1)
         return np.minimum(np.floor(limit / each), np.ceil(wall / each) - 1).astype(np.int64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dynagroup.budget.learning import COST_UNIT, NO_COST
+from dynagroup.budget.limits import COST_UNIT, NO_COST
 from dynagroup.errors import BudgetError
 from dynagroup.oom.attempts import PartRunner
 from dynagroup.oom.gradients import GradientExchange, broadcast_buffers
