@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import has_length
 
 from dynagroup.errors import ConfigError
+from dynagroup.integrations.batches import UpdateItems
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
@@ -47,9 +48,10 @@ class Books(_Base):
         return self._fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        loader = self.update_loader
-        ours = loader is not None and getattr(dataloader, "loader", None) is loader
-        if loader is None or loader.num_samples is None or not ours or not _is_sized(dataloader):
+        loader = dataloader.loader if isinstance(dataloader, UpdateItems) else None
+        if loader is not None:
+            self._begin_training(loader)
+        if loader is None or loader.num_samples is None or not _is_sized(dataloader):
             return super().set_initial_training_values(args, dataloader)
         num_samples = loader.num_samples
         max_steps, num_epochs = self._training_length(loader)
@@ -59,6 +61,11 @@ class Books(_Base):
         else:
             train_samples = num_samples * args.num_train_epochs
         return num_epochs, most_updates, num_samples, train_samples, self.samples_per_update, most_updates, max_steps
+
+    def _begin_training(self, loader: StepLoader[Any]) -> None:
+        """With this loader, whoever asked for others (a callback that looks at the data), and with a model that may be new."""
+        self.update_loader, self.guard = loader, None
+        self._stats_logged, self._changes_known = loader.stats.copy(), loader.num_changes
 
     def _training_length(self, loader: StepLoader[Any]) -> tuple[int, int]:
         """(updates, epochs begun) of the whole run."""

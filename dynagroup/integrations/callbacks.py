@@ -10,11 +10,11 @@ from transformers import TrainerCallback
 if TYPE_CHECKING:
     from dynagroup.integrations.books import Books
 
-__all__ = ["DynagroupCallback", "MemoryCleanupCallback"]
+__all__ = ["DynagroupCallback", "MemoryCleanupCallback", "StateCallback"]
 
 
-class DynagroupCallback(TrainerCallback):
-    """Keeps the Trainer's books by samples. Added by the mixin."""
+class StateCallback(TrainerCallback):
+    """Counts ``state.epoch`` by samples, before other callbacks read it: it stands first. Added by the mixin."""
 
     def __init__(self) -> None:
         self.trainer: Books | None = None
@@ -22,8 +22,17 @@ class DynagroupCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is not None:
             self.trainer.keep_books(state)
-            if control.should_log:
-                self.trainer.gather_figures()
+
+
+class DynagroupCallback(TrainerCallback):
+    """Learning rates and logged figures by samples; what other callbacks ask for is known to it. Added by the mixin."""
+
+    def __init__(self) -> None:
+        self.trainer: Books | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer is not None and control.should_log:
+            self.trainer.gather_figures()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is not None:

@@ -234,7 +234,7 @@ class Evaluating(Updating):
 
     def _evaluation_weight(self, model: Any, inputs: Any) -> float:
         """What the batch's mean loss is a mean of."""
-        if self.dynagroup.weigh == "samples":
+        if self.dynagroup.weigh == "samples" and self._found_mean is not False:
             return float(len(next(iter(inputs.values()))))
         mean = self.loss_is_scaled_for_ga is False or self._found_mean
         items = None if mean else self._get_num_items_in_batch([inputs], self.args.device)

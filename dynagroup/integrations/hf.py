@@ -20,7 +20,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.batches import UpdateItems
-from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback
+from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback, StateCallback
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.evaluation import Evaluating
 from dynagroup.integrations.figures import LossFigures
@@ -84,6 +84,7 @@ class DynagroupTrainerMixin(Evaluating):
         self.guard: OomSafeBackward | None = None
         self.figures = LossFigures(self)
         self._since_log = time.perf_counter()
+        self.callback_handler.callbacks.insert(0, StateCallback())
         self.add_callback(DynagroupCallback())
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -93,9 +94,7 @@ class DynagroupTrainerMixin(Evaluating):
         """Our loader, made from the host's: its dataset, columns, collator, workers and sampler are kept."""
         host = self._host_dataloader()
         online = self.dynagroup.mode == "online"
-        self.update_loader = self._online_updates(host) if online else self._offline_updates(host)
-        self._stats_logged = self.update_loader.stats.copy()
-        return UpdateItems(self.update_loader)
+        return UpdateItems(self._online_updates(host) if online else self._offline_updates(host))
 
     def _host_dataloader(self) -> Any:
         # Its sampler may group by the size of an update, which is not that of our copy of the arguments.
@@ -168,8 +167,9 @@ class DynagroupTrainerMixin(Evaluating):
             return resumed
         if loader.budget.layout == "packed":
             check_packed_training(self)
-        callback = next(c for c in self.callback_handler.callbacks if isinstance(c, DynagroupCallback))
-        callback.trainer = self
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, (StateCallback, DynagroupCallback)):
+                callback.trainer = self
         if checkpoint is None or not self.state.global_step:
             return resumed
         states = read_states(checkpoint)

@@ -133,7 +133,7 @@ class Updating(Books):
                 f"{type(self).__name__} may exchange data between ranks; leave it None"
             )
         learned = LearningBudget.within(loader.budget)
-        weigh = (self._weigh if mean else "sum") if config.weigh == "auto" else config.weigh
+        weigh = self._weigh if mean else "sum"
         return OomSafeBackward(
             model, mode=config.out_of_memory, weigh=weigh, splitter=config.splitter, world=loader.world,
             learned=learned if isinstance(learned, LearningBudget) else None, backward=self.accelerator.backward,

@@ -62,7 +62,8 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     if sharded is not None:
         raise ConfigError(
             f"`model` contains {sharded}, whose ranks exchange parameters inside forward and backward: one rank cannot "
-            "repeat a step alone; use DistributedDataParallel, or oom_retry=None with a smaller budget"
+            "repeat a step alone; use DistributedDataParallel, or mode=None (out_of_memory=None in a DynagroupConfig) with a "
+            "smaller budget"
         )
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
     if ddp is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -147,15 +147,19 @@ class OomSafeBackward:
         Raises:
             BudgetError: samples that cannot be cut further do not fit; on every rank alike, when the update ends.
             AlignmentError: a rank has gone.
+
+        Any other error passes through and ends the update: the next call begins one. ``.grad`` then holds what a plain loop
+        would have left there.
         """
         if self._way is None:
             return self._unprotected(compute_loss, batch, loss_scale, ends_update)
+        stop = 0 if idle else self._splitter.num_samples(batch)
         self._update = update = self._update or Update.begin(self._model)
         update.num_calls += 1
         update.num_ooms = 0
-        stop = 0 if idle else self._splitter.num_samples(batch)
         whole = None if idle else Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop)
-        skipped = self._way(update, whole, ends_update)
+        with self._errors_end(update):
+            skipped = self._way(update, whole, ends_update)
         if ends_update or (update.verdict is not None and self._world.size == 1):
             self._update = None
             finish(update, self._runner, self._world)
@@ -163,6 +167,17 @@ class OomSafeBackward:
         if skipped or update.verdict is not None:
             loss = loss.new_full((), math.nan)
         return BackwardResult(loss, num_parts, update.num_ooms, skipped)
+
+    @contextmanager
+    def _errors_end(self, update: Update) -> Iterator[None]:
+        """What passes through leaves in ``.grad`` what a plain loop would have there, and nothing to run again: a user who
+        clears gradients and goes on, or begins anew, begins an update."""
+        try:
+            yield
+        except BaseException:
+            self._update = None
+            update.add_to_before()
+            raise
 
     def _in_parts(self, update: Update, whole: Part | None, ends_update: bool) -> bool:
         """Mode "retry": in parts that fit, cut beforehand where that has been learned."""

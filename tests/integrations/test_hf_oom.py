@@ -8,16 +8,20 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from tests.allocator import Allocator  # noqa: E402
+from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-@pytest.mark.parametrize("kind", ["causal", "classifier"])
-def test_batches_that_run_out_of_memory_are_repeated_in_parts(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "weigh"), [("causal", "auto"), ("causal", "samples"), ("classifier", "auto")])
+def test_batches_that_run_out_of_memory_are_repeated_in_parts(kind, weigh, tmp_path):
+    """A loss that is divided by the update's items needs no weights, whatever ``weigh`` says of losses that are means."""
+
     def run(folder, config, limit=None):
         changes = {"exact_loss": kind == "causal", "max_steps": 4, "logging_steps": 4}
-        found = trainer(kind, tmp_path / folder, fits=True, config=config, **changes)
+        found = trainer(kind, tmp_path / folder, fits=True, config={"weigh": weigh, **config}, **changes)
         if limit is not None:
             forward = found.model.forward
 
@@ -77,3 +81,26 @@ def test_later_epochs_are_planned_by_what_failed_also_after_resuming(mode, tmp_p
         resumed = run(f"from{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert (parameters(resumed.model) - parameters(whole.model)).abs().max() < 1e-10
         assert resumed.update_loader.budget.fingerprint == whole.update_loader.budget.fingerprint
+
+
+def test_each_training_guards_the_model_that_it_trains(tmp_path):
+    """``train()`` with ``model_init``, as a search of hyperparameters calls it, has a new model every time."""
+    limit = Allocator(10**6)
+
+    def new_model():
+        model = toys.causal_lm()
+        limit.in_backward(model.transformer.h[0])
+        return model
+
+    def twice(folder, config):
+        found = trainer("causal", tmp_path / folder, fits=True, exact_loss=True, config=config, max_steps=2)
+        found.model_init = new_model
+        found.train()
+        limit.limit = 120 if config else 10**6
+        found.train()
+        limit.limit = 10**6
+        return parameters(found.model)
+
+    whole, split = twice("whole", {}), twice("split", {"out_of_memory": "retry"})
+    assert limit.failures
+    assert (whole - split).abs().max() < 1e-8

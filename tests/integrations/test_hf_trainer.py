@@ -120,6 +120,51 @@ def test_epoch_coverage_and_figures_are_logged(tmp_path):
         assert (entry["idle_steps"], entry["samples_per_update"]) == (0, 16)
 
 
+class EpochReader(TrainerCallback):
+    def __init__(self):
+        self.epochs = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.epochs.append(state.epoch)
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_callbacks_of_the_user_read_the_epoch_as_it_is(mode, tmp_path):
+    """Also those that were given to the Trainer, which stand before what the adapter adds."""
+    reader = EpochReader()
+    trainer(
+        "causal", tmp_path, fits=True, max_steps=9, callbacks=[reader], config={"mode": mode, "lengths": None}
+    ).train()
+    assert reader.epochs == pytest.approx([(k + 1) / 6 for k in range(9)])
+
+
+class Looker(TrainerCallback):
+    """Counts the training data in the middle of training, as a callback may."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            assert len(list(self.run.get_train_dataloader())) == 6
+
+
+def test_a_loader_that_a_callback_asks_for_changes_nothing(tmp_path):
+    def run(folder, callbacks=(), resume=None):
+        looker = Looker()
+        found = trainer(
+            "causal", tmp_path / folder, fits=True, exact_loss=True, max_steps=8, save_strategy="steps", save_steps=4,
+            callbacks=[looker] if callbacks else [],
+        )  # fmt: skip
+        looker.run = found
+        found.train(resume_from_checkpoint=resume)
+        return found
+
+    whole, looked_at = run("whole"), run("looked_at", callbacks=True)
+    resumed = run("resumed", resume=str(tmp_path / "looked_at" / "checkpoint-4"))
+    assert whole.state.epoch == looked_at.state.epoch == resumed.state.epoch
+    assert looked_at.update_loader.stats.updates == 8
+    for found in (looked_at, resumed):
+        assert torch.equal(parameters(found.model), parameters(whole.model))
+
+
 @pytest.mark.parametrize("counting", ["non_padding", "all"])
 def test_tokens_seen_are_counted_over_the_whole_update(tmp_path, counting):
     changes = {"max_steps": 6, "include_num_input_tokens_seen": counting}

@@ -192,6 +192,39 @@ def test_other_errors_pass_through() -> None:
         backward(lambda x: model(x), X)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("cleared", [True, False])
+def test_an_error_that_passes_through_ends_its_update(error: type[BaseException], cleared: bool) -> None:
+    """What came before it is not run again when memory runs out later; gradients are those of a plain loop."""
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
+    limit = Allocator(9)
+    remove = limit.in_backward(layers[0])
+    backward = OomSafeBackward(layers, weigh="samples")
+    loss = lambda x: layers(x[None]).mean()  # noqa: E731
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    def gradients(batches: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(torch.stack([loss(x) for x in batches]).sum(), list(layers.parameters())))
+
+    loss(X[4:]).backward()  # there before the update
+    backward(loss, X[:2], ends_update=False)
+    with pytest.raises(error):
+        backward(broken, X[2:3], ends_update=False)
+    left = gradients([X[4:], X[:2]])
+    for parameter, expected in zip(layers.parameters(), left, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+    if cleared:
+        layers.zero_grad()
+    limit.limit = 3
+    backward(loss, X[:4])
+    assert limit.failures == [4]
+    remove()
+    expected = gradients([X[:4]] if cleared else [X[4:], X[:2], X[:4]])
+    torch.testing.assert_close([p.grad for p in layers.parameters()], expected)
+
+
 def test_without_protection_nothing_is_caught() -> None:
     model, backward = linear(limit=2, mode=None)
     with pytest.raises(torch.OutOfMemoryError):
