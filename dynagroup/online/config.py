@@ -13,7 +13,7 @@ from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
-from dynagroup.plan.work import Work
+from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.weigh import Weigh
@@ -55,8 +55,7 @@ class OnlineConfig:
         check_choice("objective", self.objective, OBJECTIVES)
         for name in ("shuffle", "drop_last"):
             check_choice(name, getattr(self, name), (False, True))
-        if not isinstance(self.work, Work):
-            raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {self.work!r}")
+        object.__setattr__(self, "work", check_work(self.work))
         if self.window_bytes is not None:
             object.__setattr__(self, "window_bytes", check_int("window_bytes", self.window_bytes))
         if self.samples_per_update is not None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
+from dynagroup.plan.oversize import Oversize, check_oversize
 from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.rows import Uneven
-from dynagroup.plan.work import Work
+from dynagroup.plan.work import Work, check_work
 
-__all__ = ["Oversize", "PlanConfig"]
-
-Oversize: TypeAlias = Literal["alone", "error", "drop"]
+__all__ = ["PlanConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +49,9 @@ class PlanConfig:
             raise ConfigError(
                 "`window` and `samples_per_update` exclude each other: an update's samples are the window"
             )
-        check_choice("oversize", self.oversize, ("alone", "error", "drop"))
+        check_oversize(self.oversize)
         check_choice("uneven", self.uneven, ("repeat", "drop"))
         check_choice("objective", self.objective, OBJECTIVES)
-        if not isinstance(self.work, Work):
-            raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {self.work!r}")
+        object.__setattr__(self, "work", check_work(self.work))
         if self.round_batch is not None and not callable(self.round_batch):
             raise ConfigError(f"`round_batch` must be a function from int to int, but is {self.round_batch!r}")

@@ -5,24 +5,11 @@ from __future__ import annotations
 from dynagroup.checks import warn_user
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
-from dynagroup.shapes import units_of
 
-__all__ = ["JUDGED", "PlanNotices", "warn_of_oversize"]
+__all__ = ["JUDGED", "PlanNotices"]
 
 JUDGED = 1000
 """Samples after which a plan's padding says something."""
-
-
-def warn_of_oversize(planner: Planner) -> None:
-    """Say which samples do not fit even alone, if any."""
-    oversize = planner.oversize
-    if len(oversize):
-        done = "left out" if planner.config.oversize == "drop" else "emitted alone"
-        warn_user(
-            f"{len(oversize)} samples do not fit the budget even alone and are {done}; the first is sample "
-            f"{oversize[0]} with {units_of(planner.lengths, oversize[0])}; truncate them, raise the budget, or pass "
-            "oversize='error'"
-        )
 
 
 class PlanNotices:

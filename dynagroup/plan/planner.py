@@ -14,20 +14,19 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, check_answers, padded_streams
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
-from dynagroup.errors import BudgetError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.plan.batches import longest_first
 from dynagroup.plan.config import PlanConfig
+from dynagroup.plan.oversize import oversize_mask, refuse_oversize, warn_of_oversize
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
 from dynagroup.plan.position import Position, Segment
 from dynagroup.plan.rows import Rows, arrange, cut_rows, num_batches, prove
 from dynagroup.plan.windows import EpochWindows, Window
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
+from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.world import World
 
 __all__ = ["Planner"]
@@ -50,17 +49,17 @@ class Planner:
         self.budget = as_budget(budget).bind(lengths)
         self.config = config
         self.num_samples = len(lengths[TOKENS])
-        self._oversize = _oversize_mask(lengths, self.budget)
+        self._oversize = oversize_mask(lengths, self.budget)
         self.oversize = np.flatnonzero(self._oversize)
-        if config.oversize == "error" and len(self.oversize):
-            index = int(self.oversize[0])
-            raise BudgetError(
-                f"sample {index} ({units_of(lengths, index)}) does not fit even alone, nor do {len(self.oversize) - 1} others; "
-                "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
-            )
+        if config.oversize == "error":
+            refuse_oversize(lengths, self.oversize)
         self.left_out = self.oversize if config.oversize == "drop" else np.zeros(0, np.int64)
         """Dataset indices of the samples that take no part."""
         self._windows = EpochWindows(lengths, self.budget, config, self._oversize if len(self.left_out) else None)
+
+    def warn_of_oversize(self) -> None:
+        """Say which samples do not fit even alone, if any."""
+        warn_of_oversize(self.lengths, self.oversize, self.config.oversize)
 
     def renewed(self, world: World | None = None) -> Planner:
         """Itself; or a planner that follows what its budget has learned, if that changes anything. Collective over ``world``."""
@@ -252,20 +251,3 @@ class Planner:
 def _shuffle_rows(table: IntArray, lead: int, rng: np.random.Generator) -> IntArray:
     head, tail = table[:lead], table[lead:]
     return np.concatenate([head, rng.permuted(rng.permutation(tail), axis=1)]) if len(tail) else table
-
-
-def _oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
-    tokens = lengths[TOKENS]
-    if not len(tokens):
-        return np.zeros(0, np.bool_)
-    if len(lengths) == 1 and budget.largest(np.asarray([tokens.max()], np.int64)) is not None:
-        low, high = -1, int(tokens.max())  # the largest length that fits alone, by bisection
-        while low < high:
-            middle = (low + high + 1) // 2
-            table = budget.largest(np.asarray([middle], np.int64))
-            low, high = (middle, high) if table is not None and table[0] >= 1 else (low, middle - 1)
-        return tokens > low
-    wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-    fits = budget.fits(BatchShape(np.ones(len(tokens), np.int64), wide, wide))
-    check_answers(budget, fits, len(tokens))
-    return ~fits

@@ -15,9 +15,10 @@ from dynagroup.budget.base import Budget
 from dynagroup.checks import check_int, warn_user
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
-from dynagroup.plan.config import Oversize, PlanConfig
+from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cut import Objective
-from dynagroup.plan.notices import PlanNotices, warn_of_oversize
+from dynagroup.plan.notices import PlanNotices
+from dynagroup.plan.oversize import Oversize
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.position import MOST_RANKS, Position, Trail
@@ -130,7 +131,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._plans: dict[tuple[int, int, Position | None], BatchPlan] = {}
         self._handle = EpochHandle(self)
         self._notices = PlanNotices()
-        warn_of_oversize(self._planner)
+        self._planner.warn_of_oversize()
 
     @property
     def epoch(self) -> int:
@@ -211,7 +212,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             self._planner = planner
             self._plans.clear()
             self._lengths.clear()
-            warn_of_oversize(self._planner)
+            self._planner.warn_of_oversize()
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()

@@ -20,7 +20,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import BatchShape, Streams, round_up
 
-__all__ = ["Work"]
+__all__ = ["Work", "check_work"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,3 +148,14 @@ class Work:
     def of_rows(self, work: NDArray[np.float64]) -> float:
         """Predicted time of steps: each costs its price and the most work of a rank. ``work``: float64 (steps, ranks)."""
         return float(self.per_step * len(work) + work.max(axis=1, initial=0.0).sum())
+
+
+def check_work(work: Work | None) -> Work:
+    """``work``, or the default where there is none.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if work is not None and not isinstance(work, Work):
+        raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {work!r}")
+    return work or Work()

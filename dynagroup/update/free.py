@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from dynagroup.checks import check_int
 from dynagroup.errors import StateError
+from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.position import Position, Trail
 from dynagroup.update.place import Place
@@ -122,8 +125,11 @@ class FreeUpdates(Updates):
     def walk(self, world_size: int) -> Walk:
         return _FreeWalk(self, world_size)
 
-    def num_steps(self, epoch: int, world_size: int) -> int:
+    def _num_steps(self, epoch: int, world_size: int) -> int:
         return self.planner.num_steps(epoch, world_size)
+
+    def _windows(self, epoch: int, world_size: int) -> Iterator[PlannedWindow]:
+        return (_accumulated(window, self._accumulation) for window in self.planner.steps(epoch, world_size))
 
     def is_over(self, cursor: Cursor) -> bool:
         return cursor.position is not None and self.planner.is_over(cursor.position, cursor.epoch)
@@ -199,6 +205,19 @@ class FreeUpdates(Updates):
     def restore(self, state: Mapping[str, Any], place: Place) -> None:
         self._counts.settle((updates, samples) for updates, samples in state["past"])
         self._resumed = place
+
+
+def _accumulated(window: PlannedWindow, rows: int) -> PlannedWindow:
+    """The same steps, every ``rows`` of them an update."""
+    firsts = np.arange(0, len(window.table), rows)
+    counts = np.where(window.loss_scale > 0, window.batches.sizes[window.table], 0)
+    update = np.arange(len(window.table)) // rows
+    total = np.add.reduceat(counts.sum(axis=1), firsts)[update] if len(firsts) else np.zeros(0)
+    return replace(
+        window,
+        update_ends=np.append(update[1:] != update[:-1], [True] * (len(update) > 0)),
+        loss_scale=counts * counts.shape[1] / np.maximum(total, 1)[:, None],
+    )
 
 
 @dataclass(frozen=True, slots=True)

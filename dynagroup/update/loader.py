@@ -120,6 +120,11 @@ class StepLoader(Saved, Generic[B]):
         return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
 
     @property
+    def _size(self) -> int:
+        """The number of ranks: a rank may print a length, a plan or a state alone."""
+        return self._rank_and_size()[1]
+
+    @property
     def epoch(self) -> int:
         """The epoch that is running; between iterations, the one that the next iteration is in."""
         return self._next if self._live is None else self._epoch

@@ -13,7 +13,8 @@ from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
 from dynagroup.plan.config import PlanConfig
-from dynagroup.plan.notices import PlanNotices, warn_of_oversize
+from dynagroup.plan.notices import PlanNotices
+from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.source import OrderSource
 from dynagroup.update.course import Course, Notes
@@ -46,7 +47,8 @@ class PlannedDataLoader(StepLoader[B]):
     """Steps planned from known lengths: batches that fit, of similar length, weighed so that gradients add up exactly.
 
     ``for step in loader`` gives the steps of one epoch, and ``loader.updates()`` the same steps, an update at a time.
-    ``len(loader)`` counts steps; the optimizer steps ``loader.num_updates`` times.
+    ``len(loader)`` counts steps; the optimizer steps ``loader.num_updates`` times. ``print(loader.plan.report())`` shows the
+    epoch before anything runs, ``print(loader.stats)`` what was done.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
@@ -119,9 +121,8 @@ class PlannedDataLoader(StepLoader[B]):
         """The next iteration begins at that place."""
         self._under_way: Cursor | None = None
         """Where the update ends that is under way."""
-        self._length: tuple[Any, int] | None = None
         self._notes = Notes(self.stats, set(planner.oversize.tolist()))
-        warn_of_oversize(planner)
+        planner.warn_of_oversize()
 
     @property
     def budget(self) -> Budget:
@@ -140,14 +141,26 @@ class PlannedDataLoader(StepLoader[B]):
     def cursor(self) -> Cursor:
         place = self._here()
         if place.begun is not None and self._under_way is None:
-            self._under_way = next(self._plan.updates(place, 0, self.world.size)).after
+            self._under_way = next(self._plan.updates(place, 0, self._size)).after
         return place.cursor if place.begun is None or self._under_way is None else self._under_way
 
     def _here(self) -> Place:
-        return self._place or Place(self._plan.start(self._epoch, self.world.size))
+        return self._place or Place(self._plan.start(self._epoch, self._size))
 
     def _walk(self) -> Walk:
-        return self._plan.walk(self.world.size)
+        return self._plan.walk(self._size)
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The steps of :attr:`epoch` on all ranks, as many as ``len(loader)``: the class and the table of a sampler's plan.
+
+        It holds the whole epoch, also where a part of it was used. Planning takes about twice as long as :func:`len`.
+
+        >>> from dynagroup.budget.tokens import TokenBudget
+        >>> print(PlannedDataLoader(range(4), [3, 9, 2, 8], TokenBudget(18)).plan.report().splitlines()[0])
+        epoch 0: 4 samples for 1 rank, padded layout
+        """
+        return self._plan.plan(self.epoch, self._size)
 
     def __len__(self) -> int:
         """Steps of :attr:`epoch`, exact. The optimizer steps :attr:`num_updates` times, which is known at once.
@@ -155,10 +168,7 @@ class PlannedDataLoader(StepLoader[B]):
         All updates of the epoch are cut to count their steps, once an epoch: 0.1 to 0.3 ms an update of 64 to 256 samples on
         one rank, 1 to 3 ms on eight.
         """
-        key = (self.epoch, self.world.size, self.num_changes)
-        if self._length is None or self._length[0] != key:
-            self._length = key, self._plan.num_steps(self.epoch, self.world.size)
-        return self._length[1]
+        return self._plan.num_steps(self.epoch, self._size)
 
     def set_samples_per_update(self, samples: int) -> int:
         """See :meth:`StepLoader.set_samples_per_update`: with ``num_workers=0`` the next update is the first one of the new
@@ -216,7 +226,7 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _state(self) -> dict[str, Any]:
         place = self._here()
-        return {**place.state(), **self._plan.state(place.cursor.epoch, self.world.size)}
+        return {**place.state(), **self._plan.state(place.cursor.epoch, self._size)}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Place]:
         """One state says everything; of several ranks' states all must say it."""
@@ -226,7 +236,7 @@ class PlannedDataLoader(StepLoader[B]):
             raise StateError("the ranks' states differ: they were not taken after the same step")
         place = Place.of(state)
         self._plan.check(state, place)
-        if state["order"] != self._plan.state(place.cursor.epoch, self.world.size)["order"]:
+        if state["order"] != self._plan.state(place.cursor.epoch, self._size)["order"]:
             raise StateError(
                 f"`sampler` gives other indices in epoch {place.cursor.epoch} than when the state was taken; "
                 "use the same seed and sampler"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dynagroup.budget.base import padded_squares, padded_tokens, real_tokens
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.notices import PlanNotices
-from dynagroup.plan.plan import PlannedWindow
+from dynagroup.plan.plan import BatchPlan, PlannedWindow
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.position import Position
 from dynagroup.shapes import TOKENS, IntArray
@@ -20,6 +20,8 @@ from dynagroup.update.place import Begun, Place
 from dynagroup.update.sizes import Cursor, Walk
 
 __all__ = ["PlannedUpdate", "Updates", "as_planned"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Updates(ABC):
         self.planner = planner
         self.notices: PlanNotices | None = None
         """Told of the windows that are handed out."""
+        self._memory: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
     @abstractmethod
     def updates(self, place: Place, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
@@ -155,6 +158,27 @@ class Updates(ABC):
         if self.notices is not None:
             self.notices.of_padding(self.planner, window, epoch, world_size)
 
-    @abstractmethod
     def num_steps(self, epoch: int, world_size: int) -> int:
-        """Steps of a whole epoch: all of it is cut, but not planned."""
+        """Steps of a whole epoch: all of it is cut, but not planned. Remembered until something changes."""
+        return self._remembered(self._num_steps, epoch, world_size)
+
+    def plan(self, epoch: int, world_size: int) -> BatchPlan:
+        """A whole epoch on all ranks. Remembered until something changes."""
+        return self._remembered(self._plan, epoch, world_size)
+
+    def _remembered(self, make: Callable[[int, int], T], epoch: int, world_size: int) -> T:
+        key = (epoch, world_size, self.num_changes, self.planner)
+        if make.__name__ not in self._memory or self._memory[make.__name__][0] != key:
+            self._memory[make.__name__] = key, make(epoch, world_size)
+        return self._memory[make.__name__][1]
+
+    def _plan(self, epoch: int, world_size: int) -> BatchPlan:
+        return self.planner.joined(list(self._windows(epoch, world_size)), epoch, world_size)
+
+    @abstractmethod
+    def _num_steps(self, epoch: int, world_size: int) -> int:
+        """See :meth:`num_steps`."""
+
+    @abstractmethod
+    def _windows(self, epoch: int, world_size: int) -> Iterator[PlannedWindow]:
+        """The steps of a whole epoch, with the ends and weights of these updates."""

@@ -10,6 +10,7 @@ import numpy as np
 from dynagroup.errors import BudgetError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.plan.order import epoch_order
+from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.position import Position, Trail
 from dynagroup.plan.source import OrderSource
@@ -77,7 +78,7 @@ class PreservedUpdates(Updates):
     def walk(self, world_size: int) -> Walk:
         return self.sizes
 
-    def num_steps(self, epoch: int, world_size: int) -> int:
+    def _num_steps(self, epoch: int, world_size: int) -> int:
         ordered = self.order_of(epoch)
         spans = self.sizes.spans(self.start(epoch, world_size))
         return sum(self.planner.num_steps_of(ordered[start:stop], world_size) for start, stop, _ in spans)
@@ -97,13 +98,8 @@ class PreservedUpdates(Updates):
         before, begun = place.cursor, place.begun
         ordered = self.order_of(before.epoch)
         for start, stop, after in self.sizes.spans(before):
-            position = begun.position if begun is not None else Position(self.planner.window_size(1))
-            window = next(self.planner.steps(before.epoch, world_size, position, order=ordered[start:stop]), None)
-            if window is None or not len(window.table):
-                raise BudgetError(
-                    f"no sample of update {before.update} fits the budget even alone; filter such samples out beforehand, "
-                    "or pass oversize='alone'"
-                )
+            position = begun.position if begun is not None else self._beginning
+            window = self._window(ordered[start:stop], before, position, world_size)
             self._notice(window, before.epoch, world_size)
             trail = Trail(position, world_size)
             trail.open(len(window.table), 1)
@@ -111,6 +107,26 @@ class PreservedUpdates(Updates):
             where = {"before": before, "after": after, "begun": begun, "position": trail.position}
             yield as_planned(window, slice(None), self.planner, rank, **where)
             before, begun = after, None
+
+    @property
+    def _beginning(self) -> Position:
+        return Position(self.planner.window_size(1))
+
+    def _window(self, indices: IntArray, before: Cursor, position: Position, world_size: int) -> PlannedWindow:
+        """The update of these samples, from ``position`` on."""
+        window = next(self.planner.steps(before.epoch, world_size, position, order=indices), None)
+        if window is None or not len(window.table):
+            raise BudgetError(
+                f"no sample of update {before.update} fits the budget even alone; filter such samples out beforehand, "
+                "or pass oversize='alone'"
+            )
+        return window
+
+    def _windows(self, epoch: int, world_size: int) -> Iterator[PlannedWindow]:
+        ordered, before = self.order_of(epoch), self.start(epoch, world_size)
+        for start, stop, after in self.sizes.spans(before):
+            yield self._window(ordered[start:stop], before, self._beginning, world_size)
+            before = after
 
     def state(self, epoch: int, world_size: int) -> dict[str, Any]:
         order = None if self._order is None else self._order.checksum(epoch)

@@ -40,7 +40,36 @@ def test_ranks_carry_about_the_same_load():
 
 def test_a_sample_that_does_not_fit_is_named():
     with pytest.raises(BudgetError, match=r"sample 1 \(12 tokens\) does not fit even alone"):
-        shard_micro_batches([3, 12], 1, TokenBudget(10))
+        shard_micro_batches([3, 12], 1, TokenBudget(10), oversize="error")
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(("oversize", "done"), [("alone", "emitted alone"), ("drop", "left out")])
+def test_a_sample_that_does_not_fit_comes_alone_or_is_left_out_as_a_sampler_does_it(layout, oversize, done):
+    lengths = [3, 12, 4, 2, 5, 1]
+    with pytest.warns(
+        UserWarning, match=f"1 samples do not fit the budget even alone and are {done}; the first is sample 1"
+    ):
+        shards = shard_micro_batches(lengths, 2, TokenBudget(10, layout=layout), oversize=oversize)
+    batches = [batch for rank in shards for batch in rank]
+    assert len({len(rank) for rank in shards}) == 1
+    assert sorted(i for batch in batches for i in batch) == (
+        [0, 1, 2, 3, 4, 5] if oversize == "alone" else [0, 2, 3, 4, 5]
+    )
+    assert ([1] in batches) == (oversize == "alone")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"oversize": "clip"}, "oversize"),
+        ({"work": 3.0}, "`work` must be a Work"),
+        ({"multiple_of": 0}, "`multiple_of` must be an int of at least 1"),
+    ],
+)
+def test_mistakes_are_named(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        shard_micro_batches([3, 4], 1, TokenBudget(10), **settings)
 
 
 def test_too_few_samples_are_refused():

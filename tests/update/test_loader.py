@@ -12,7 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import AlignmentError, BudgetError, ConfigError, OnlineDataLoader, StateError, TokenBudget
+from dynagroup import (
+    AlignmentError,
+    BudgetError,
+    ConfigError,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    StateError,
+    TokenBudget,
+)
 from dynagroup.plan.order import epoch_order
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
@@ -391,3 +399,61 @@ def test_an_online_loader_says_once_what_keeps_it_from_saving_more(options: dict
         list(loader)
         wide = OnlineDataLoader(data, TokenBudget(4096), collate_fn=list, length_of=len, weigh="samples")
         assert sum(len(step.indices) for step in wide) == 1200
+
+
+@settings(max_examples=25)
+@given(
+    ranks=st.integers(1, 4),
+    epoch=st.integers(0, 2),
+    how=st.sampled_from(
+        [{"samples_per_update": 9}, {"samples_per_update": linear_ramp(5, 20, num_updates=4)}, {}, {"accumulation": 3}]
+    ),
+)
+def test_the_plan_of_an_epoch_is_what_its_steps_are(ranks, epoch, how):
+    def one(world):
+        loader = loader_of(world=world, **how)
+        loader.set_epoch(epoch)
+        plan, planned, updates = loader.plan, len(loader), loader.num_updates
+        return plan, planned, updates, list(loader)
+
+    on_ranks = run_ranks(ranks, one)
+    for rank, (plan, planned, updates, steps) in enumerate(on_ranks):
+        assert (plan.num_steps, plan.num_updates, plan.epoch) == (planned, updates, epoch)
+        assert plan.update_ends.tolist() == [step.ends_update for step in steps]
+        assert [list(row[rank]) for row, step in zip(plan.rows, steps, strict=True) if not step.idle] == [
+            list(step.batch) for step in steps if not step.idle
+        ]
+        assert plan.loss_scale[:, rank] == pytest.approx([step.loss_scale for step in steps])
+        assert plan.fingerprint == on_ranks[0][0].fingerprint
+
+
+def test_the_report_is_that_of_the_sampler_and_reading_it_moves_nothing():
+    loader, again = loader_of(shuffle=False), loader_of(shuffle=False)
+    expected = LengthAwareBatchSampler(LENGTHS, BUDGET).plan.report(batch_size=4)
+    assert loader.plan.report(batch_size=4) == expected
+    steps = iter(loader)
+    next(steps)
+    state = loader.state_dict()
+    assert loader.plan.report(batch_size=4) == expected, "the whole epoch, also where a part of it was used"
+    assert loader.state_dict() == state
+    assert [step.batch for step in steps] == [step.batch for step in again][1:]
+
+
+def test_the_plan_follows_a_change_of_size():
+    loader = loader_of(samples_per_update=10)
+    assert loader.plan.num_updates == 6
+    loader.set_samples_per_update(20)
+    assert loader.plan.num_updates == loader.num_updates == 3
+
+
+def test_a_rank_may_ask_alone(monkeypatch):
+    """Looking the ranks up is collective: one that prints its plan before the others iterate must not wait for them."""
+    monkeypatch.setattr("dynagroup.update.loader.current_world", lambda: pytest.fail("asked the other ranks"))
+    for how in ({"samples_per_update": 10}, {}):
+        loader = loader_of(**how)
+        assert loader.plan.num_steps == len(loader)
+        assert loader.num_updates == loader.updates_until(53)
+        assert loader.cursor.samples_seen == 0
+        again = loader_of(**how)
+        again.load_state_dict(loader.state_dict())
+        assert again.cursor == loader.cursor
