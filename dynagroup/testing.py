@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, Budget, check_answers
+from dynagroup.budget.base import UNLIMITED, Budget, cost_of, fits_of, largest_of
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
 from dynagroup.update.loader import StepLoader
@@ -254,7 +254,7 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
     total = {name: (v + (count - 1) * v * rng.random(num_shapes)).astype(np.int64) for name, v in longest.items()}
     shape = BatchShape(count, longest, total)
     added = {name: (v * rng.random(num_shapes)).astype(np.int64) for name, v in longest.items()}
-    check_answers(bound, bound.fits(shape), num_shapes)
+    cost_of(bound, shape)
     _assert_never_fits_more(bound, shape, _added(shape, added), "a sample of {} was added")
     more = {name: rng.integers(0, 1 + 2 * int(values.max(initial=1)), num_shapes) for name, values in lengths.items()}
     _assert_never_fits_more(bound, shape, _lengthened(shape, more), "the longest sample grew by {}")
@@ -272,7 +272,7 @@ def _lengthened(shape: BatchShape, units: dict[str, np.ndarray]) -> BatchShape:
 
 
 def _assert_never_fits_more(budget: Budget, shape: BatchShape, larger: BatchShape, what: str) -> None:
-    broken = np.flatnonzero(~budget.fits(shape) & budget.fits(larger))
+    broken = np.flatnonzero(~fits_of(budget, shape) & fits_of(budget, larger))
     if len(broken):
         k = int(broken[0])
         grown = {name: int(larger.total[name][k] - v[k]) for name, v in shape.total.items()}
@@ -283,7 +283,7 @@ def _assert_never_fits_more(budget: Budget, shape: BatchShape, larger: BatchShap
 
 
 def _assert_largest_agrees(budget: Budget, longest: np.ndarray, lengths: Streams) -> None:
-    table = budget.largest(longest)
+    table = largest_of(budget, longest)
     if table is None or len(lengths) > 1:
         return
     fitting = np.minimum(table, UNLIMITED)

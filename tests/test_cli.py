@@ -362,7 +362,7 @@ def test_doctor_asks_whether_the_largest_batch_fits(lengths_file, model_folder, 
     assert main(["doctor", lengths_file, *arguments]) == 0
     out = capsys.readouterr().out
     assert message in out
-    assert "(train, float32, no checkpointing, AdamW)" in out
+    assert "(train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter)" in out
 
 
 def test_doctor_asks_about_all_streams(tmp_path, capsys):

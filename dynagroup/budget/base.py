@@ -26,6 +26,9 @@ __all__ = [
     "Budget",
     "Layout",
     "UNLIMITED",
+    "cost_of",
+    "fits_of",
+    "largest_of",
     "padded_streams",
     "padded_tokens",
     "positive",
@@ -133,17 +136,64 @@ def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)
 
 
-def check_answers(budget: Budget, answers: Any, num_shapes: int) -> None:
-    """Refuse what a budget of the user's own answers, unless it is a bool for each of the shapes.
+def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
+    """What a budget, which may be of the user's own, answers about these K shapes: bool (K,).
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is no bool for each of the shapes, or is made by ``if``, ``and``, ``or`` or ``not`` of arrays.
     """
-    if getattr(answers, "shape", None) != (num_shapes,) or np.asarray(answers).dtype != np.bool_:
+    answers: Any = _asked(budget, "fits", shape)
+    if getattr(answers, "shape", None) != (len(shape),) or np.asarray(answers).dtype != np.bool_:
         raise ConfigError(
-            f"{type(budget).__name__}.fits must answer for all shapes at once, a bool array of shape ({num_shapes},): the "
+            f"{type(budget).__name__}.fits must answer for all shapes at once, a bool array of shape ({len(shape)},): the "
             f"numbers of a shape are arrays, one entry a batch (combine them by & and |, not by if, and, or); it gave {answers!r}"
         )
+    return answers
+
+
+def cost_of(budget: Budget, shape: BatchShape) -> NDArray[np.float64]:
+    """What a budget, which may be of the user's own, says that these K shapes cost: float64 (K,).
+
+    Raises:
+        ConfigError: as :func:`fits_of`, for a number for each of the shapes.
+    """
+    answers: Any = _asked(budget, "cost", shape)
+    if getattr(answers, "shape", None) != (len(shape),) or np.asarray(answers).dtype.kind not in "iuf":
+        raise ConfigError(
+            f"{type(budget).__name__}.cost must answer for all shapes at once, a float array of shape ({len(shape)},): the "
+            f"numbers of a shape are arrays, one entry a batch; it gave {answers!r}"
+        )
+    return answers
+
+
+def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
+    """What a budget, which may be of the user's own, says of the largest batches: int64 (K,), or None.
+
+    Raises:
+        ConfigError: as :func:`fits_of`, for an integer for each length.
+    """
+    answers: Any = _asked(budget, "largest", longest)
+    if answers is not None and (
+        getattr(answers, "shape", None) != longest.shape or np.asarray(answers).dtype.kind not in "iu"
+    ):
+        raise ConfigError(
+            f"{type(budget).__name__}.largest must answer for all lengths at once, an int array of shape {longest.shape}, or "
+            f"None where samples and tokens do not say it all; it gave {answers!r}"
+        )
+    return answers
+
+
+def _asked(budget: Budget, method: str, about: Any) -> Any:
+    try:
+        return getattr(budget, method)(about)
+    except ValueError as error:
+        if "truth value of an array" not in str(error):
+            raise
+        raise ConfigError(
+            f"{type(budget).__name__}.{method} uses `if`, `and`, `or`, `not`, `min` or `max` on an array: it is asked about "
+            "many batches at once, and the numbers of a shape have one entry a batch. Choose by np.where(condition, a, b), "
+            "combine conditions by & and | (each in parentheses), compare by np.minimum and np.maximum"
+        ) from error
 
 
 def positive(name: str, value: float, kind: type = int) -> None:
@@ -218,7 +268,7 @@ class AllOf(Budget):
         return stream not in self._end_to_end and (not others or any(p.pads(stream) for p in others))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        return np.logical_and.reduce([p.fits(self.seen_by(p, shape)) for p in self.parts])
+        return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
         """The streams that a part is shown: those that are laid end to end are not for who takes all for padded."""
@@ -227,7 +277,7 @@ class AllOf(Budget):
     def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
         """Of the part that predicts memory, or else of the first that is not a mere cap."""
         parts = sorted((p for p in self.parts if not isinstance(p, AdditiveCap)), key=lambda p: not p.knows_memory)
-        return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
+        return cost_of(parts[0], self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
     def bind(self, lengths: Streams, /) -> AllOf:
         padded = {name: values for name, values in lengths.items() if name not in self._end_to_end}
@@ -238,6 +288,6 @@ class AllOf(Budget):
         return frozenset(p.stream for p in self.parts if isinstance(p, AdditiveCap))
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        answers = [p.largest(longest) for p in self.parts]
+        answers = [largest_of(p, longest) for p in self.parts]
         known = [a for a in answers if a is not None]
         return np.minimum.reduce(known) if len(known) == len(answers) else None

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, AllOf, BoolArray, Budget
+from dynagroup.budget.base import UNLIMITED, AllOf, BoolArray, Budget, cost_of, fits_of, largest_of
 from dynagroup.budget.limits import LIMITS, CostLimits, Limits
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.checks import a_mapping, a_number, a_text, an_int, either, nothing
@@ -156,7 +156,7 @@ class LearningBudget(Budget):
         return self._limits.known
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        ok = np.ones(len(shape), dtype=np.bool_) if self.budget is None else self.budget.fits(shape)
+        ok = np.ones(len(shape), dtype=np.bool_) if self.budget is None else fits_of(self.budget, shape)
         return ok & self._within(self._limits.applied, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
@@ -181,7 +181,7 @@ class LearningBudget(Budget):
         return self._around(None if self.budget is None else self.budget.bind(lengths))
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        most = None if self.budget is None else self.budget.largest(longest)
+        most = None if self.budget is None else largest_of(self.budget, longest)
         applied = self._limits.applied
         if most is None or applied.refuse_nothing:
             return most
@@ -189,7 +189,7 @@ class LearningBudget(Budget):
 
     def cost(self, shape: BatchShape, /) -> np.ndarray:
         """What the budget predicts for each shape: float64 (K,), never falling when a sample is added or lengthened."""
-        return _EVERYTHING.cost(shape) if self.budget is None else self.budget.cost(shape)
+        return _EVERYTHING.cost(shape) if self.budget is None else cost_of(self.budget, shape)
 
     def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
         """A batch of this shape (one row) ran out of memory and was run again in so many parts."""

@@ -18,7 +18,7 @@ from dynagroup.memory.protocols import BytesMemoryModel, MemoryModel
 from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.table import LargestTable
 from dynagroup.memory.traced import TracedMemory
-from dynagroup.shapes import BatchShape, IntArray, Streams, round_up
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
 
 __all__ = ["MemoryBudget"]
 
@@ -123,6 +123,8 @@ class MemoryBudget(Budget):
         Raises:
             ConfigError: an argument is wrong. BudgetError: parameters, gradients and optimizer state alone do not fit.
 
+        ``print`` it to check what it took for granted.
+
         >>> from transformers import GPT2Config
         >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
         >>> budget = MemoryBudget.from_model(config, "2GB", mode="train", dtype="bf16")
@@ -190,6 +192,22 @@ class MemoryBudget(Budget):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._limit}, headroom={self.headroom!r})"
 
+    def __str__(self) -> str:
+        """What batches are held against and what was taken for granted, a line each, to be checked.
+
+        >>> from transformers import GPT2Config
+        >>> print(MemoryBudget.from_model(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000), "2GB"))
+        MemoryBudget: 1.8 GB (0.9 of 2,000,000,000 bytes)
+          model    GPT2Config of 229,632 parameters, traced
+          run      train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter
+          static   3.68 MB whatever the batch
+          batch    1.8 GB: samples by tokens of the longest: 434 of 128, 99 of 512, 44 of 1,024
+        """
+        facts = {**self._limit.told(self), "padding": f"to multiples of {self._multiple}" if self._multiple > 1 else ""}
+        return "\n".join(
+            [f"{type(self).__name__}: {facts.pop('at most')}", *(f"  {k:<7}  {v}" for k, v in facts.items() if v)]
+        )
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MemoryBudget) and self.fingerprint == other.fingerprint
 
@@ -231,6 +249,10 @@ class _Limit(Protocol):
 
     def bind(self, lengths: Streams) -> _Limit: ...
 
+    def told(self, budget: MemoryBudget) -> dict[str, str]:
+        """What the budget goes by, in words: "at most" first."""
+        ...
+
     def grown_share(self, padded: BatchShape) -> FloatArray:
         """Of the limit: what grows with the batch."""
         ...
@@ -262,6 +284,16 @@ class _DeviceBytes(_Limit):
 
     def bind(self, lengths: Streams) -> _DeviceBytes:
         return self
+
+    def told(self, budget: MemoryBudget) -> dict[str, str]:
+        room, model, static = budget.headroom * self.limit_bytes, self.model, self.model.static_bytes
+        traced = model if isinstance(model, TracedMemory) else None
+        longest = (traced.told.positions if traced else None) or max(SHOWN)
+        return {
+            "at most": f"{_gb(room)} ({budget.headroom:g} of {self.limit_bytes:,} bytes)", "model": str(model),
+            "run": traced.assumes if traced else "", "static": f"{_gb(static)} whatever the batch",
+            "batch": f"{_gb(room - static)}: {_largest_batches(budget, longest)}",
+        }  # fmt: skip
 
     def grown_share(self, padded: BatchShape) -> FloatArray:
         return self.predictor.batch_bytes(padded) / self.limit_bytes
@@ -300,6 +332,16 @@ class _FirstBatch(_Limit):
         if all(name in known for name in lengths):
             return self
         return replace(self, longest={**{name: max(int(v.max(initial=1)), 1) for name, v in lengths.items()}, **known})
+
+    def told(self, budget: MemoryBudget) -> dict[str, str]:
+        known = self.longest or {}
+        units = " and ".join(f"{value:,} {said(name)}" for name, value in known.items())
+        return {
+            "at most": f"{budget.headroom:g} of the memory of the hardest batch, {self.batch_size:,} samples"
+            + (f" of {units}" if known else ", however long the longest prove to be"),
+            "model": str(self.predictor),
+            "batch": _largest_batches(budget, known[TOKENS]) if len(known) == 1 else "",
+        }
 
     def grown_share(self, padded: BatchShape) -> FloatArray:
         return self.predictor.relative(padded, self._known(padded))
@@ -342,6 +384,24 @@ class _FirstBatch(_Limit):
             )
         padded = {k: round_up(np.array([v]), self.pad_to_multiple_of) for k, v in self.longest.items()}
         return BatchShape.of(self.batch_size, padded)
+
+
+SHOWN = (128, 512, 2048, 8192)
+
+
+def _largest_batches(budget: MemoryBudget, longest: int) -> str:
+    """How many samples of some lengths fit, none longer than ``longest``; packed, how many tokens."""
+    if budget.layout == "packed":
+        most = largest_within(lambda total: budget.fits(BatchShape.of(1, total, total)), 1)
+        return f"{int(most[0]):,} tokens"
+    lengths = [length for length in SHOWN if length < longest][-3:] + [longest]
+    counts = largest_within(lambda count: budget.fits(BatchShape.of(count, lengths)), len(lengths))
+    parts = [f"{count:,} of {length:,}" for length, count in zip(lengths, counts.tolist(), strict=True)]
+    return f"samples by tokens of the longest: {', '.join(parts)}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import BoolArray, Budget, positive
+from dynagroup.budget.base import BoolArray, Budget, cost_of, fits_of, largest_of, positive
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Layout
@@ -87,20 +87,20 @@ class RecomputeBudget(Budget):
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         few = shape.num_samples <= self.most_samples
-        return self.without.fits(shape) | (few & self.recomputed.fits(shape))
+        return fits_of(self.without, shape) | (few & fits_of(self.recomputed, shape))
 
     def needs(self, shape: BatchShape, /) -> BoolArray:
         """Which of these batches must be recomputed: those that do not fit without. bool (K,)."""
-        return ~self.without.fits(shape)
+        return ~fits_of(self.without, shape)
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        most, recomputed = self.without.largest(longest), self.recomputed.largest(longest)
+        most, recomputed = largest_of(self.without, longest), largest_of(self.recomputed, longest)
         if most is None or recomputed is None:
             return None
         return np.maximum(most, np.minimum(recomputed, self.most_samples))
 
     def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
-        return self.without.cost(shape)  # what it costs recomputed would fall from one sample to two
+        return cost_of(self.without, shape)  # what it costs recomputed would fall from one sample to two
 
     @property
     def fingerprint(self) -> str:

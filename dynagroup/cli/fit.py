@@ -58,6 +58,7 @@ def _figures(found: Any) -> dict[str, Any]:
         "headroom": found.headroom,
         "static_bytes": found.memory.static_bytes,
         "max_tokens": found.max_tokens,
+        "new_tokens": found.new_tokens,
         "samples": dict(zip(map(str, found.lengths), found.samples, strict=True)),
         "code": found.code,
     }

@@ -63,7 +63,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> None:
     from dynagroup.memory import Fits, Measurements, ProfiledMemory, Workload, simulate, what_fits
-    from dynagroup.memory.fits import bytes_of, usual_lengths
+    from dynagroup.memory.fits import bytes_of, new_tokens_of, usual_lengths
     from dynagroup.memory.trace.build import as_config
 
     check_picture(args)
@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> None:
             headroom=args.headroom,
             code=f"MemoryBudget.from_bytes({gpu_memory}, model=ProfiledMemory.fit({saved}), headroom={args.headroom})",
             title=f"{args.model}, {args.mode}, measured",
+            new_tokens=new_tokens_of(workload),
         )
     else:
         found = what_fits(args.model, args.gpu_memory, mode=args.mode, headroom=args.headroom, **known(args))
@@ -119,6 +120,7 @@ def _figures(found: Any) -> dict[str, Any]:
         "static_bytes": found.memory.static_bytes,
         "samples_that_fit": dict(zip(map(str, found.lengths), found.samples, strict=True)),
         "max_tokens": found.max_tokens,
+        "new_tokens": found.new_tokens,
     }
 
 

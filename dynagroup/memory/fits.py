@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.memory.protocols import BytesMemoryModel
 from dynagroup.memory.run import Layout, Mode
-from dynagroup.memory.traced import TracedMemory
+from dynagroup.memory.traced import TracedMemory, positions_of
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Fits", "bytes_of", "largest_within", "token_budget", "usual_lengths", "what_fits"]
+__all__ = ["Fits", "bytes_of", "largest_within", "new_tokens_of", "token_budget", "usual_lengths", "what_fits"]
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -76,12 +76,15 @@ class Fits:
     samples: tuple[int, ...]
     """Most samples of each of ``lengths``."""
     max_tokens: int
-    """A token budget under which no batch of samples up to the longest of ``lengths`` exceeds the limit; 0: none."""
+    """A token budget under which no batch of samples up to the longest of ``lengths`` exceeds the limit; 0: none. In
+    generation it counts ``new_tokens`` beside each prompt's."""
     code: str
     """The line of Python that makes the same decisions."""
     title: str
     assumes: str = ""
-    """How the model is taken to be run, what was not said included: "train, float32, no checkpointing, AdamW"."""
+    """How the model is taken to be run, what was not said included: "train, float32, sdpa attention, ..."."""
+    new_tokens: int = 0
+    """Tokens that are generated for each sample, beside its own."""
 
     @classmethod
     def of(
@@ -95,6 +98,7 @@ class Fits:
         code: str = "MemoryBudget.from_bytes(limit_bytes, model=memory)",
         title: str = "what fits",
         assumes: str = "",
+        new_tokens: int = 0,
     ) -> Fits:
         """What a model of memory, a :class:`ProfiledMemory` of measured rows say, lets fit a device.
 
@@ -106,13 +110,14 @@ class Fits:
         wanted = sorted(int(length) for length in lengths)
         if not wanted or wanted[0] < 1:
             raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
-        padded = -(-np.array(wanted) // pad_to_multiple_of) * pad_to_multiple_of
+        padded = round_up(np.array(wanted), pad_to_multiple_of)
         room = headroom * limit_bytes
         samples = largest_within(
             lambda count: memory.static_bytes + memory.batch_bytes(BatchShape.of(count, padded)) <= room, len(wanted)
         ).tolist()
         possible = [length for length, count in zip(wanted, samples, strict=True) if count]
-        tokens = token_budget(memory, room, possible[-1] if possible else 0)
+        longest = possible[-1] if possible else 0
+        tokens = token_budget(memory, room, longest, multiple=pad_to_multiple_of, new_tokens=new_tokens)
         return cls(
             memory,
             limit_bytes,
@@ -124,6 +129,7 @@ class Fits:
             code,
             title,
             assumes,
+            new_tokens,
         )
 
     def most_samples(self, longest: int | Mapping[str, int]) -> int:
@@ -140,28 +146,42 @@ class Fits:
         return int(largest_within(lambda count: self.memory.batch_bytes(BatchShape.of(count, padded)) <= room, 1)[0])
 
     def rows(self) -> list[tuple[int, int, int, int]]:
-        """(tokens of the longest sample, most samples, their padded tokens, their bytes, static ones included)"""
-        counts, lengths = np.array(self.samples), np.array(self.lengths)
+        """(tokens of the longest sample, most samples, their tokens with padding and new ones, their bytes, static included)"""
+        counts, lengths = np.array(self.samples), round_up(np.array(self.lengths), self.pad_to_multiple_of)
         taken = self.memory.static_bytes + self.memory.batch_bytes(BatchShape.of(np.maximum(counts, 1), lengths))
+        tokens = counts * (lengths + self.new_tokens)
         return [
-            (length, count, length * count, int(size) if count else 0)
-            for length, count, size in zip(self.lengths, self.samples, taken.tolist(), strict=True)
+            (length, count, total, int(size) if count else 0)
+            for length, count, total, size in zip(
+                self.lengths, self.samples, tokens.tolist(), taken.tolist(), strict=True
+            )
         ]
+
+    @property
+    def token_code(self) -> str:
+        """The token budget as a line of Python: of lengths, or in generation of lengths and new tokens."""
+        options = "" if self.pad_to_multiple_of == 1 else f", pad_to_multiple_of={self.pad_to_multiple_of}"
+        packed = ', layout="packed"' if getattr(self.memory, "layout", "padded") == "packed" else ""
+        return f"TokenBudget({self.max_tokens}{options}{packed})"
 
     def __str__(self) -> str:
         gb = 1e9
         named = f"{self.title} ({self.assumes})" if self.assumes else self.title
+        prompts = self.new_tokens > 0
         head = [
             f"{named}: device {self.limit_bytes / gb:.3g} GB, headroom {self.headroom:.0%}, "
             f"static {self.memory.static_bytes / gb:.2f} GB",
-            f"{'longest':>8}  {'samples':>8}  {'tokens':>10}  {'GB at peak':>10}",
+            f"{'prompt' if prompts else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'GB at peak':>10}",
         ]
         table = [f"{ln:>8}  {n:>8}  {t:>10}  {size / gb:>10.2f}" for ln, n, t, size in self.rows()]
         if not any(self.samples):
             return "\n".join([*head, *table, "not even one sample fits; " + WAY_OUT])
         longest = max(ln for ln, n in zip(self.lengths, self.samples, strict=True) if n)
-        budget = f"a token budget that is safe up to {longest} tokens a sample: {self.max_tokens}"
-        return "\n".join([*head, *table, budget, self.code])
+        if prompts:
+            told = f"of lengths + {self.new_tokens} (prompts with what is generated) that is safe for prompts of up to {longest}"
+        else:
+            told = f"that is safe up to {longest} tokens a sample"
+        return "\n".join([*head, *table, f"a token budget {told}: {self.token_code}", self.code])
 
     def draw(self, axes: Axes) -> None:
         """Most samples over length, on log scales, into matplotlib axes."""
@@ -222,48 +242,23 @@ def what_fits(
         pad_to_multiple_of=pad_to_multiple_of,
         code=_code(named, memory, mode, headroom, pad_to_multiple_of, how),
         title=named or "model",
-        assumes=assumed(traced.workload, how),
+        assumes=traced.assumes,
+        new_tokens=new_tokens_of(traced.workload),
     )
 
 
-def assumed(workload: Workload, how: Mapping[str, Any]) -> str:
-    """How a model is taken to be run, in words: what ``how`` said, and the defaults that it did not.
-
-    >>> assumed(Workload(mode="train", dtype="float32"), {})
-    'train, float32, no checkpointing, AdamW'
-    >>> assumed(Workload(mode="train", dtype="bfloat16", sharding="fsdp", num_ranks=8), {"lora": 8, "optimizer": "lion"})
-    'train, bfloat16, LoRA of rank 8, no checkpointing, lion, fsdp over 8 ranks'
-    """
-    said: list[Any] = [workload.mode, workload.dtype]
-    said += [workload.autocast and f"autocast to {workload.autocast}"]
-    said += [
-        workload.attention != "sdpa" and workload.attention and f"{workload.attention} attention",
-        how.get("layout"),
-    ]
-    if workload.mode == "generate":
-        said += [f"{workload.max_new_tokens} new tokens"]
-    adapters = how.get("lora")
-    if adapters:
-        said += [f"LoRA of rank {16 if adapters is True else getattr(adapters, 'r', adapters)}"]
-    if workload.mode == "train":
-        said += ["checkpointing" if workload.gradient_checkpointing else "no checkpointing", _optimizer(how)]
-        many = "" if workload.num_ranks is None else f" over {workload.num_ranks} ranks"
-        said += [workload.sharding and f"{workload.sharding}{many}"]
-    return ", ".join(filter(None, said))
+def new_tokens_of(workload: Workload) -> int:
+    """Tokens that are generated for each sample; 0 in training and in forward passes."""
+    return (workload.max_new_tokens or 0) if workload.mode == "generate" else 0
 
 
-def _optimizer(how: Mapping[str, Any]) -> str:
-    said = how.get("optimizer", how.get("optimizer_bytes"))
-    return (
-        "AdamW" if said is None else said if isinstance(said, str) else f"{said:g} bytes of optimizer state a parameter"
-    )
+def token_budget(memory: BytesMemoryModel, room: float, longest: int, *, multiple: int = 1, new_tokens: int = 0) -> int:
+    """The most tokens under which every batch of samples of up to ``longest`` tokens takes at most ``room`` bytes.
 
-
-def token_budget(memory: BytesMemoryModel, room: float, longest: int) -> int:
-    """The most padded tokens under which every batch of samples of up to ``longest`` tokens takes at most ``room`` bytes.
-
-    A token budget T allows T // L samples of L tokens. With M(L) the most that fit, T // L <= M(L) for all L is
-    T < (M(L) + 1) * L for all L; the smallest of these bounds, less one. Cost: one bisection over all lengths at once.
+    A token budget T allows T // C samples of L tokens, where C counts what is generated, too, and is rounded up to
+    ``multiple``. With M(L) the most that fit, T // C(L) <= M(L) for all L is T < (M(L) + 1) * C(L) for all L; the smallest
+    of these bounds, less one. (Counting prompts alone, one-token prompts would decide: each brings a cache of all its new
+    tokens.) Cost: one bisection over all lengths at once.
     """
     layout: Layout = getattr(memory, "layout", "padded")
 
@@ -273,10 +268,12 @@ def token_budget(memory: BytesMemoryModel, room: float, longest: int) -> int:
     if longest < 1:
         return 0
     if layout == "packed":  # one number says all
-        return int(largest_within(lambda total: fits(BatchShape.of(1, total, total)), 1)[0])
+        most = int(largest_within(lambda total: fits(BatchShape.of(1, total, total)), 1)[0])
+        return most // multiple * multiple
     lengths = np.arange(1, longest + 1)
-    most = largest_within(lambda count: fits(BatchShape.of(count, lengths)), longest)
-    return int(((most + 1) * lengths).min() - 1)
+    padded, counted = round_up(lengths, multiple), round_up(lengths + new_tokens, multiple)
+    most = largest_within(lambda count: fits(BatchShape.of(count, padded)), longest)
+    return int(((most + 1) * counted).min() - 1)
 
 
 def usual_lengths(model_or_config: Any) -> list[int]:
@@ -289,8 +286,7 @@ def usual_lengths(model_or_config: Any) -> list[int]:
     from dynagroup.memory.trace.build import as_config, is_model
 
     config = model_or_config.config if is_model(model_or_config) else as_config(model_or_config)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = min(int(getattr(text, "max_position_embeddings", None) or LENGTHS[-1]), LENGTHS[-1])
+    most = min(positions_of(config) or LENGTHS[-1], LENGTHS[-1])
     return [length for length in LENGTHS if length < most] + [most]
 
 

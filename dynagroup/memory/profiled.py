@@ -70,6 +70,10 @@ class ProfiledMemory:
         reach = tuple(max(row.longest.get(name, 0) for row in rows) for name in streams)
         return cls(int(static), streams, tuple(tuple(map(float, p)) for p in phases), float(error), reach)
 
+    def __str__(self) -> str:
+        units = " and ".join(f"{most:,} {name}" for most, name in zip(self.reach, self.streams, strict=False))
+        return f"a profile of rows{f' of up to {units}' if units else ''}, off by {self.error:.1%} of one at most"
+
     @property
     def monomials(self) -> tuple[str, ...]:
         """What each number of a phase multiplies: n samples, L tokens, T tokens of the second stream."""

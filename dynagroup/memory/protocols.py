@@ -53,6 +53,9 @@ class PaddedTokens:
 
     fingerprint = "padded-tokens"
 
+    def __str__(self) -> str:
+        return "padded tokens"
+
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         return self._padded(shape) / np.maximum(self._padded(baseline), 1.0)
 

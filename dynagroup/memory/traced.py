@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.closed_form import ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, Layout, Mode
+from dynagroup.memory.words import Told, assumed
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape, said
 
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
 
-__all__ = ["OPTIMIZERS", "TracedMemory", "optimizer_bytes"]
+__all__ = ["OPTIMIZERS", "TracedMemory", "optimizer_bytes", "positions_of"]
 
 # Bytes of state per trainable parameter, as (parts of the parameter's own size, bytes besides).
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
@@ -70,6 +71,7 @@ class TracedMemory:
     factor: float = 1.0
     """What the trace says is taken so many times, and ``constant_bytes`` added: from :meth:`corrected`."""
     constant_bytes: float = 0.0
+    told: Told = field(default=Told(), compare=False, repr=False)
 
     @classmethod
     def of(
@@ -103,12 +105,18 @@ class TracedMemory:
 
         model = as_run_model(model_or_config, dtype=Workload(dtype=known.get("dtype")).dtype,
                              attention=known.get("attention"), lora=lora)  # fmt: skip
+        told = Told(
+            _name_of(model_or_config),
+            _optimizer_name(optimizer, known),
+            lora,
+            positions_of(getattr(model, "config", None)),
+        )
         if optimizer is not None:
             trained = next((p.dtype for p in model.parameters() if p.requires_grad), None)
             known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained or "float32").removeprefix("torch."))
         workload = Workload.from_model(model, mode, inputs=inputs, **known)
         static = static_bytes(prepare(as_meta_model(model, workload), workload), workload)
-        found = cls(static, workload)
+        found = cls(static, workload, told=told)
         return found if measured is None else found.corrected(measured)
 
     def corrected(self, measured: Measurements) -> TracedMemory:
@@ -152,6 +160,18 @@ class TracedMemory:
     def padded_to(self, multiple: int) -> TracedMemory:
         """For batches whose lengths are rounded up to a multiple of this: masks of 16, 32, ... fit their kernel."""
         return replace(self, pads_masks=multiple % MASK_ALIGNMENT != 0)
+
+    @property
+    def assumes(self) -> str:
+        """How the model is taken to be run, what nobody said included: "train, float32, sdpa attention, ..."."""
+        return assumed(self.workload, self.told)
+
+    def __str__(self) -> str:
+        count = self.workload.num_parameters
+        raised = f", raised by what was measured (x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB)"
+        exact = "traced" if self.workload.phases is not None else "estimated from its sizes"
+        size = "" if count is None else f" of {count:,} parameters"
+        return f"{self.told.name}{size}, {exact}{raised if (self.factor, self.constant_bytes) != (1.0, 0.0) else ''}"
 
     @property
     def layout(self) -> Layout:
@@ -201,6 +221,25 @@ class TracedMemory:
             return self._form.relative(shape, baseline)
         least = self._form.batch_bytes(shape) / self._form.relative(shape, baseline)  # what the baseline takes
         return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
+
+
+def _name_of(model_or_config: Any) -> str:
+    if isinstance(model_or_config, str):
+        return model_or_config
+    return f"{type(model_or_config).__name__} {getattr(model_or_config, 'name_or_path', None) or ''}".rstrip()
+
+
+def _optimizer_name(optimizer: str | float | None, known: Mapping[str, Any]) -> str | None:
+    if optimizer is None:
+        return "AdamW" if known.get("optimizer_bytes") is None else None
+    return optimizer if isinstance(optimizer, str) else None
+
+
+def positions_of(config: Any) -> int | None:
+    """Tokens that a sample of a model of this config can have, where the config states it."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = getattr(text, "max_position_embeddings", None)
+    return int(most) if most else None
 
 
 # Where two workloads differ in these, neither's measurements say anything about the other's bytes.

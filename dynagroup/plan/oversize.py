@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, check_answers
+from dynagroup.budget.base import Budget, fits_of, largest_of
 from dynagroup.checks import check_choice, warn_user
 from dynagroup.errors import BudgetError
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
@@ -32,7 +32,7 @@ def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
     tokens = lengths[TOKENS]
     if not len(tokens):
         return np.zeros(0, np.bool_)
-    if len(lengths) == 1 and budget.largest(np.asarray([tokens.max()], np.int64)) is not None:
+    if len(lengths) == 1 and largest_of(budget, np.asarray([tokens.max()], np.int64)) is not None:
         low, high = -1, int(tokens.max())  # the largest length that fits alone, by bisection
         while low < high:
             middle = (low + high + 1) // 2
@@ -40,9 +40,7 @@ def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
             low, high = (middle, high) if table is not None and table[0] >= 1 else (low, middle - 1)
         return tokens > low
     wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-    fits = budget.fits(BatchShape(np.ones(len(tokens), np.int64), wide, wide))
-    check_answers(budget, fits, len(tokens))
-    return ~fits
+    return ~fits_of(budget, BatchShape(np.ones(len(tokens), np.int64), wide, wide))
 
 
 def refuse_oversize(lengths: Streams, oversize: IntArray) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import Budget, fits_of, largest_of
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import offsets_of
 from dynagroup.plan.maxima import RunMaxima
@@ -26,7 +26,7 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
     """
     tokens = ordered[TOKENS]
     runs = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
-    table = budget.largest(tokens[runs].astype(np.int64)) if len(ordered) == 1 else None
+    table = largest_of(budget, tokens[runs].astype(np.int64)) if len(ordered) == 1 else None
     left = np.arange(len(tokens), 0, -1)
     if table is None:
         return np.minimum(np.maximum(_by_search(ordered, budget), 1), left)
@@ -57,7 +57,7 @@ def _longest_fitting_runs(ordered: Streams, budget: Budget, starts: IntArray, re
         while step:
             inside = starts + found + step <= num_samples
             size = np.where(inside, found + step, 1)
-            found = np.where(inside & budget.fits(runs.shape(starts, size)), size, found)
+            found = np.where(inside & fits_of(budget, runs.shape(starts, size)), size, found)
             step //= 2
         if not ((found == reach - 1) & (starts + found < num_samples)).any():
             return found, reach

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.budget.base import Budget, largest_of, padded_streams
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cut import cut
@@ -71,7 +71,7 @@ class EpochWindows:
         sample = {k: v[:: max(1, self._num_samples // 4096)] for k, v in self._lengths.items()}
         count = len(sample[TOKENS])
         longest, where = np.unique(sample[TOKENS].astype(np.int64), return_inverse=True)
-        table = self._budget.largest(longest) if len(self._lengths) == 1 else None
+        table = largest_of(self._budget, longest) if len(self._lengths) == 1 else None
         batches = (1.0 / np.maximum(table, 1))[where].sum() if table is not None else len(cut(sample, self._budget))
         return max(1.0, count / max(float(batches), 1.0))
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.budget.base import AdditiveCap, Budget, padded_tokens
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.errors import BudgetError, ConfigError
@@ -161,3 +162,59 @@ def test_a_budget_of_the_users_own_answers_for_every_shape(answer):
         LengthAwareBatchSampler(lengths, Mine())
     with pytest.raises(ConfigError, match=r"Mine\.fits must answer for all shapes at once"):
         assert_budget_law(Mine(), {"tokens": lengths})
+
+
+def test_a_budget_of_the_users_own_that_asks_arrays_by_if_is_told_what_to_write():
+    class Short(Budget):
+        def fits(self, shape, /):
+            return shape.num_samples <= (4 if shape.longest["tokens"] < 10 else 2)
+
+    class Between(Budget):
+        def fits(self, shape, /):
+            return shape.num_samples > 0 and shape.num_samples < 9
+
+    class Dear(TokenBudget):
+        def cost(self, shape, /):
+            return max(shape.num_samples, shape.longest["tokens"])
+
+    class Table(TokenBudget):
+        def largest(self, longest, /):
+            return longest * 0 + (4 if longest < 10 else 2)
+
+    class Right(Budget):
+        def fits(self, shape, /):
+            return (shape.num_samples > 0) & (shape.num_samples <= np.where(shape.longest["tokens"] < 10, 4, 2))
+
+    lengths = np.array([3, 40, 5, 6], np.int32)
+    wrong = {
+        "Short.fits": Short(),
+        "Between.fits": Between() & TokenBudget(99),
+        "Table.largest": LearningBudget(Table(99)),
+    }
+    for name, budget in wrong.items():
+        with pytest.raises(ConfigError, match=rf"{name} uses `if`.*np\.where"):
+            assert LengthAwareBatchSampler(lengths, budget).plan
+    learned = LearningBudget(Dear(99))
+    learned.record_failed_cost(50.0)
+    with pytest.raises(ConfigError, match=r"Dear\.cost uses .*np\.maximum"):
+        learned.allows(BatchShape.of([1, 2], 3))
+    assert sorted(map(len, LengthAwareBatchSampler(lengths, Right()).plan.batches)) == [1, 3]
+
+
+def test_an_error_of_the_users_own_budget_stays_what_it_is():
+    class Broken(Budget):
+        def fits(self, shape, /):
+            raise ValueError("no table for this GPU")
+
+    with pytest.raises(ValueError, match="no table for this GPU") as caught:
+        LengthAwareBatchSampler(np.array([3, 4]), Broken())
+    assert not isinstance(caught.value, ConfigError)
+
+
+def test_what_a_budget_of_the_users_own_says_is_largest_has_one_number_a_length():
+    class Mine(TokenBudget):
+        def largest(self, longest, /):
+            return 4
+
+    with pytest.raises(ConfigError, match=r"Mine\.largest must answer for all lengths at once"):
+        assert LengthAwareBatchSampler(np.array([3, 4]), Mine(99)).plan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ from transformers import OlmoeConfig
 
 from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.memory import TracedMemory, Workload, simulate, what_fits
+from dynagroup.memory import PaddedTokens, TracedMemory, Workload, simulate, what_fits
 from dynagroup.memory.fits import bytes_of
 from dynagroup.memory.trace.build import as_run_model
 from dynagroup.memory.trace.program import kept_bytes
@@ -77,6 +80,82 @@ def test_the_token_budget_is_safe_and_the_largest_that_is():
 
     assert not exceeds(found.max_tokens)
     assert exceeds(found.max_tokens + 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (GPT2, {"mode": "generate", "max_new_tokens": 200}),
+        (BART, {"mode": "generate", "max_new_tokens": 50}),
+        (LLAMA, {"mode": "generate", "max_new_tokens": 37, "pad_to_multiple_of": 16}),
+        (LLAMA, {"dtype": "bf16", "pad_to_multiple_of": 16}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else type(value).__name__,
+)
+def test_the_token_budget_allows_what_the_traced_budget_allows(config, how):
+    """Of prompts it counts what is generated, too: one-token prompts, which bring caches of all new tokens, decide no more."""
+    found = what_fits(config, "4GB", lengths=[64, 1024], **how)
+    traced, multiple = MemoryBudget.from_model(config, "4GB", **how), how.get("pad_to_multiple_of", 1)
+    lengths = np.arange(1, 1025)
+
+    def safe(tokens):
+        budget = TokenBudget(tokens, pad_to_multiple_of=multiple)
+        counts = np.maximum(budget.largest(lengths + how.get("max_new_tokens", 0)), 1)
+        return bool(traced.fits(BatchShape.of(counts, lengths)).all())
+
+    assert safe(found.max_tokens)
+    assert not safe(found.max_tokens + multiple)
+    assert found.max_tokens > 0.5 * min(total for _, _, total, _ in found.rows())
+    assert f"TokenBudget({found.max_tokens}" in str(found)
+
+
+def test_what_is_said_of_prompts_names_what_is_generated():
+    found = what_fits(GPT2, "4GB", lengths=[100, 1000], mode="generate", max_new_tokens=200)
+    (_, few, total, _), _ = found.rows()
+    assert total == few * 300
+    assert "of lengths + 200 (prompts with what is generated) that is safe for prompts of up to 1000: TokenB" in str(
+        found
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (
+            lambda: MemoryBudget.from_model(LLAMA, "8GB", dtype="bf16", pad_to_multiple_of=16, headroom=0.8),
+            ["6.4 GB (0.8 of 8,000,000,000 bytes)", "LlamaConfig of", "traced", "train, bfloat16, sdpa attention, no check",
+             "AdamW of 4 bytes a trained parameter", "static", "whatever the batch", "to multiples of 16"],
+        ),
+        (
+            lambda: MemoryBudget.from_model(LLAMA, "8GB", lora=8, optimizer="lion", gradient_checkpointing=True,
+                                            attention="flash", layout="packed", keeps_outputs=False),
+            ["flash attention, packed, LoRA of rank 8, checkpointing, lion of 4 bytes", "logits let go", " tokens"],
+        ),
+        (
+            lambda: MemoryBudget.from_model(GPT2, "8GB", mode="generate", max_new_tokens=64, dtype="fp16"),
+            ["generate, float16, sdpa attention, 64 new tokens", "samples by tokens of the longest"],
+        ),
+        (
+            lambda: MemoryBudget(32, longest=1000),
+            ["0.9 of the memory of the hardest batch, 32 samples of 1,000 tokens", "not known in full", "32 of 1,000"],
+        ),
+        (lambda: MemoryBudget(32, model=PaddedTokens()), ["however long", "padded tokens"]),
+    ],
+    ids=["train", "packed", "generate", "first batch", "not bound"],
+)  # fmt: skip
+def test_a_budget_says_what_it_took_for_granted(budget, said):
+    made = budget()
+    assert [part for part in said if part not in str(made)] == []
+    assert "\n" not in repr(made)
+    assert len(repr(made)) < 80
+
+
+def test_the_batches_that_a_budget_names_are_the_largest_that_fit():
+    budget = MemoryBudget.from_model(LLAMA, "8GB", dtype="bf16")
+    named = re.findall(r"([\d,]+) of ([\d,]+)", str(budget).splitlines()[-1])
+    counts, lengths = (np.array([int(n.replace(",", "")) for n in part]) for part in zip(*named, strict=True))
+    assert lengths[-1] == POSITIONS
+    assert budget.largest(lengths).tolist() == counts.tolist()
 
 
 def test_packed_batches_are_held_against_the_sum_of_their_tokens():

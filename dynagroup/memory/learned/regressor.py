@@ -25,6 +25,7 @@ from dynagroup.memory.learned.trees import NotTrees, check_trees
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
 from dynagroup.memory.run import MONOMIALS, Layout, Phases
+from dynagroup.memory.words import assumed
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 
@@ -134,6 +135,17 @@ class MemoryRegressor:
         card = json.loads(json.dumps({**self.card, "hashes": hashes}))
         card["seal"] = seal_of(card)
         path.with_suffix(".json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        known = assumed(self.workload)
+        how = (
+            "traced"
+            if self._traced
+            else "known by its sizes"
+            if self.sharp
+            else "not known in full, so taken for a hungry one"
+        )
+        return f"a regressor of a model that is {how}{f' ({known})' if known else ''}"
 
     @property
     def sharp(self) -> bool:
