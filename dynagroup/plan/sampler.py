@@ -21,7 +21,7 @@ from dynagroup.plan.notices import PlanNotices
 from dynagroup.plan.oversize import Oversize
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
-from dynagroup.plan.position import MOST_RANKS, Position, Trail
+from dynagroup.plan.position import MOST_RANKS, Position, Progress
 from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.rows import Uneven
 from dynagroup.plan.saving import checked_states, sampler_state
@@ -123,9 +123,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._rank, self._world_size = _checked_rank(rank, world_size)
         self._epoch = 0
         self._advance = 0  # epochs to move on when the next iteration begins, unless told the epoch
-        self._start: Position | None = None  # where the next iteration begins, if a state was loaded
-        self._trail: Trail | None = None
-        self._steps_before = 0  # of the epoch, where the next iteration resumes it
+        self._progress = Progress()
         self._lengths: dict[tuple[int, int], int] = {}
         self._read_late = False  # the plan, after its epoch was handed out
         self._plans: dict[tuple[int, int, Position | None], BatchPlan] = {}
@@ -166,10 +164,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
         Without ``set_epoch`` the epoch is the one whose iteration began last: call it before reading the next one's plan.
         """
-        self._read_late = self._trail is not None and self._trail.ended
-        position = self._start or (self._trail.start if self._trail is not None else None)
-        resumed = position is not None and bool(position.windows_done or position.segments)
-        return self._plan_from(position if resumed else None)
+        self._read_late = self._progress.has_ended
+        return self._plan_from(self._progress.resumed_at)
 
     def __len__(self) -> int:
         """Batches of a full epoch on this rank (of all ranks, where it emits all).
@@ -196,8 +192,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         """Choose the epoch of the next iteration. Calling it again with the same number changes nothing."""
         epoch = check_int("epoch", epoch, least=0)
         if epoch != self._epoch:
-            self._start = self._trail = None
-            self._steps_before = 0
+            self._progress.restart()
             self._apply_learned()
         self._epoch = epoch
         self._read_late = False
@@ -223,12 +218,10 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         order = self._epoch_order()
         if self._order is not None and self._world_size is None and size > 1:
             check_alike(self._order, self._epoch)
-        start, self._start = self._start or self._planner.start(size, self._epoch, order), None
-        self._trail = trail = Trail(start, size, self._steps_before)
-        self._steps_before = 0
+        trail = self._progress.begin(self._beginning, size)
         epoch, planner = self._epoch, self._planner
         self._notices.begin()
-        for planned in planner.steps(epoch, size, start, order):
+        for planned in planner.steps(epoch, size, trail.start, order):
             self._notices.of_repeats(planned)
             self._notices.of_padding(planner, planned, epoch, size)
             trail.open(len(planned.table), planned.num_windows)
@@ -250,34 +243,18 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             StateError: ``num_steps`` is no number of steps that this iteration has come by; or it is None in the middle of
                 an epoch while worker processes run.
         """
-        position, steps = self._position(num_steps)
-        return sampler_state(self._planner, self._order, self._epoch, position, steps)
-
-    def _position(self, num_steps: int | None) -> tuple[Position, int]:
-        """Where the epoch stands, and how many of its steps lie before."""
-        before = self._steps_before if self._trail is None else self._trail.steps_before
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
-        if self._trail is None:
-            if num_steps not in (None, before):
-                raise StateError(
-                    f"`num_steps` is {num_steps}, but this epoch stands at step {before}: nothing was iterated"
-                )
-            size = self._rank_and_size()[1]
-            return self._start or self._planner.start(size, self._epoch, self._epoch_order()), before
-        if num_steps is None and not self._trail.ended and self._trail.steps and _workers_fetch_ahead(sys._getframe(2)):
+        elif self._progress.is_under_way and _workers_fetch_ahead(sys._getframe(1)):
             raise StateError(
                 "worker processes fetch batches ahead of training, so this sampler cannot know how many were used; pass "
                 "state_dict(num_steps=steps of this epoch that training has used)"
             )
-        last = before + self._trail.steps
-        used = last if num_steps is None else num_steps
-        if not before <= used <= last:
-            raise StateError(
-                f"`num_steps` must be from {before} to {last}, the steps of this epoch that were handed out since it was "
-                f"begun or resumed, but is {used}; count from the beginning of the epoch, across resumes"
-            )
-        return self._trail.position(used - before), used
+        position, steps = self._progress.at(num_steps, self._beginning)
+        return sampler_state(self._planner, self._order, self._epoch, position, steps)
+
+    def _beginning(self) -> Position:
+        return self._planner.start(self._rank_and_size()[1], self._epoch, self._epoch_order())
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a state was taken, on any number of ranks: exactly what remained of its epoch comes next.
@@ -298,9 +275,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         planner, position, state = checked_states(self._planner, self._order, states)
         self._planner = planner
         self._epoch, self._advance = state["epoch"], 0
-        unused = not position.windows_done and not position.segments
-        self._start, self._steps_before = None if unused else position, state["steps"]
-        self._trail = None
+        self._progress.resume(position, state["steps"])
         self._plans.clear()
         self._lengths.clear()
         if planner.is_over(position, self._epoch, self._epoch_order()):
