@@ -21,6 +21,11 @@ class _FailInBackward(torch.autograd.Function):
         return gradients[0], None, None
 
 
+def fails_in_backward(x: torch.Tensor, allocator: Allocator, size: int) -> torch.Tensor:
+    """``x``; its backward pass claims ``size``."""
+    return _FailInBackward.apply(x, allocator, size)  # type: ignore[return-value]
+
+
 @dataclass
 class Allocator:
     """``claim(size)`` fails above ``limit``. Installed in a module, it claims the padded size of what passes through."""
@@ -51,7 +56,7 @@ class Allocator:
             if not torch.is_grad_enabled():
                 return output
             hidden = output[0] if isinstance(output, tuple) else output
-            marked = _FailInBackward.apply(hidden, self, hidden.shape[0] * hidden.shape[1])
+            marked = fails_in_backward(hidden, self, hidden.shape[0] * hidden.shape[1])
             return (marked, *output[1:]) if isinstance(output, tuple) else marked
 
         return module.register_forward_hook(hook).remove

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import BoolArray, Budget, positive
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.memory.fits import bytes_of, largest_within
+from dynagroup.memory.fits import parsed_bytes, largest_within
 from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.protocols import BytesMemoryModel, MemoryModel
 from dynagroup.memory.run import Layout, Mode
@@ -134,7 +134,7 @@ class MemoryBudget(Budget):
         from dynagroup.device import free_bytes
 
         _check_share(headroom, pad_to_multiple_of)
-        limit = free_bytes() if memory is None else bytes_of(memory)
+        limit = free_bytes() if memory is None else parsed_bytes(memory)
         traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
         return cls.from_bytes(limit, model=traced, headroom=headroom, pad_to_multiple_of=pad_to_multiple_of)
 

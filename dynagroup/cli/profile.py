@@ -63,11 +63,11 @@ def _shape(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> None:
     from dynagroup.memory import Fits, Measurements, ProfiledMemory, Workload, simulate, what_fits
-    from dynagroup.memory.fits import bytes_of, new_tokens_of, usual_lengths
+    from dynagroup.memory.fits import parsed_bytes, new_tokens_of, usual_lengths
     from dynagroup.memory.trace.build import as_config
 
     check_picture(args)
-    gpu_memory, config = bytes_of(args.gpu_memory), as_config(args.model)
+    gpu_memory, config = parsed_bytes(args.gpu_memory), as_config(args.model)
     rows: Measurements | None = None
     if args.measure:
         lengths = usual_lengths(config)

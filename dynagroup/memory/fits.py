@@ -20,17 +20,17 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Fits", "bytes_of", "largest_within", "new_tokens_of", "token_budget", "usual_lengths", "what_fits"]
+__all__ = ["Fits", "parsed_bytes", "largest_within", "new_tokens_of", "token_budget", "usual_lengths", "what_fits"]
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 MOST_SAMPLES = 2**40
 
 
-def bytes_of(memory: str | int) -> int:
+def parsed_bytes(memory: str | int) -> int:
     """Bytes from "80GB", "24 GiB" or a number.
 
-    >>> bytes_of("80GB"), bytes_of("1.5 GiB"), bytes_of(4096)
+    >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(4096)
     (80000000000, 1610612736, 4096)
     """
     if isinstance(memory, (int, np.integer)) and not isinstance(memory, bool) and memory > 0:
@@ -230,7 +230,7 @@ def what_fits(
     """
     from dynagroup.device import free_bytes
 
-    limit = free_bytes() if memory is None else bytes_of(memory)
+    limit = free_bytes() if memory is None else parsed_bytes(memory)
     _check_headroom(headroom)
     traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
     named = model_or_config if isinstance(model_or_config, str) else None

@@ -64,6 +64,11 @@ class OnlineConfig:
                     f"`accumulation` ({self.accumulation}) and `samples_per_update` exclude each other: an update takes "
                     "as many steps as its samples need"
                 )
+            if self.uneven == "stop":
+                raise ConfigError(
+                    "`uneven='stop'` and `samples_per_update` exclude each other: an update is whole on all ranks; to leave out "
+                    "the epoch's last one where it is smaller, pass `drop_last=True`"
+                )
             if not callable(self.samples_per_update):
                 object.__setattr__(self, "samples_per_update", check_int("samples_per_update", self.samples_per_update))
         elif self.drop_last:

@@ -15,7 +15,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.online.records import WindowRequest, WindowSamples, shorten
 
-__all__ = ["IndexedDataset", "StreamDataset", "bytes_of", "is_stream", "opening_of", "set_epoch"]
+__all__ = ["IndexedDataset", "StreamDataset", "sample_bytes", "is_stream", "opening_of", "set_epoch"]
 
 OPENING = 16
 """Samples by which shares of a stream are compared; fewer than a quarter of them different say nothing."""
@@ -46,10 +46,10 @@ def set_epoch(holder: Any, epoch: int) -> None:
         tell(epoch)
 
 
-def bytes_of(sample: Any) -> int:
+def sample_bytes(sample: Any) -> int:
     """About how many bytes a processed sample holds: those of its tensors, arrays and texts.
 
-    >>> bytes_of({"pixels": torch.zeros(3, 4), "name": "cat"})
+    >>> sample_bytes({"pixels": torch.zeros(3, 4), "name": "cat"})
     51
     """
     if isinstance(sample, torch.Tensor):
@@ -59,11 +59,11 @@ def bytes_of(sample: Any) -> int:
     if isinstance(sample, (str, bytes)):
         return len(sample)
     if isinstance(sample, Mapping) or hasattr(sample, "items"):
-        return sum(bytes_of(value) for value in sample.values())
+        return sum(sample_bytes(value) for value in sample.values())
     if isinstance(sample, (list, tuple)):
         flat = not sample or isinstance(sample[0], (int, float))
-        return 8 * len(sample) if flat else sum(bytes_of(value) for value in sample)
-    return sum(bytes_of(value) for value in getattr(sample, "__dict__", {}).values()) or 8
+        return 8 * len(sample) if flat else sum(sample_bytes(value) for value in sample)
+    return sum(sample_bytes(value) for value in getattr(sample, "__dict__", {}).values()) or 8
 
 
 def opening_of(samples: Sequence[Any]) -> int:
@@ -159,7 +159,7 @@ class IndexedDataset(_Forwarding):
             stop = int(ends[min(np.searchsorted(ends, min(wanted, len(request))), len(ends) - 1)])
             fetched = self._fetch(request.indices[len(samples) : stop])
             samples += fetched
-            size += sum(bytes_of(sample) for sample in fetched)
+            size += sum(sample_bytes(sample) for sample in fetched)
             wanted = max(int(max_bytes * len(samples) / max(size, 1)), len(samples) + 1)
         return samples
 
@@ -242,7 +242,7 @@ class StreamDataset(_Forwarding, IterableDataset):
                 if read >= until or read in keep:
                     chosen.append(sample)
                     numbers.append(read)
-                    size += 0 if self.max_bytes is None else bytes_of(sample)
+                    size += 0 if self.max_bytes is None else sample_bytes(sample)
                 elif not passed:
                     passed.append(sample)
                 read += 1

@@ -113,7 +113,8 @@ class Runner(ABC):
         self.stats.merges += sum(queued.refined.joined for queued in window or ())
         return window
 
-    def _agree(self, offer: Offer, failure: BaseException | None) -> tuple[Agreement, list[int]]:
+    def _agree(self, offer: Offer, failure: BaseException | None, uneven: Uneven) -> tuple[Agreement, int]:
+        """What all ranks do next, and the largest of their last rows' costs."""
         began = time.perf_counter()
         opening = self.feed.opening
         *highest, first, last, cost = self.exchange.highest(
@@ -123,7 +124,7 @@ class Runner(ABC):
             self.feed.tell_of_equal_ranks()
         self.stats.exchange_s += time.perf_counter() - began
         self.stats.exchanges += 1
-        return agree(highest, self.knobs.uneven), [*highest, cost]
+        return agree(highest, uneven), cost
 
     def _total(self, items: list[list[Queued | None]], extra: Sequence[int] = ()) -> tuple[list[Take], list[int]]:
         """Totals over ranks of these updates, then ``extra`` summed too."""
@@ -254,13 +255,13 @@ class FreeRunner(Runner):
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
         offer = Offer(len(self.queue), self.feed.receiving, bounded=self.feed.bounded)
-        agreement, highest = self._agree(offer, failure)
+        agreement, dearest = self._agree(offer, failure, self.knobs.uneven)
         self.load_all, self.ended = agreement.load_all, agreement.last
         picks = self._pick(agreement)
         self.agreed += picks
         loads = self._loads() if self.feed.shares else []
         rest = self._complete([*loads, *self.delivered])
-        self._note_row(highest[-1], rest[0])
+        self._note_row(dearest, rest[0])
         self.last_cost = picks[0].refined.padded if picks and picks[0] else 0
         batches, samples = rest[-2:]
         self.samples_per_batch = samples / max(batches, 1)
@@ -353,15 +354,15 @@ class UpdateRunner(Runner):
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
         self.resumed = []
-        _, highest = self._agree(Offer(len(batches), receiving=False), failure)
-        steps = max(highest[0], 1)
+        agreement, dearest = self._agree(Offer(len(batches), receiving=False), failure, "idle")
+        steps = max(agreement.steps, 1)
         whole = [q for q in batches if q is not None]
         evened = self._even_out(whole, steps)
         if not self.offset:
             evened = _in_rows(evened)
         row: list[Queued | None] = [*evened, *[None] * (steps - len(evened))]
         takes, rest = self._total([row])
-        self._note_row(highest[-1], rest[0])
+        self._note_row(dearest, rest[0])
         self.last_cost = row[0].refined.padded if row[0] else 0
         self.due.extend(takes)
 

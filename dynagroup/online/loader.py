@@ -53,7 +53,7 @@ class OnlineDataLoader(OnlineSteps):
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts, -100 left out), "samples", or a function from a batch to a number.
         uneven: where one rank has no samples left: "idle" (it repeats a small batch with weight 0 until all have ended) or
-            "stop" (the epoch ends for all; what the others still had is not used).
+            "stop" (the epoch ends for all; what the others still had is not used; not with ``samples_per_update``).
         oversize: a sample that does not fit even alone: "alone" (emitted by itself, warned of once, counted in
             ``stats.oversize``) or "error".
         work: predicted time of a batch; ``Work.of(model)`` knows better than the default.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -63,6 +64,9 @@ class PartRunner:
         """
         while update.waiting and update.verdict is None:
             part = update.waiting.pop(0)
+            if part.rng is None and not self._may_fit(update, part):  # what has begun before is repeated as it was
+                update.waiting = self._cut(part) + update.waiting
+                continue
             exchange = self._exchange(update) if last and not update.waiting else None
             if self.attempt(update, part, exchange):
                 update.done.append(part)
@@ -95,18 +99,12 @@ class PartRunner:
             self.learned.record_pass(self._shape(part), peak_bytes=peak, device_bytes=size)
         return True
 
-    def cut_beforehand(self, whole: Part) -> list[Part]:
-        """In parts that nothing learned so far speaks against, or that cannot be cut."""
-        if not self.learned.has_learned:
-            return [whole]
-        waiting, ready = [whole], []
-        while waiting:
-            part = waiting.pop(0)
-            if self._is_smallest(part) or self.learned.allows(self._shape(part))[0]:
-                ready.append(part)
-            else:
-                waiting = self._cut(part) + waiting
-        return ready
+    def _may_fit(self, update: Update, part: Part) -> bool:
+        """Nothing speaks against it, neither what was learned nor what has failed in this update; or it cannot be cut."""
+        if self._is_smallest(part) or not (self.learned.has_learned or math.isfinite(update.failed_cost)):
+            return True
+        shape = self._shape(part)
+        return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
 
     def _run(self, part: Part, exchange: GradientExchange | None) -> torch.Tensor:
         with local_gradients(self.ddp):

@@ -15,7 +15,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache
 from dynagroup.oom.fields import describe, longest_of
 from dynagroup.oom.merge import Layout, merge_outputs
-from dynagroup.oom.retry import cut_beforehand, give_up, run_ranges
+from dynagroup.oom.retry import give_up, run_ranges
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.vision import VisionTokens
 from dynagroup.shapes import BatchShape
@@ -103,7 +103,6 @@ def generate_with_oom_retry(
     def allowed(start: int, stop: int) -> bool:
         return not budget.has_learned or bool(budget.allows(job.shape(start, stop))[0])
 
-    waiting = cut_beforehand(0, job.num_samples, allowed, min_samples)
     watch = watch_of(model)
 
     def run(start: int, stop: int) -> Any:
@@ -120,7 +119,7 @@ def generate_with_oom_retry(
         learned.record_oom(job.shape(start, stop), wasted_s=seconds)
 
     parts = run_ranges(
-        run, waiting, min_samples=min_samples, failed=failed,
+        run, [(0, job.num_samples)], min_samples=min_samples, failed=failed, allowed=allowed,
         hopeless=lambda start, stop, message: give_up(job.batch, job.splitter, start, stop, message, indices),
     )  # fmt: skip
     if len(parts) == 1:

@@ -18,7 +18,7 @@ from dynagroup.oom.fields import describe, shape_of
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.shapes import BatchShape
 
-__all__ = ["Outcome", "attempt", "cut_beforehand", "free_memory", "halves", "run_ranges", "run_with_oom_retry"]
+__all__ = ["Outcome", "attempt", "free_memory", "give_up", "halves", "run_ranges", "run_with_oom_retry"]
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -102,14 +102,15 @@ def run_with_oom_retry(
 
     ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not
     (it may have added to ``.grad`` before it failed; use :class:`~dynagroup.oom.OomSafeBackward`). Only a part that
-    failed is run again, in halves; what succeeded is kept. ``fn`` sees parts as the splitter makes them, so it should
-    return something per sample that you can put together.
+    failed is run again, in halves; what succeeded is kept. A part that still waits and is no smaller than what has failed
+    is cut before it is run. ``fn`` sees parts as the splitter makes them, so it should return something per sample that you
+    can put together.
 
     Args:
         split: how to count and cut a batch; default: :class:`~dynagroup.oom.BatchSplitter`.
         min_samples: a part of fewer than twice as many samples is not cut any more.
         retry_on: which errors count as out of memory.
-        learned: a budget to teach; what it has learned not to fit is cut before it fails.
+        learned: a budget to teach, also for later batches; what it has learned not to fit is cut before it fails.
         indices: dataset indices of the samples, to name them in messages.
 
     Raises:
@@ -123,8 +124,9 @@ def run_with_oom_retry(
     [[2, 4], [6], [8, 10]]
     """
     check_int("min_samples", min_samples)
+    lesson = learned if learned is not None else LearningBudget()
     failure, seconds = None, time.perf_counter()
-    if learned is None or not learned.has_learned:
+    if not lesson.has_learned:
         outcome = attempt(lambda: fn(batch), retry_on)
         if outcome.error is None:
             return [outcome.value]  # type: ignore[list-item]
@@ -139,39 +141,28 @@ def run_with_oom_retry(
         _log.warning(
             "out of memory at %s; going on in halves. %s", describe(splitter.take(batch, start, stop)), message
         )
-        if learned is not None:
-            learned.record_oom(shape(start, stop), wasted_s=seconds)
+        lesson.record_oom(shape(start, stop), wasted_s=seconds)
 
     def run(start: int, stop: int) -> T:
         value = fn(splitter.take(batch, start, stop))
-        if learned is not None and learned.has_learned:
-            learned.record_pass(shape(start, stop))
+        if lesson.has_learned:
+            lesson.record_pass(shape(start, stop))
         return value
 
     if failure is not None:
         failed(0, num_samples, failure, seconds)
         if num_samples < 2 * min_samples:
             give_up(batch, splitter, 0, num_samples, failure, indices)
-    allowed = (lambda a, b: True) if learned is None else (lambda a, b: bool(learned.allows(shape(a, b))[0]))
-    waiting = [(0, num_samples)] if failure is None else halves(0, num_samples)
     parts = run_ranges(
         run,
-        [part for a, b in waiting for part in cut_beforehand(a, b, allowed, min_samples)],
+        [(0, num_samples)] if failure is None else halves(0, num_samples),
         min_samples=min_samples,
         retry_on=retry_on,
         failed=failed,
+        allowed=lambda start, stop: bool(lesson.allows(shape(start, stop))[0]),
         hopeless=lambda start, stop, message: give_up(batch, splitter, start, stop, message, indices),
     )
     return [value for _, _, value in parts]
-
-
-def cut_beforehand(
-    start: int, stop: int, allowed: Callable[[int, int], bool], min_samples: int
-) -> list[tuple[int, int]]:
-    """A range in parts that are all allowed, or too small to cut."""
-    if stop - start < 2 * min_samples or allowed(start, stop):
-        return [(start, stop)]
-    return [part for a, b in halves(start, stop) for part in cut_beforehand(a, b, allowed, min_samples)]
 
 
 def run_ranges(
@@ -182,11 +173,21 @@ def run_ranges(
     hopeless: Callable[[int, int, str], NoReturn],
     retry_on: Callable[[BaseException], bool] = is_out_of_memory,
     failed: Callable[[int, int, str, float], None] = lambda start, stop, message, seconds: None,
+    allowed: Callable[[int, int], bool] = lambda start, stop: True,
 ) -> list[tuple[int, int, T]]:
-    """Run ranges of samples in order, cutting in halves what fails; ``failed`` is told of each failure and its seconds."""
+    """Run ranges of samples in order, cutting in halves what fails.
+
+    Args:
+        failed: is told of each failure and its seconds.
+        allowed: nothing known speaks against a range. It is asked when the range's turn has come, because what failed before
+            it may have taught something; one that is not is cut without being run.
+    """
     done: list[tuple[int, int, T]] = []
     while waiting:
         (start, stop), waiting = waiting[0], waiting[1:]
+        if stop - start >= 2 * min_samples and not allowed(start, stop):
+            waiting = halves(start, stop) + waiting
+            continue
         started = time.perf_counter()
         outcome = attempt(lambda a=start, b=stop: run(a, b), retry_on)
         if outcome.error is None:

@@ -181,7 +181,7 @@ class OomSafeBackward:
 
     def _in_parts(self, update: Update, whole: Part | None, ends_update: bool) -> bool:
         """Mode "retry": in parts that fit, cut beforehand where that has been learned."""
-        update.waiting = [] if whole is None else self._runner.cut_beforehand(whole)
+        update.waiting = [] if whole is None else [whole]
         self._runner.run_waiting(update, last=ends_update)
         return False
 

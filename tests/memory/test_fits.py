@@ -14,7 +14,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory import PaddedTokens, TracedMemory, Workload, simulate, what_fits
-from dynagroup.memory.fits import bytes_of
+from dynagroup.memory.fits import parsed_bytes
 from dynagroup.memory.trace.build import as_run_model
 from dynagroup.memory.trace.program import kept_bytes
 from dynagroup.memory.traced import optimizer_bytes
@@ -328,4 +328,4 @@ def test_a_decoder_does_not_take_a_second_padded_stream_for_nothing():
 
 def test_a_size_without_a_unit_is_not_taken_for_bytes():
     with pytest.raises(ConfigError, match="write 24GB"):
-        bytes_of("24")
+        parsed_bytes("24")

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory import Workload, measure, simulate
-from dynagroup.memory.fits import bytes_of
+from dynagroup.memory.fits import parsed_bytes
 from tests import models
 
 SMALL = models.llama(vocab=500, width=64, heads=4, num_key_value_heads=2)
@@ -187,6 +187,6 @@ def test_without_a_device_measure_says_so():
 
 
 def test_sizes_as_people_write_them():
-    assert bytes_of("24GiB") == bytes_of("25769803776") == 24 * 2**30
+    assert parsed_bytes("24GiB") == parsed_bytes("25769803776") == 24 * 2**30
     with pytest.raises(ConfigError, match="80GB or 24GiB"):
-        bytes_of("lots")
+        parsed_bytes("lots")

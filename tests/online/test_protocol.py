@@ -241,3 +241,23 @@ def test_the_model_notices_a_broken_rule(monkeypatch):
     monkeypatch.setattr(module, "agree", greedy)
     with pytest.raises(AssertionError, match="never idles"):
         StepCounting((2, 2)).explore()
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 8}], ids=["free-running", "updates"])
+def test_both_runners_take_the_steps_that_were_agreed(monkeypatch, options):
+    """Agree to one step more at an end, of the epoch or of an update: each has one more, whoever counts them."""
+    from dataclasses import replace
+
+    from dynagroup.online import engine
+    from tests.online.helpers import make_loader
+
+    def longer(highest, uneven="idle"):
+        agreement = agree(highest, uneven)
+        return replace(agreement, steps=agreement.steps + 1) if agreement.last else agreement
+
+    def steps():
+        return len(list(make_loader(None, [4] * 16, **options)))
+
+    usual = steps()
+    monkeypatch.setattr(engine, "agree", longer)
+    assert steps() == usual + (2 if options else 1)

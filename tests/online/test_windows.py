@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dynagroup import OnlineDataLoader, TokenBudget
-from dynagroup.online.datasets import IndexedDataset, bytes_of
+from dynagroup.online.datasets import IndexedDataset, sample_bytes
 from dynagroup.online.records import WindowRequest
 from dynagroup.online.workers import Workers
 from dynagroup.testing import assert_resumes_exactly, run_ranks
@@ -43,7 +43,7 @@ def test_a_request_is_answered_as_far_as_its_bytes_go():
     assert len(IndexedDataset(Images()).__getitems__(WindowRequest(0, [5, 6], max_bytes=1)).samples) == 2, (
         "read at once"
     )
-    assert bytes_of(Images()[0]) == 3 * 64 * 64 * 4 + 8
+    assert sample_bytes(Images()[0]) == 3 * 64 * 64 * 4 + 8
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -352,6 +352,7 @@ def test_damaged_and_incomplete_states_are_refused():
         ({"shuffle": True, "sampler": [0]}, "exclude each other"),
         ({"batch_size": 4}, "`batch_size` is not an argument"),
         ({"uneven": "pad"}, "`uneven`"),
+        ({"uneven": "stop", "samples_per_update": 8}, "drop_last"),
         ({"weigh": "loss"}, "`weigh`"),
         ({"length_hint": [1.0]}, "`length_hint`"),
         ({"sampler": torch.utils.data.DistributedSampler(range(120), num_replicas=2, rank=0)}, "divides its indices"),

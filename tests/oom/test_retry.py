@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom import run_with_oom_retry
+from dynagroup.oom import LearningBudget, run_with_oom_retry
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
 
 
@@ -59,6 +59,35 @@ def test_only_the_part_that_failed_is_run_again() -> None:
 
     assert run_with_oom_retry(fn, [1, 2, 3, 7]) == [[1, 2], [3], [7]]
     assert calls == [[1, 2, 3, 7], [1, 2], [3, 7], [3], [7]]
+
+
+@pytest.mark.parametrize("learned", [None, LearningBudget()], ids=["alone", "learned"])
+def test_a_part_that_waits_heeds_what_its_sibling_has_taught(learned: LearningBudget | None) -> None:
+    sizes: list[int] = []
+
+    def fn(part: list[int]) -> list[int]:
+        sizes.append(len(part))
+        if len(part) > 2:
+            raise MemoryError
+        return part
+
+    assert run_with_oom_retry(fn, list(range(8)), learned=learned) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sizes == [8, 4, 2, 2, 2, 2]  # six passes: the second half of 4 is not tried whole
+
+
+def test_a_part_that_waits_and_is_smaller_than_what_failed_is_tried_whole() -> None:
+    widths = [9, 9, 9, 9, 2, 2, 2, 2]
+    mask = (torch.arange(9)[None] < torch.tensor(widths)[:, None]).long()
+    seen: list[tuple[int, ...]] = []
+
+    def fn(part: dict[str, torch.Tensor]) -> int:
+        seen.append(tuple(part["attention_mask"].shape))
+        if padded(part["attention_mask"]) > 18:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return len(part["attention_mask"])
+
+    assert run_with_oom_retry(fn, {"input_ids": mask, "attention_mask": mask}) == [2, 2, 4]
+    assert seen == [(8, 9), (4, 9), (2, 9), (2, 9), (4, 2)]
 
 
 def test_a_failed_attempts_tensors_are_gone_before_the_next_begins() -> None:

@@ -15,7 +15,7 @@ from dynagroup.testing import run_ranks
 from dynagroup.update.step import Step
 from dynagroup.update.weigh import Share
 from tests import models
-from tests.allocator import Allocator
+from tests.allocator import Allocator, fails_in_backward
 from tests.oom import training as loop
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
 
@@ -71,6 +71,43 @@ def test_gradients_from_before_the_update_are_kept_in_the_tensor_that_holds_them
     backward(lambda x: model(x).mean(), X)
     assert model.weight.grad is held
     torch.testing.assert_close(held, X.mean(0) + 7)
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
+def test_parts_and_batches_that_wait_heed_what_failed_before_them_in_the_update(size: int) -> None:
+    """Ranks learn together, at the vote; until then each heeds what failed on itself. Gradients are exact either way."""
+    x = torch.arange(16, dtype=torch.float64).reshape(8, 2)
+
+    def rank(world: Any) -> tuple[list[int], list[float], Any]:
+        model, backward = linear(limit=2, world=world)
+        for ends in (False, True):
+            assert backward(lambda part: model(part).mean(), x, ends_update=ends, loss_scale=0.5).num_parts == 4
+        assert model.weight.grad is not None
+        return model.allocator.claims, model.weight.grad.tolist(), backward.learned.state_dict()["allowed"]
+
+    found = run_ranks(size, rank)
+    assert found == [found[0]] * size
+    passes, gradient, _ = found[0]
+    assert passes == [8, 4, 2, 2, 2, 2] + [2, 2, 2, 2]
+    assert gradient == x.mean(0).tolist()
+
+
+def test_what_has_run_before_is_repeated_as_it_was() -> None:
+    """Ten samples pass, eleven fail in backward. The ten cost nearly as much, but cut they would draw other dropout masks."""
+    ten, eleven = (torch.ones(n, 2, dtype=torch.float64) for n in (10, 11))
+    torch.manual_seed(3)
+    drawn = [F.dropout(x, 0.5).sum(0) for x in (ten, eleven[:6], eleven[6:])]
+    torch.manual_seed(3)
+    model, allocator = Linear(Allocator(11)), Allocator(10)
+    backward = OomSafeBackward(model, weigh="samples")
+
+    def loss(part: torch.Tensor) -> torch.Tensor:
+        return fails_in_backward(model(F.dropout(part, 0.5)).mean(), allocator, len(part))
+
+    assert [backward(loss, ten, ends_update=False).num_parts, backward(loss, eleven).num_parts] == [1, 2]
+    assert model.allocator.claims == [10, 11, 10, 6, 5]
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, drawn[0] / 10 + (drawn[1] + drawn[2]) / 11)
 
 
 def test_a_sum_needs_no_weights() -> None:
