@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from dynagroup.checks import Check, a_flag, a_list, a_number, an_int, warn_user
 from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, quantile
@@ -21,7 +23,9 @@ from dynagroup.shapes import units_of
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.weigh import Share
 
-__all__ = ["FreeRunner", "Knobs", "Runner", "UpdateRunner"]
+__all__ = ["FreeRunner", "Knobs", "Runner", "UpdateRunner", "placed"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,17 +287,20 @@ class FreeRunner(Runner):
             self.queue.sort(key=lambda q: q.rank_key)
 
     def _pick(self, agreement: Agreement) -> list[Queued | None]:
-        """So many batches of the queue: in order, or at places spread evenly over it, the same ones on all ranks."""
+        """So many batches of the queue: in order, or from places spread evenly over it, alike on all ranks."""
         steps = agreement.steps
         short = agreement.last or not self.feed.receiving
         if short and self.knobs.uneven == "idle":
             self.queue = self._even_out(self.queue, steps)
-        picks: list[Queued | None] = []
-        for number in range(min(steps, len(self.queue))):
-            place = 0
-            if not self.feed.ordered:
-                place = int(quantile(self.knobs.seed, self.exchange.epoch, self.picked + number) * len(self.queue))
-            picks.append(self.queue.pop(place))
+        count = min(steps, len(self.queue))
+        if self.feed.ordered:
+            picks: list[Queued | None] = [*self.queue[:count]]
+            self.queue = self.queue[count:]
+        else:
+            self.queue.sort(key=lambda q: q.rank_key)  # what was split has a place of its own
+            at = [quantile(self.knobs.seed, self.exchange.epoch, self.picked + number) for number in range(count)]
+            chosen = [self.queue.pop(int(share * len(self.queue))) for share in at]
+            picks = [*placed(sorted(chosen, key=lambda q: q.rank_key), at)]
         picks += [None] * (steps - len(picks))
         self.picked += steps
         return picks
@@ -367,9 +374,22 @@ class UpdateRunner(Runner):
         self.due.extend(takes)
 
 
+def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
+    """Batches where numbers of the same rank stand: the dearest in the place of the smallest. Ranks that place theirs by the same
+    numbers have their dearest in one row, their second dearest in another, and so on: no other order of them waits less.
+
+    >>> placed(["dear", "fair", "cheap"], [0.5, 0.1, 0.9])
+    ['fair', 'dear', 'cheap']
+    """
+    found = list(dearest_first)
+    for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
+        found[place] = item
+    return found
+
+
 def _in_rows(batches: Sequence[Queued]) -> list[Queued]:
     """Planned batches in the order of their rows, which are of equal work, and behind them what was split off; batches of
-    one group, or none planned, longest first. Ranks that follow the same plan take the same row at the same step."""
+    one group, or none planned, dearest first. Ranks that follow the same plan take the same row at the same step."""
     seen: Counter[int] = Counter()
     placed = []
     for queued in sorted(batches, key=lambda q: q.rank_key):

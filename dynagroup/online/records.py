@@ -125,6 +125,7 @@ class Refined:
         lengths: stream -> int32, true lengths after processing.
         weight: loss weight, see ``weigh``.
         padded: padded tokens. squares: the same, each times its sample's padded length.
+        work: predicted time without the price of a step, in linear tokens.
         real: tokens that are no padding.
         group: which planned batch it came from; the window's only group without planned batches.
         oversize: a single sample that does not fit even alone.
@@ -139,6 +140,7 @@ class Refined:
     weight: float
     padded: int
     squares: int
+    work: float
     real: int
     group: int = 0
     oversize: bool = False
@@ -199,9 +201,9 @@ class Queued:
     kept: bool = False
 
     @property
-    def rank_key(self) -> tuple[int, tuple[int, ...]]:
-        """Longest first, the same on every run."""
-        return -self.refined.padded, self.positions
+    def rank_key(self) -> tuple[float, tuple[int, ...]]:
+        """Dearest first, the same on every run."""
+        return -self.refined.work, self.positions
 
 
 @dataclass(frozen=True, slots=True)

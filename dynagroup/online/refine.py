@@ -193,6 +193,7 @@ class RefinementCollator:
         fits = self.budget.fits(shapes).tolist()
         padded = padded_tokens(shapes, self.budget).tolist()
         squares = padded_squares(shapes, self.budget).tolist()
+        work = self.work.of_batches(batches, lengths, self.budget).tolist()
         real = real_tokens(shapes, self.budget).tolist()
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
         made = []
@@ -215,6 +216,7 @@ class RefinementCollator:
                     weight=self._weight_of(batch, len(places)),
                     padded=padded[number],
                     squares=squares[number],
+                    work=work[number],
                     real=real[number],
                     group=groups[number],
                     oversize=not fits[number],

@@ -74,6 +74,7 @@ class RoughFeed(PlanFeed):
     """Windows of similar samples, by lengths that are only roughly known; workers cut them."""
 
     kind = "rough"
+    ordered = False
 
     @classmethod
     def plans(cls, source: Source, who: Rank, start: Sequence[int] | None) -> Iterable[Planned]:
