@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import BoolArray, Budget, positive
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.memory.fits import parsed_bytes, largest_within
+from dynagroup.memory.fits import largest_within, parsed_bytes
 from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.protocols import BytesMemoryModel, MemoryModel
 from dynagroup.memory.run import Layout, Mode

@@ -294,16 +294,14 @@ class FreeRunner(Runner):
             self.queue = self._even_out(self.queue, steps)
         count = min(steps, len(self.queue))
         if self.feed.ordered:
-            picks: list[Queued | None] = [*self.queue[:count]]
-            self.queue = self.queue[count:]
+            picked, self.queue = self.queue[:count], self.queue[count:]
         else:
             self.queue.sort(key=lambda q: q.rank_key)  # what was split has a place of its own
             at = [quantile(self.knobs.seed, self.exchange.epoch, self.picked + number) for number in range(count)]
             chosen = [self.queue.pop(int(share * len(self.queue))) for share in at]
-            picks = [*placed(sorted(chosen, key=lambda q: q.rank_key), at)]
-        picks += [None] * (steps - len(picks))
+            picked = placed(sorted(chosen, key=lambda q: q.rank_key), at)
         self.picked += steps
-        return picks
+        return [*picked, *[None] * (steps - count)]
 
     def _complete(self, extra: Sequence[int]) -> list[int]:
         """Move the updates that are complete from ``agreed`` to ``due``."""
