@@ -63,7 +63,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> None:
     from dynagroup.memory import Fits, Measurements, ProfiledMemory, Workload, simulate, what_fits
-    from dynagroup.memory.fits import parsed_bytes, new_tokens_of, usual_lengths
+    from dynagroup.memory.fits import new_tokens_of, parsed_bytes, usual_lengths
     from dynagroup.memory.trace.build import as_config
 
     check_picture(args)
