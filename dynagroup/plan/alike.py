@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dynagroup.plan.maxima import RunMaxima
 from dynagroup.plan.rounding import RoundBatch, allowed_sizes
-from dynagroup.plan.runs import EXACT_UP_TO, TINY, OrderedWindow, by_sizes, offsets_of_path
+from dynagroup.plan.runs import EXACT_UP_TO, TINY, Greedy, OrderedWindow, by_sizes, offsets_of_path
 from dynagroup.shapes import IntArray
 
 __all__ = ["AlikeWindow"]
@@ -49,21 +49,23 @@ class AlikeWindow(OrderedWindow):
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
         return sizes * np.sum([maxima.of(starts, sizes) for maxima in self.maxima], axis=0)
 
-    def fewest_under(self, work: float) -> IntArray:
-        """From each start on as many as there may be: a run becomes no less work with a sample more."""
-        start, offsets = 0, [0]
-        while start < len(self):
-            most = min(int(self.most[start]), int(work / max(self.work[start], TINY)))
-            run = slice(start, start + most)
-            each = np.maximum.accumulate(self.streams[0][run])
-            for values in self.streams[1:]:
-                each = each + np.maximum.accumulate(values[run])
-            size = max(int((each * np.arange(1, len(each) + 1)).searchsorted(work, side="right")), 1)
-            if self.allowed is not None:
-                size = int(self.allowed[self.allowed.searchsorted(size, side="right") - 1])
-            start += size
-            offsets.append(start)
-        return np.asarray(offsets, np.int64)
+    def greedy(self) -> Greedy:
+        def runs(limit: float, most_runs: int, start: int = 0, stop: int = len(self)) -> list[int]:
+            offsets = [start]
+            while start < stop and len(offsets) <= most_runs:
+                most = min(int(self.most[start]), int(limit / max(self.work[start], TINY)))
+                run = slice(start, start + most)
+                each = np.maximum.accumulate(self.streams[0][run])
+                for values in self.streams[1:]:
+                    each = each + np.maximum.accumulate(values[run])
+                size = max(int((each * np.arange(1, len(each) + 1)).searchsorted(limit, side="right")), 1)
+                if self.allowed is not None:
+                    size = int(self.allowed[self.allowed.searchsorted(size, side="right") - 1])
+                start = min(start + size, stop)
+                offsets.append(start)
+            return offsets
+
+        return runs
 
     def least_time(self, per_step: float) -> IntArray:
         """Exact for every 65,536 samples where no run may hold more than 256, else at places that lie so close that a run

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.plan.batches import Batches, offsets_of
-from dynagroup.plan.runs import OrderedWindow, split_dearest, under_one_limit
+from dynagroup.plan.lowest import under_one_limit
+from dynagroup.plan.runs import OrderedWindow, split_dearest
 from dynagroup.shapes import IntArray
 
 __all__ = ["evened"]

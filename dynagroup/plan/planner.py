@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -117,16 +117,16 @@ class Planner:
             yield self._finish(window, self._cut(window, np.arange(len(window.indices)), epoch, world_size))
 
     def num_steps(self, epoch: int, world_size: int, order: IntArray | None = None) -> int:
-        """Steps of a whole epoch, in about half the time that planning it takes."""
+        """Steps of a whole epoch, in a third of the time that planning it takes, or less."""
         windows = self.windows(epoch, self.start(world_size, epoch, order), order)
         filled = (self._windows.filled(window, windows, world_size) for window in windows)
-        return sum(self.num_steps_of(window.indices, world_size) for window in filled)
+        return sum(self.num_steps_of((window.indices for window in filled), world_size))
 
-    def num_steps_of(self, indices: IntArray, world_size: int) -> int:
-        """Steps of one window, or update, of these samples."""
-        lengths = {name: values[indices] for name, values in self.lengths.items()}
-        batches = num_batches(lengths, self.budget, world_size, **self._how)
-        return batches // world_size if self.config.uneven == "drop" else -(-batches // world_size)
+    def num_steps_of(self, windows: Iterable[IntArray], world_size: int) -> Iterator[int]:
+        """Steps of each window, or update, of these samples."""
+        lengths = ({name: values[indices] for name, values in self.lengths.items()} for indices in windows)
+        for batches in num_batches(lengths, self.budget, world_size, **self._how):
+            yield batches // world_size if self.config.uneven == "drop" else -(-batches // world_size)
 
     @property
     def _how(self) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, Literal, TypeAlias
+from itertools import chain, islice
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from dynagroup.plan.cut import (
     DEFAULT_WORK,
     Objective,
     by_longest,
-    cheapest_cut,
     cut,
     ordered_windows,
     price_of,
@@ -26,9 +25,11 @@ from dynagroup.plan.cut import (
 )
 from dynagroup.plan.even import evened
 from dynagroup.plan.interleave import interleaved
+from dynagroup.plan.lowest import lowest_limits, whole
 from dynagroup.plan.pack import pack
 from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.runs import OrderedWindow, SortedWindow, by_rows, fewest, split_dearest, under_one_limit
+from dynagroup.plan.row_limits import by_rows
+from dynagroup.plan.runs import OrderedWindow, SortedWindow, fewest, split_dearest
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams, units_of
 
@@ -36,6 +37,10 @@ __all__ = ["Rows", "Uneven", "arrange", "cut_rows", "even_out", "prove"]
 
 Uneven: TypeAlias = Literal["repeat", "drop"]
 
+COUNTED_TOGETHER = 256
+"""Windows."""
+SURELY = 0.01
+"""A margin for rounding, and for limits that are found to 1/256."""
 FEW_ROWS = 24
 """Rows; with more of them the batches of a window, sorted by work, are alike already, and need no cut of their own."""
 
@@ -72,7 +77,8 @@ def cut_rows(
 
     windows = list(ordered_windows(lengths, budget, work, objective, round_batch))
     price = price_of(windows, work, objective)
-    order, window, offsets = _cheapest(windows, num_ranks, price, objective)
+    alone = _alone(windows, price, objective)
+    order, window, offsets = _cheapest(alone, _one_by_one(alone, num_ranks), num_ranks)
     offsets = _closer(window, offsets, num_ranks)
     batches, work_of = Batches(order, offsets), window.total(offsets)
     in_front = by_longest(batches, lengths, budget)
@@ -80,27 +86,79 @@ def cut_rows(
     return evened(batches.take(by_row), work_of[by_row], num_ranks, sorted_again)
 
 
+class _Alone(NamedTuple):
+    """A window in one of the orders that are worth cutting, as one rank would cut it."""
+
+    order: IntArray
+    window: OrderedWindow
+    runs: IntArray
+    price: float
+    """Of a step."""
+
+    @property
+    def time(self) -> float:
+        return float(self.window.total(self.runs).sum()) + self.price * (len(self.runs) - 1)
+
+
+def _alone(windows: Sequence[tuple[IntArray, OrderedWindow]], price: float, objective: Objective) -> list[_Alone]:
+    """The orders of one window, the cheapest first."""
+    found = [_Alone(order, window, runs_of(window, price, objective), price) for order, window in windows]
+    return found if len(found) == 1 else sorted(found, key=lambda alone: alone.time)
+
+
+def _in_few_rows(windows: Sequence[_Alone], num_ranks: int) -> Iterator[list[IntArray]]:
+    """Further cuts for each window, if it is one of few rows: each row under its own limit of work, and all under one, in as
+    many rows or the fewest."""
+    few = [one for one in windows if len(one.runs) - 1 <= FEW_ROWS * num_ranks]
+    of_one_stream = [(one.window, one.price) for one in few if isinstance(one.window, SortedWindow)]
+    own = by_rows([window for window, _ in of_one_stream], num_ranks, [price for _, price in of_one_stream])
+    cuts = [next(own) if isinstance(one.window, SortedWindow) else [one.runs] for one in few]
+    least = [fewest(one.window) for one in few]
+    even = _under_one_limit(few, cuts, least, num_ranks)
+    found = iter([[*own, *under] for own, under in zip(cuts, even, strict=True)])
+    return (next(found) if len(one.runs) - 1 <= FEW_ROWS * num_ranks else [] for one in windows)
+
+
+def _one_by_one(alone: Sequence[_Alone], num_ranks: int) -> Iterator[list[IntArray]]:
+    """The same for one window in several orders, of which only the first is likely to be asked for."""
+    return (next(_in_few_rows([one], num_ranks)) for one in alone)
+
+
+def _under_one_limit(
+    windows: Sequence[_Alone], cuts: Sequence[list[IntArray]], least: Sequence[IntArray], num_ranks: int
+) -> list[list[IntArray]]:
+    """Each window with all its runs under one limit, in as many rows as each of its cuts and as the fewest."""
+    rows = [
+        sorted({-(-(len(offsets) - 1) // num_ranks) for offsets in [*own, few]})
+        for own, few in zip(cuts, least, strict=True)
+    ]
+    numbers = [[number * num_ranks for number in own] for own in rows]
+    every = (whole(one.window, most) for one, most in zip(windows, numbers, strict=True))
+    found = iter(lowest_limits(list(chain.from_iterable(every))))
+    return [[np.asarray(next(found) or few, np.int64) for _ in own] for own, few in zip(rows, least, strict=True)]
+
+
 def _cheapest(
-    windows: Sequence[tuple[IntArray, OrderedWindow]], num_ranks: int, price: float, objective: Objective
+    alone: Sequence[_Alone], further: Iterable[list[IntArray]], num_ranks: int
 ) -> tuple[IntArray, OrderedWindow, IntArray]:
     """A window cut into rows, in the order in which one rank's cut is cheapest; in another where that fills no rows."""
-    alone = [(order, window, runs_of(window, price, objective)) for order, window in windows]
-    alone.sort(key=lambda cut: float(cut[1].total(cut[2]).sum()) + price * (len(cut[2]) - 1))
-    cuts = ((order, window, _one_of(window, runs, num_ranks, price)) for order, window, runs in alone)
+    cuts = ((a.order, a.window, _one_of(a, others, num_ranks)) for a, others in zip(alone, further, strict=True))
     first = next(cuts)
     full = (cut for cut in chain([first], cuts) if (len(cut[2]) - 1) % num_ranks == 0)
     return next(full, first)
 
 
-def _one_of(window: OrderedWindow, runs: IntArray, num_ranks: int, price: float) -> IntArray:
-    """The cut of least predicted time among those that fill rows: it decides how many rows there are. ``runs``: of one rank."""
-    found = [_filled(window, runs, num_ranks)]
-    if len(found[0]) - 1 <= FEW_ROWS * num_ranks:
-        found += [_filled(window, offsets, num_ranks) for offsets in _in_few_rows(window, runs, num_ranks, price)]
+def _one_of(alone: _Alone, further: Sequence[IntArray], num_ranks: int) -> IntArray:
+    """The cut of least predicted time among those that fill rows: it decides how many rows there are."""
+    _, window, runs, price = alone
+    found = [_filled(window, offsets, num_ranks) for offsets in [runs, *further]]
     full = [offsets for offsets in found if (len(offsets) - 1) % num_ranks == 0]
     if not full:  # so many batches that no more of them fill a row
         return _filled(window, fewest(window), num_ranks)
-    return min(full, key=lambda o: _time_of(window.total(o), num_ranks, price))
+    distinct = list({offsets.tobytes(): offsets for offsets in full}.values())
+    if len(distinct) == 1:
+        return distinct[0]
+    return min(distinct, key=lambda o: _time_of(window.total(o), num_ranks, price))
 
 
 def _closer(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
@@ -112,32 +170,74 @@ def _closer(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArra
     return min(found, key=lambda o: _time_of(window.total(o), num_ranks, 0.0))
 
 
-def _in_few_rows(window: OrderedWindow, runs: IntArray, num_ranks: int, price: float) -> list[IntArray]:
-    """Cuts for a window of few rows: each row under its own limit of work, and all under one, in as many rows or the fewest."""
-    cuts = by_rows(window, num_ranks, price) if isinstance(window, SortedWindow) else [runs]
-    rows = {-(-(len(offsets) - 1) // num_ranks) for offsets in [*cuts, fewest(window)]}
-    even = [under_one_limit(window, number * num_ranks) for number in sorted(rows)]
-    return [*cuts, *(offsets for offsets in even if offsets is not None)]
-
-
+# Small windows are counted many at a time: where their rows may end is one table for all of a size, and the limits of all their
+# rows are searched together. Where the fewest rows already waste less than the price of one more, they are not even cut.
 def num_batches(
-    lengths: Streams,
+    windows: Iterable[Streams],
     budget: Budget,
     num_ranks: int,
     *,
     work: Work = DEFAULT_WORK,
     objective: Objective = "time",
     round_batch: RoundBatch | None = None,
-) -> int:
-    """How many batches :func:`cut_rows` makes of a window, in about half the time."""
+) -> Iterator[int]:
+    """How many batches :func:`cut_rows` makes of each window, without making them.
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> window = {"tokens": np.full(10, 5, np.int32)}
+    >>> list(num_batches([window, window], TokenBudget(20), 4))
+    [4, 4]
+    """
     how: dict[str, Any] = {"work": work, "objective": objective, "round_batch": round_batch}
-    if budget.layout == "packed" or not len(lengths[TOKENS]):
-        return len(cut_rows(lengths, budget, num_ranks, **how))
-    windows = list(ordered_windows(lengths, budget, work, objective, round_batch))
-    price = price_of(windows, work, objective)
+    if budget.layout == "packed":
+        yield from (len(cut_rows(lengths, budget, num_ranks, **how)) for lengths in windows)
+        return
+    windows = iter(windows)
+    while together := list(islice(windows, COUNTED_TOGETHER)):
+        yield from _counted((_orders(lengths, budget, **how) for lengths in together), num_ranks, work, objective)
+
+
+def _orders(lengths: Streams, budget: Budget, **how: Any) -> list[tuple[IntArray, OrderedWindow]]:
+    return list(ordered_windows(lengths, budget, **how)) if len(lengths[TOKENS]) else []
+
+
+def _counted(
+    windows: Iterable[list[tuple[IntArray, OrderedWindow]]], num_ranks: int, work: Work, objective: Objective
+) -> Iterator[int]:
+    found: list[int | list[_Alone]] = []
+    for orders in windows:
+        price = price_of(orders, work, objective) if orders else 0.0
+        glance = len(orders) == 1 and num_ranks > 1
+        known = _num_at_a_glance(orders[0][1], num_ranks, price) if glance else None
+        found.append(_alone(orders, price, objective) if known is None else known)
     if num_ranks == 1:
-        return len(cheapest_cut(windows, price, objective))
-    return len(_cheapest(windows, num_ranks, price, objective)[2]) - 1
+        yield from (len(alone[0].runs) - 1 if alone else 0 for alone in found if isinstance(alone, list))
+        return
+    single = [alone[0] for alone in found if isinstance(alone, list) and len(alone) == 1]
+    further = _in_few_rows(single, num_ranks)
+    for alone in found:
+        if isinstance(alone, list):
+            own = [next(further)] if len(alone) == 1 else _one_by_one(alone, num_ranks)
+            yield len(_cheapest(alone, own, num_ranks)[2]) - 1 if alone else 0
+        else:
+            yield alone
+
+
+# A cut in R rows takes R prices and at least the work of all samples over the ranks, or of the heaviest. So if the fewest rows,
+# under one limit, stay below what one row more would take at the least, no cut in more rows is cheaper. The bisection for that
+# limit comes within 1/256 of the lowest. One greedy pass: O(rows * ranks).
+def _num_at_a_glance(window: OrderedWindow, num_ranks: int, price: float) -> int | None:
+    """How many batches the cheapest cut has, if it is one in the fewest rows that there are; None where that is not sure."""
+    if not isinstance(window, SortedWindow) or window.allowed is not None or not price:
+        return None
+    rows = -(-(len(fewest(window)) - 1) // num_ranks)
+    total = float(window.work.sum())
+    least = max(total / num_ranks, window.heaviest)
+    most_alone = 1 + rows + (least - total / num_ranks) / price  # rows of one rank's cut, which is a candidate, too
+    if len(window) < rows * num_ranks or most_alone > FEW_ROWS:
+        return None
+    limit = (1 - SURELY) * (price + least) / rows
+    return rows * num_ranks if window.greedy()(limit, rows * num_ranks)[-1] == len(window) else None
 
 
 def num_fewest(lengths: Streams, budget: Budget, round_batch: RoundBatch | None = None) -> int:
@@ -158,7 +258,7 @@ def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArra
 def _time_of(work: NDArray[np.float64], num_ranks: int, per_step: float) -> float:
     """Predicted time of these batches in rows of the like: every ``num_ranks``-th is the dearest of a row."""
     dearest = np.sort(work)[::-1][::num_ranks]
-    return per_step * len(dearest) + float(dearest.sum())
+    return per_step * len(dearest) + float(np.add.reduce(dearest))
 
 
 def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +20,15 @@ from dynagroup.shapes import IntArray
 
 __all__ = [
     "TINY",
+    "Greedy",
     "OrderedWindow",
     "SortedWindow",
     "by_queue",
-    "by_rows",
     "by_sizes",
     "fewest",
     "offsets_of_path",
     "one_by_one",
     "split_dearest",
-    "under_one_limit",
 ]
 
 EXACT_UP_TO = 1 << 16
@@ -35,12 +36,14 @@ EXACT_UP_TO = 1 << 16
 
 TINY = 1e-9
 """Stands for the work of an empty sample, which any batch may hold."""
-LIMITS = 32
-"""Limits of the work of a row's batches that are tried."""
-PRICES = (1.0, 4.0, 16.0)
-"""Times the price of a step, with which rows are chosen."""
-TABLE = 1 << 17
-"""Entries of a table of starts by limits; in windows that would need more, fewer limits are tried."""
+
+
+class Greedy(Protocol):
+    """From a start on: runs as large as a limit of work allows, a single sample at least, until a stop or so many runs."""
+
+    def __call__(self, limit: float, most_runs: int, start: int = 0, stop: int = ..., /) -> list[int]:
+        """The offsets, ``start`` among them; their last is ``stop`` where it was reached."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,8 @@ class OrderedWindow(ABC):
         """Work of the runs of so many samples from these positions on."""
 
     @abstractmethod
-    def fewest_under(self, work: float) -> IntArray:
-        """The fewest runs none of which is more work than this, unless it is a single sample."""
+    def greedy(self) -> Greedy:
+        """Cuts from the first sample on, each run as large as a limit of its work allows."""
 
     @abstractmethod
     def least_time(self, per_step: float) -> IntArray:
@@ -87,7 +90,17 @@ class OrderedWindow(ABC):
 
     def total(self, offsets: IntArray) -> NDArray[np.float64]:
         """Work of each run."""
-        return self.work_of(offsets[:-1], np.diff(offsets))
+        return self.work_of(offsets[:-1], offsets[1:] - offsets[:-1])
+
+    def middle(self, start: int, stop: int) -> int | None:
+        """Where to split a run so that the dearer part is least work; None where no allowed sizes make it up."""
+        first = np.arange(1, stop - start)
+        if self.allowed is not None:
+            first = first[np.isin(first, self.allowed) & np.isin(stop - start - first, self.allowed)]
+            if not len(first):
+                return None
+        dearer = np.maximum(self.work_of(start, first), self.work_of(start + first, stop - start - first))
+        return start + int(first[np.argmin(dearer)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +118,42 @@ class SortedWindow(OrderedWindow):
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
         return sizes * self.work[starts]
 
+    def middle(self, start: int, stop: int) -> int | None:
+        """The same by bisection: the front part's work grows with each sample, the other's falls."""
+        if self.allowed is not None:
+            return OrderedWindow.middle(self, start, stop)
+        work, each = self.work.data, self.work.data[start]
+        low, high = start, stop - 1  # the front part is less work than the other at low, and not at high
+        while high - low > 1:
+            place = (low + high) // 2
+            low, high = (place, high) if (place - start) * each < (stop - place) * work[place] else (low, place)
+        if low > start and (stop - low) * work[low] <= (high - start) * each:
+            return low
+        return high
+
     def least_time(self, per_step: float) -> IntArray:
         """Exact up to 65,536 samples."""
         if len(self) > EXACT_UP_TO:
             return one_by_one(self, per_step)
         return by_queue(self, per_step) if self.allowed is None else by_sizes(self, per_step)
 
-    def fewest_under(self, work: float) -> IntArray:
-        by_work = np.minimum(work / np.maximum(self.work, TINY), len(self)).astype(np.int64)
-        return fewest(replace(self, most=np.maximum(np.minimum(self.most, by_work), 1)))
+    def greedy(self) -> Greedy:
+        works, most = np.maximum(self.work, TINY).tolist(), self.most.tolist()
+        allowed = None if self.allowed is None else self.allowed.tolist()
+
+        def runs(limit: float, most_runs: int, start: int = 0, stop: int = len(self)) -> list[int]:
+            offsets = [start]
+            for _ in range(most_runs):
+                size = max(min(int(limit / works[start]), most[start]), 1)
+                if allowed is not None:
+                    size = allowed[bisect_right(allowed, size) - 1]
+                start = min(start + size, stop)
+                offsets.append(start)
+                if start == stop:
+                    break
+            return offsets
+
+        return runs
 
     @classmethod
     def of(cls, work: NDArray[np.float64], most: IntArray, round_batch: RoundBatch | None) -> SortedWindow:
@@ -255,13 +295,15 @@ def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntA
 
     Nothing is dropped or repeated, and a part of a run that fits also fits. Parts have allowed sizes.
     """
+    if len(offsets) - 1 >= number:
+        return offsets
     heap = [(-work, start, stop) for work, start, stop in zip(window.total(offsets).tolist(), offsets[:-1].tolist(),
                                                              offsets[1:].tolist(), strict=True) if stop - start > 1]  # fmt: skip
     heapq.heapify(heap)
     inner: list[int] = []
     while len(offsets) - 1 + len(inner) < number and heap:
         _, start, stop = heapq.heappop(heap)
-        middle = _middle(window, start, stop)
+        middle = window.middle(start, stop)
         if middle is None:
             continue
         inner.append(middle)
@@ -269,143 +311,3 @@ def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntA
             if last - first > 1:
                 heapq.heappush(heap, (-float(window.work_of(first, last - first)), first, last))
     return np.sort(np.append(offsets, np.asarray(inner, np.int64)))
-
-
-def _middle(window: OrderedWindow, start: int, stop: int) -> int | None:
-    """Where to split a run so that the dearer part is least work; None where no allowed sizes make it up."""
-    first = np.arange(1, stop - start)
-    if window.allowed is not None:
-        first = first[np.isin(first, window.allowed) & np.isin(stop - start - first, window.allowed)]
-        if not len(first):
-            return None
-    dearer = np.maximum(window.work_of(start, first), window.work_of(start + first, stop - start - first))
-    return start + int(first[np.argmin(dearer)])
-
-
-def under_one_limit(window: OrderedWindow, most_runs: int, high: float = np.inf) -> IntArray | None:
-    """At most so many runs, none of more work than the others can be brought under, by bisection; None where that is too few.
-
-    ``high``: work that they can all be brought under for certain.
-    """
-    low, high = float(window.work.sum()) / most_runs, min(high, window.largest)
-    best = fewest(window)
-    if len(best) - 1 > most_runs:
-        return None
-    while low < high * (1 - 1 / 256):
-        middle = (low + high) / 2
-        tried = window.fewest_under(middle)
-        if len(tried) - 1 <= most_runs:
-            best, high = tried, middle
-        else:
-            low = middle
-    return best
-
-
-def by_rows(window: SortedWindow, num_ranks: int, per_step: float) -> list[IntArray]:
-    """Cuts of least time on several ranks, where a row of ``num_ranks`` runs costs its price and its dearest run.
-
-    Under a limit of work a row from any start on is greedy: each run as large as the limit allows. Where it ends, for all
-    starts and limits at once, comes from doubling: two runs further is one run further, twice. Dynamic programming over
-    the starts of rows then picks each row's limit; at last each is lowered until the row just ends where it did.
-    O(N * limits * log ranks) time, O(N * limits) memory. The limits are few, and the times of more rows and of fewer alike:
-    so higher prices are tried, too, which take fewer rows.
-    """
-    num = len(window)
-    if num <= num_ranks:
-        return [np.arange(num + 1)]
-    limits = _limits(window, num_ranks, per_step)
-    ends, dearest = _row_ends(window, num_ranks, limits)
-    found = {}
-    for rows in _best_rows(ends, dearest, num_ranks, per_step * np.asarray(PRICES)):
-        lows = [limits[which - 1] if which else 0.0 for *_, which in rows]
-        if rows and len(rows) not in found:
-            found[len(rows)] = [_tight_row(window, start, stop, num_ranks, low, float(limits[which]))
-                                for (start, stop, which), low in zip(rows, lows, strict=True)]  # fmt: skip
-    return [np.concatenate([[0], *rows]) for rows in found.values()]
-
-
-def _limits(window: SortedWindow, num_ranks: int, per_step: float) -> NDArray[np.float64]:
-    """Limits to try: from far below the price of a step, where rows no longer pay, to what a single row would need."""
-    mean = float(window.work.sum()) / num_ranks
-    high = min(float((window.most * window.work).max()), 2 * mean + float(window.work[0]))
-    low = max(min(per_step / 8, mean), float(window.work[-1]), high / 1e6)
-    count = int(np.clip(TABLE // len(window), 12, LIMITS))
-    return low * (high / low) ** np.linspace(0.0, 1.0, count) if TINY < low < high else np.asarray([high])
-
-
-def _row_ends(
-    window: SortedWindow, num_ranks: int, limits: NDArray[np.float64]
-) -> tuple[IntArray, NDArray[np.float64]]:
-    """Where a row ends and what its dearest run is, for each start and limit: (N + 1, limits)."""
-    num, wide = len(window), len(limits)
-    by_work = np.minimum(limits / np.maximum(window.work, TINY)[:, None], num).astype(np.int64)
-    sizes = window.rounded(np.clip(by_work, 1, window.most[:, None]))
-    step = np.empty((num + 1, wide), np.int64)  # flat places in the table: start * wide + limit
-    step[:num] = (np.arange(num)[:, None] + sizes) * wide
-    step[num] = num * wide
-    step += np.arange(wide)
-    step_work = np.zeros((num + 1, wide))
-    step_work[:num] = sizes * window.work[:, None]
-    step, step_work = step.ravel(), step_work.ravel()
-    ends, dearest = np.arange(len(step)), np.zeros(len(step))
-    left = num_ranks
-    while left:
-        if left & 1:
-            dearest = np.maximum(dearest, step_work[ends])
-            ends = step[ends]
-        left >>= 1
-        if left:
-            step_work = np.maximum(step_work, step_work[step])
-            step = step[step]
-    return ends.reshape(num + 1, wide) // wide, dearest.reshape(num + 1, wide)
-
-
-def _best_rows(
-    ends: IntArray, dearest: NDArray[np.float64], num_ranks: int, prices: NDArray[np.float64]
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Rows (start, stop, limit) of least time at each price. A row takes at least a sample a rank, so so many starts are done
-    at once."""
-    num = len(ends) - 1
-    best = np.full((num + 1, len(prices)), np.inf)
-    best[num] = 0.0
-    choice = np.zeros((num + 1, len(prices)), np.int64)
-    for last in range(num - num_ranks, -1, -num_ranks):
-        block = slice(max(last - num_ranks + 1, 0), last + 1)
-        time = dearest[block, :, None] + best[ends[block]]
-        choice[block] = time.argmin(axis=1)
-        best[block] = prices + time.min(axis=1)
-    for price in range(len(prices)):
-        rows, start = [], 0
-        while start < num and np.isfinite(best[0, price]):
-            which = int(choice[start, price])
-            rows.append((start, int(ends[start, which]), which))
-            start = rows[-1][1]
-        yield rows
-
-
-def _tight_row(window: SortedWindow, start: int, stop: int, num_ranks: int, low: float, high: float) -> list[int]:
-    """Ends of a row's runs under about the lowest limit, between two, that still brings it to ``stop``."""
-    best = _greedy_row(window, start, stop, num_ranks, high)
-    low = max(low, float(window.work[start:stop].sum()) / num_ranks)
-    while low < high * (1 - 1 / 256):
-        middle = (low + high) / 2
-        tried = _greedy_row(window, start, stop, num_ranks, middle)
-        if tried[-1] == stop:
-            best, high = tried, middle
-        else:
-            low = middle
-    return best
-
-
-def _greedy_row(window: SortedWindow, start: int, stop: int, num_ranks: int, limit: float) -> list[int]:
-    work, most = window.work.data, window.most.data
-    ends: list[int] = []
-    for _ in range(num_ranks):
-        size = max(1, min(most[start], int(limit / max(work[start], TINY))))
-        if window.allowed is not None:
-            size = int(window.allowed[np.searchsorted(window.allowed, size, side="right") - 1])
-        start = min(start + size, stop)
-        ends.append(start)
-        if start == stop:
-            break
-    return ends

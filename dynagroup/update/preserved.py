@@ -81,7 +81,7 @@ class PreservedUpdates(Updates):
     def _num_steps(self, epoch: int, world_size: int) -> int:
         ordered = self.order_of(epoch)
         spans = self.sizes.spans(self.start(epoch, world_size))
-        return sum(self.planner.num_steps_of(ordered[start:stop], world_size) for start, stop, _ in spans)
+        return sum(self.planner.num_steps_of((ordered[start:stop] for start, stop, _ in spans), world_size))
 
     def is_over(self, cursor: Cursor) -> bool:
         return next(self.sizes.spans(cursor), None) is None

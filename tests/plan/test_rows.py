@@ -17,8 +17,9 @@ from dynagroup.plan.batches import Batches
 from dynagroup.plan.cut import cut, ordered_windows, runs_of
 from dynagroup.plan.interleave import interleaved
 from dynagroup.plan.rounding import multiple_of, smaller_size
+from dynagroup.plan.row_limits import by_rows
 from dynagroup.plan.rows import cut_rows, even_out, num_batches, prove
-from dynagroup.plan.runs import SortedWindow, by_rows, split_dearest
+from dynagroup.plan.runs import OrderedWindow, SortedWindow, split_dearest
 from dynagroup.plan.work import Work
 from tests import strategies
 from tests.plan.test_cut import OBJECTIVES, WORKS, streams
@@ -40,7 +41,8 @@ def test_rows_are_full_wherever_a_batch_can_be_divided(
     batches = cut_rows(lengths, bound, ranks, work=work, objective=objective, round_batch=rounding)
     prove(batches, len(values), lengths, bound, np.ones(len(values), np.bool_))
     assert len(batches) % ranks == 0 or (batches.sizes == 1).all()
-    assert num_batches(lengths, bound, ranks, work=work, objective=objective, round_batch=rounding) == len(batches)
+    how: dict[str, Any] = {"work": work, "objective": objective, "round_batch": rounding}
+    assert list(num_batches([lengths], bound, ranks, **how)) == [len(batches)]
     if bound.layout == "padded":
         assert all(smaller_size(size, rounding) == size for size in batches.sizes.tolist())
 
@@ -178,7 +180,7 @@ def test_batches_go_to_the_row_whose_time_they_fill_best() -> None:
     tokens = np.random.default_rng(1).permutation(np.load(LENGTHS / "synth_sharegpt4o.npz")["tokens"])[:256]
     ((_, window),) = ordered_windows({"tokens": tokens}, TokenBudget(16 * int(tokens.max())), Work(), "time", None)
     given = min(
-        (cut for cut in by_rows(window, 8, Work().per_step) if len(cut) % 8 == 1),
+        (cut for cut in next(by_rows([window], 8, [Work().per_step])) if len(cut) % 8 == 1),
         key=lambda cut: np.sort(window.total(cut))[::-1][::8].sum() + len(cut) * 128,
     )
     found = interleaved(window, given, 8)
@@ -220,6 +222,30 @@ def test_runs_are_split_where_the_dearer_part_is_least() -> None:
     assert split_dearest(window, np.array([0, 6]), 9).tolist() == list(range(7))
     rounded = SortedWindow.of(np.ones(16), np.arange(16, 0, -1), multiple_of(8))
     assert split_dearest(rounded, np.array([0, 16]), 2).tolist() == [0, 8, 16]
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=40), st.data())
+def test_the_middle_of_a_sorted_run_is_bisected(works: list[int], data: st.DataObject) -> None:
+    work = np.sort(np.asarray(works, np.float64) * 1.3)[::-1].copy()
+    window = SortedWindow.of(work, np.arange(len(work), 0, -1), None)
+    start = data.draw(st.integers(0, len(work) - 2))
+    stop = data.draw(st.integers(start + 2, len(work)))
+    assert window.middle(start, stop) == OrderedWindow.middle(window, start, stop)
+
+
+@pytest.mark.parametrize("name", ["azure_llm_conv_2023", "gsm8k", "mooncake_conv"])
+@pytest.mark.parametrize("group", [32, 129])
+def test_many_windows_are_counted_together_as_each_is_cut(name: str, group: int) -> None:
+    """Of one size and others between them, on real lengths; where one row suffices, where budgets bind, with sizes allowed."""
+    tokens = np.random.default_rng(2).permutation(np.load(LENGTHS / f"{name}.npz")["tokens"]).astype(np.int32)
+    ends = np.cumsum([group, group, 3, group, 0, 8, group, group + 1, group, group])
+    windows = [{"tokens": part} for part in np.split(tokens[: ends[-1]], ends[:-1])]
+    for share, work, rounding in ((2, Work(), None), (16, Work(per_step=64), None), (16, Work(), multiple_of(4))):
+        budget = TokenBudget(share * int(tokens[: ends[-1]].max()))
+        how: dict[str, Any] = {"work": work, "round_batch": rounding}
+        counted = list(num_batches(iter(windows), budget, 8, **how))
+        assert counted == [len(cut_rows(window, budget, 8, **how)) for window in windows]
 
 
 def test_halving_makes_a_multiple_and_touches_the_largest() -> None:

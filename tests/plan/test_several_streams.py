@@ -73,7 +73,7 @@ def test_nothing_is_lost_and_every_batch_fits(
     assert fits_or_is_alone(batches, lengths, bound)
     assert len(batches) % ranks == 0 or (batches.sizes == 1).all()
     assert all(smaller_size(size, rounding) == size for size in cut(lengths, bound, **how).sizes.tolist())
-    assert num_batches(lengths, bound, ranks, **how) == len(batches)
+    assert list(num_batches([lengths], bound, ranks, **how)) == [len(batches)]
     again = cut_rows(lengths, bound, ranks, **how)
     assert (again.order.tolist(), again.offsets.tolist()) == (batches.order.tolist(), batches.offsets.tolist())
 
