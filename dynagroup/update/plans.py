@@ -159,7 +159,7 @@ class Updates(ABC):
             self.notices.of_padding(self.planner, window, epoch, world_size)
 
     def num_steps(self, epoch: int, world_size: int) -> int:
-        """Steps of a whole epoch: all of it is cut, but not planned. Remembered until something changes."""
+        """Steps of a whole epoch: they are counted, not planned. Remembered until something changes."""
         return self._remembered(self._num_steps, epoch, world_size)
 
     def plan(self, epoch: int, world_size: int) -> BatchPlan:
