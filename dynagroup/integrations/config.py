@@ -45,7 +45,8 @@ class DynagroupConfig:
             error (None).
         splitter: how such a batch is cut; names the batch dimension of inputs that are not text.
         plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even alone),
-            ``{"window": 4096}`` (samples sorted together) with updates="free".
+            ``{"window": 4096}`` (samples sorted together) with updates="free"; ``{"work": Work(...)}``: predicted time of a
+            batch, otherwise ``Work.of`` the Trainer's model, where its config states its sizes.
         world: the data-parallel ranks, where they are not all ranks; needed with tensor, context or sequence parallelism.
 
     Raises:

@@ -13,10 +13,12 @@ import numpy as np
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.host import is_stream, loader_kwargs
+from dynagroup.integrations.host import is_stream, loader_kwargs, work_of
 from dynagroup.integrations.reading import sample_lengths
 from dynagroup.integrations.updating import Updating
+from dynagroup.plan.cut import DEFAULT_WORK
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray
 
 __all__ = ["Evaluating", "EvaluationRows"]
@@ -36,7 +38,7 @@ class EvaluationRows:
     ([[1, 0], [3, 2], [4], [4]], [1, 0, 3, 2, 4])
     """
 
-    def __init__(self, lengths: Mapping[str, Any], budget: Budget, num_ranks: int) -> None:
+    def __init__(self, lengths: Mapping[str, Any], budget: Budget, num_ranks: int, work: Work = DEFAULT_WORK) -> None:
         order = np.argsort(-lengths[TOKENS], kind="stable")
         num_groups, self.num_left = divmod(len(order), num_ranks)
         groups = order[: num_groups * num_ranks].reshape(num_groups, num_ranks)
@@ -46,7 +48,9 @@ class EvaluationRows:
         """Each (samples of a rank, ranks): dataset indices."""
         if num_groups:
             of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
-            self.rows = [groups[batch] for batch in LengthAwareBatchSampler(of_groups, budget, rank=0, world_size=1)]
+            self.rows = [
+                groups[batch] for batch in LengthAwareBatchSampler(of_groups, budget, work=work, rank=0, world_size=1)
+            ]
         if self.num_left:
             self.rows.append(np.resize(left, (1, num_ranks)))
         used = [row.T.reshape(-1) for row in self.rows]
@@ -171,7 +175,10 @@ class Evaluating(Updating):
     def _plan_rows(self, dataset: Any, budget: Budget) -> EvaluationRows | None:
         try:
             return EvaluationRows(
-                sample_lengths(self, dataset, name="eval_dataset"), budget, self.accelerator.num_processes
+                sample_lengths(self, dataset, name="eval_dataset"),
+                budget,
+                self.accelerator.num_processes,
+                work_of(self),
             )
         except ConfigError as error:
             warnings.warn(

@@ -33,6 +33,7 @@ from dynagroup.integrations.host import (
     refuse_unsupported,
     unsharded,
     warn_of_layout,
+    work_of,
     write_state,
 )
 from dynagroup.integrations.packing import check_packed_training
@@ -124,7 +125,7 @@ class DynagroupTrainerMixin(Evaluating):
             seed=self._data_seed,
             weigh=self._weigh,
             drop_last=self.args.dataloader_drop_last and not free,
-            plan=config.plan,
+            plan={**config.plan, "work": work_of(self)},
             world=data_parallel_world(self, config.world),
             **loader_kwargs(host),
         )
@@ -150,7 +151,7 @@ class DynagroupTrainerMixin(Evaluating):
             seed=self._data_seed,
             weigh=self._weigh,
             world=data_parallel_world(self, config.world),
-            **{**config.plan, **loader_kwargs(host)},
+            **{**config.plan, "work": work_of(self), **loader_kwargs(host)},
         )
 
     @property

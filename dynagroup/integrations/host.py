@@ -12,6 +12,8 @@ from typing import Any
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.plan.cut import DEFAULT_WORK
+from dynagroup.plan.work import Work
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.weigh import mean_items, predicts_next_token
 from dynagroup.world import SingleProcess, World, current_world
@@ -27,6 +29,7 @@ __all__ = [
     "refuse_unsupported",
     "unsharded",
     "warn_of_layout",
+    "work_of",
     "write_state",
 ]
 
@@ -216,6 +219,19 @@ def _read_state(path: Path) -> tuple[Any, str | None]:
         return json.loads(path.read_text(encoding="utf-8")), None
     except (ValueError, RecursionError) as error:
         return None, f"{path} is damaged, it is no JSON ({error}); resume from the checkpoint before it"
+
+
+def work_of(trainer: Any) -> Work:
+    """What a step of this Trainer is predicted to take: ``plan["work"]``, or else what its model's config says."""
+    from transformers import PretrainedConfig
+
+    own, config = trainer.dynagroup.plan.get("work"), getattr(trainer.model, "config", None)
+    if own is not None:
+        return own
+    try:
+        return Work.of(config) if isinstance(config, PretrainedConfig) else DEFAULT_WORK
+    except ConfigError:  # it does not state its sizes
+        return DEFAULT_WORK
 
 
 def data_parallel_world(trainer: Any, world: World | None) -> World:

@@ -94,9 +94,13 @@ class ClosedForm:
         return np.maximum(np.maximum(within, beyond), 1.0)
 
     def relative(self, shape: BatchShape, baseline: BatchShape) -> FloatArray:
-        """Bytes of each batch as a share of the baseline's: float64 (K,).
+        """Bytes of each batch as a share of the baseline's: float64 (K,)."""
+        return self.batch_bytes(shape) / self.baseline_bytes(baseline)
 
-        A batch is taken to pad its masks, so that the share rises with the length; a baseline that does not is not.
+    def baseline_bytes(self, baseline: BatchShape) -> FloatArray:
+        """Bytes of a batch that others are held against: float64 (K,).
+
+        A batch is taken to pad its masks, so that its share rises with the length; a baseline that does not is not.
         """
         least = self.batch_bytes(baseline)
         if self.aligned is not None:
@@ -104,7 +108,7 @@ class ClosedForm:
                 [longest % MASK_ALIGNMENT == 0 for longest in (baseline.longest[TOKENS], target_tokens(baseline))]
             )
             least = np.where(spared, self.aligned.batch_bytes(baseline), least)
-        return self.batch_bytes(shape) / least
+        return least
 
     def shares(self, shape: BatchShape) -> FloatArray:
         """Of the largest phase of each shape: the share of each component, and of what is quadratic in length. (K, 6)."""

@@ -212,15 +212,14 @@ class TracedMemory:
             ConfigError: batches have a second padded stream, and the model was traced with one.
         """
         self._check_streams(shape)
-        return self.factor * self._form.batch_bytes(shape) + self.constant_bytes
+        return self._raised(self._form.batch_bytes(shape))
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> NDArray[np.float64]:
         """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
-        self._check_streams(shape)
-        if not self.constant_bytes:
-            return self._form.relative(shape, baseline)
-        least = self._form.batch_bytes(shape) / self._form.relative(shape, baseline)  # what the baseline takes
-        return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
+        return self.batch_bytes(shape) / self._raised(self._form.baseline_bytes(baseline))
+
+    def _raised(self, traced: NDArray[np.float64]) -> NDArray[np.float64]:
+        return self.factor * traced + self.constant_bytes
 
 
 def _name_of(model_or_config: Any) -> str:

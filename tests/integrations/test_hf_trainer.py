@@ -535,3 +535,30 @@ def test_a_training_ends_with_the_work_that_its_times_suggest(tmp_path):
     short = trainer("causal", tmp_path, fits=True, max_steps=5)
     short.train()
     assert not any("work_per_step" in logs for logs in short.state.log_history)
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_step_is_as_dear_as_the_model_says_unless_the_user_says_otherwise(mode, tmp_path, monkeypatch):
+    from dynagroup.integrations import evaluation, hf
+    from dynagroup.plan.work import Work
+
+    used = []
+    for module, name in ((hf, "PlannedDataLoader"), (hf, "OnlineDataLoader"), (evaluation, "LengthAwareBatchSampler")):
+        made = getattr(module, name)
+        note = lambda options: used.append(options.get("plan", options)["work"])  # noqa: E731
+        monkeypatch.setattr(module, name, lambda *a, made=made, note=note, **o: note(o) or made(*a, **o))
+
+    def works(model, **plan):
+        used.clear()
+        config = DynagroupConfig(budget=TokenBudget(256), mode=mode, plan=plan, weigh="samples")
+        common = {"train_dataset": toys.samples("causal"), "eval_dataset": toys.samples("causal", 8)}
+        run = DynagroupTrainer(model, arguments(tmp_path), dynagroup=config, data_collator=toys.collate, **common)
+        run.get_train_dataloader()
+        run.get_eval_dataloader()
+        return used
+
+    wide = toys.causal_lm()
+    wide.config.n_embd, wide.config.n_inner = 1600, None  # GPT-2's largest: its steps cost the least that any do
+    assert Work.of(wide).per_step < Work.of(toys.causal_lm()).per_step == 2048
+    assert works(wide) == [Work.of(wide)] * 2
+    assert works(wide, work=Work(per_step=7)) == [Work(per_step=7)] * 2
