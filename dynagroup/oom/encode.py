@@ -12,7 +12,8 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import named_tokenizer
-from dynagroup.oom.dataset import Pooling, embed_dataset
+from dynagroup.oom.dataset import embed_dataset
+from dynagroup.oom.tasks import Pooling
 
 __all__ = ["encode"]
 
