@@ -84,6 +84,12 @@ class Runner(ABC):
         self.steps, self.offset, self.last_cost = place["steps"], place["offset"], place["last_cost"]
         self.partial = (float(place["partial"][0]), int(place["partial"][1]))
 
+    def go_on(self, places: Sequence[Mapping[str, Any]]) -> None:
+        """Other ranks have begun the update under way: what it weighs so far counts on the first rank."""
+        if self.exchange.world.rank == 0:
+            weights, samples = zip(*(place["partial"] for place in places), strict=True)
+            self.partial = (float(sum(weights)), int(sum(samples)))
+
     def state(self) -> dict[str, Any]:
         """Its saved place: JSON-able."""
         return {"steps": self.steps, "offset": self.offset, "partial": list(self.partial), "last_cost": self.last_cost}
@@ -241,6 +247,10 @@ class FreeRunner(Runner):
         self.agreed, self.queue = self.feed.reload()
         # What was the end is none if some batch had to be split and waits again, or if a stream is read again.
         self.ended = place["ended"] and not any(self.exchange.highest([len(self.queue), int(self.feed.receiving)]))
+
+    def go_on(self, places: Sequence[Mapping[str, Any]]) -> None:
+        super().go_on(places)
+        self.offset = places[0]["offset"]
 
     def __iter__(self) -> Iterator[Take]:
         if self.agreed:

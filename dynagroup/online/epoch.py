@@ -90,7 +90,7 @@ class EpochRun:
     """One epoch, fresh or resumed.
 
     Resumed on as many ranks as before it goes on with the very batches that were queued. On another number, what no rank
-    has emitted becomes an order of its own, which is begun like an epoch.
+    has emitted becomes an order of its own, which is begun like an epoch, in the middle of the update that was under way.
 
     Args:
         identity: what all ranks must have alike.
@@ -111,7 +111,7 @@ class EpochRun:
     ) -> None:
         self._ended = False
         self.exchange = Exchange(source.world, source.epoch)
-        progress, rest = None, 0
+        progress, rest, begun = None, 0, []
         if resume is not None and resume[0]["progress"]["base"] is not None:
             source = replace(source, order=Order(source.order.indices, unpack(resume[0]["progress"]["base"])))
         source = known.of(source)
@@ -128,6 +128,7 @@ class EpochRun:
                 restart = UpdateFeed.restart(places) if source.sizes is not None else None
                 source = known.of(replace(source, order=source.order.restricted(left), restart=restart))
                 self.kind = kind_of(source, stream=stream)
+                begun = [state["progress"]["runner"] for state in resume]
                 progress, rest = None, fingerprint(left.tolist())
         self.source, self._progress = source, progress
         self._identity = {
@@ -143,6 +144,8 @@ class EpochRun:
         knobs = Knobs(source.config.accumulation, source.config.seed, source.config.uneven)
         split = partial(split_queued, source.collator)
         self.runner = self.kind.runner(self.exchange, self.feed, knobs, source.stats, split)
+        if begun:
+            self.runner.go_on(begun)
 
     def __iter__(self) -> Iterator[Take]:
         self._begin()

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -380,6 +381,36 @@ def test_what_remains_of_an_update_weighs_what_it_would_have(make, sizes, ranks)
 
         for found, steps in zip(run_ranks(ranks, rest), expected, strict=True):
             assert found == steps[stop:], "to the last bit"
+
+
+@pytest.mark.parametrize(("ranks", "resumed"), [(1, 3), (3, 2)])
+def test_an_update_begun_on_other_ranks_is_finished_as_one(make, sizes, ranks, resumed):
+    """Its totals are those of the whole update, so that the gradients summed before and after the stop add up; a free-running
+    update takes the rows that it had left."""
+
+    def some(world: Any, stop: int | None, states: Any) -> Any:
+        loader = make(world, max_tokens=25, **sizes)
+        if states is not None:
+            loader.load_state_dict(states)
+        return [*islice(loader, stop)], json.loads(json.dumps(loader.state_dict()))
+
+    fixed, accumulation = "samples_per_update" in sizes, sizes.get("accumulation", 1)
+    for stop in (1, 2, 4):
+        first = run_ranks(ranks, lambda world, k=stop: some(world, k, None))
+        rest = run_ranks(resumed, lambda world, s=[state for _, state in first]: some(world, None, s))
+        before = list(zip(*(steps for steps, _ in first), strict=True))
+        after = list(zip(*(steps for steps, _ in rest), strict=True))
+        begun = stop - max((n for n, row in enumerate(before, start=1) if row[0].ends_update), default=0)
+        left = next(n for n, row in enumerate(after, start=1) if row[0].ends_update)
+        if not fixed:
+            assert left == accumulation - begun
+            continue
+        update = [step for row in before[len(before) - begun :] + after[:left] for step in row]
+        assert {step.samples.total for step in update} == {sum(step.samples.local for step in update)}
+        weight = sum(step.weight.local for step in update)
+        assert {step.weight.total for step in update} == {weight}
+        scales = [step.loss_scale * weight for row in after[:left] for step in row]
+        assert scales == pytest.approx([step.weight.local * resumed for row in after[:left] for step in row])
 
 
 def test_several_resumes_on_changing_ranks_lose_nothing(make, sizes):

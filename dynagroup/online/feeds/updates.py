@@ -69,7 +69,7 @@ class UpdateFeed(PlanFeed):
 
     @classmethod
     def restart(cls, places: Sequence[Mapping[str, Any]]) -> UpdateMark:
-        """Where updates go on, on another number of ranks: what remains of one is an update of its own."""
+        """Where updates go on, on another number of ranks: what remains of one comes next, whole."""
         begun = sum(len(unpack(place["front"][1])) for place in places)
         mark = UpdateMark(*places[0]["next"])
         if not begun:
