@@ -271,8 +271,20 @@ class AllOf(Budget):
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
-        """The streams that a part is shown: those that are laid end to end are not for who takes all for padded."""
+        """The streams that a part is shown: those that are laid end to end are not for who takes all for padded. A part that
+        would round up by less than the collate function does, which follows all parts, is shown what that makes."""
+        if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
+            shape = self._padded(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape
+
+    def _padded(self, shape: BatchShape) -> BatchShape:
+        multiple, names = self.pad_to_multiple_of, padded_streams(self, shape.longest)
+        if self.layout == "packed":
+            tokens = np.sum([shape.total[name] for name in names], axis=0)
+            total = {**shape.total, TOKENS: shape.total[TOKENS] + round_up(tokens, multiple) - tokens}
+            return BatchShape(shape.num_samples, shape.longest, total)
+        longest = {**shape.longest, **{name: round_up(shape.longest[name], multiple) for name in names}}
+        return BatchShape(shape.num_samples, longest, shape.total)
 
     def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
         """Of the part that predicts memory, or else of the first that is not a mere cap."""
@@ -288,6 +300,7 @@ class AllOf(Budget):
         return frozenset(p.stream for p in self.parts if isinstance(p, AdditiveCap))
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        answers = [largest_of(p, longest) for p in self.parts]
+        padded = longest if self.layout == "packed" else round_up(longest, self.pad_to_multiple_of)
+        answers = [largest_of(p, padded) for p in self.parts]
         known = [a for a in answers if a is not None]
         return np.minimum.reduce(known) if len(known) == len(answers) else None

@@ -45,7 +45,7 @@ def sum_limits(budget: Budget, lengths: Streams) -> SumLimits:
     for part in parts:
         if type(part) is TokenBudget and part.layout == "packed":
             names = part.names_in(name for name in lengths if part.streams or name not in capped)
-            most = part.max_tokens - part.max_tokens % part.pad_to_multiple_of
+            most = part.max_tokens - part.max_tokens % budget.pad_to_multiple_of
             sums.append((np.stack([lengths[name] for name in names]).sum(axis=0, dtype=np.int64), most))
             samples = min(samples, part.max_samples or UNLIMITED, part.max_tokens)
         elif type(part) is AdditiveCap:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynagroup.budget.base import AdditiveCap, Budget, padded_tokens
+from dynagroup.budget.base import AdditiveCap, AllOf, Budget, padded_tokens
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
@@ -164,6 +164,7 @@ def test_a_budget_of_the_users_own_answers_for_every_shape(answer):
         assert_budget_law(Mine(), {"tokens": lengths})
 
 
+<<<<<<< HEAD
 def test_a_budget_of_the_users_own_that_asks_arrays_by_if_is_told_what_to_write():
     class Short(Budget):
         def fits(self, shape, /):
@@ -218,3 +219,29 @@ def test_what_a_budget_of_the_users_own_says_is_largest_has_one_number_a_length(
 
     with pytest.raises(ConfigError, match=r"Mine\.largest must answer for all lengths at once"):
         assert LengthAwareBatchSampler(np.array([3, 4]), Mine(99)).plan
+=======
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 12)), min_size=2, max_size=3),
+    st.sampled_from(["padded", "packed"]),
+)
+@example([5] * 8, [(40, 1), (1000, 8)], "padded")
+@example([5] * 3, [(40, 4), (1000, 6)], "packed")
+@pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
+def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts, layout):
+    """It pads to a multiple of all parts: each part holds for that, also one that asks for less padding itself."""
+    both = AllOf.of(*(TokenBudget(most, pad_to_multiple_of=pad, layout=layout) for most, pad in parts))
+    pad = both.pad_to_multiple_of
+    width = -(-max(lengths) // pad) * pad
+    made = len(lengths) * width if layout == "padded" else -(-sum(lengths) // pad) * pad
+    least = min(most for most, _ in parts)
+    shape = BatchShape.of_samples({"tokens": np.array(lengths, np.int32)})
+    assert bool(both.fits(shape)[0]) == (made <= least and len(lengths) <= least)
+    if layout == "padded" and width:
+        assert both.largest(np.array([max(lengths)]))[0] == least // width
+    sampler = LengthAwareBatchSampler(lengths, both, rank=0, world_size=1)
+    for batch in sampler:
+        widths = [lengths[i] for i in batch]
+        made = len(batch) * -(-max(widths) // pad) * pad if layout == "padded" else -(-sum(widths) // pad) * pad
+        assert made <= least or len(batch) == 1
+>>>>>>> 7f3bc51 (Combined budgets count what the collate function pads to: each part holds for the multiple of all parts, not for its own alone)
