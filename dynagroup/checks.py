@@ -77,8 +77,45 @@ def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, whe
     return int(value)
 
 
-def check_number(name: str, value: Any, *, above: float = 0.0, most: float = math.inf) -> float:
-    """``value`` as a finite float greater than ``above`` and at most ``most``.
+def check_flag(name: str, value: Any) -> bool:
+    """``value`` as a Python bool.
+
+    Raises:
+        ConfigError: it is none; "no", 0 and None are not taken for False.
+
+    >>> check_flag("shuffle", np.bool_(True))
+    True
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ConfigError(f"`{name}` must be True or False, but is {value!r}")
+    return bool(value)
+
+
+def check_function(name: str, value: Any, what: str) -> Any:
+    """``value``, if it can be called.
+
+    Args:
+        what: it is a function of, "from samples to a batch".
+
+    Raises:
+        ConfigError: it cannot.
+
+    >>> check_function("key", len, "from a sample to a number") is len
+    True
+    """
+    if not callable(value):
+        raise ConfigError(f"`{name}` must be a function {what}, but is {value!r}")
+    return value
+
+
+def check_number(
+    name: str, value: Any, *, above: float = 0.0, most: float = math.inf, or_zero: bool = False, finite: bool = True
+) -> float:
+    """``value`` as a float greater than ``above`` and at most ``most``.
+
+    Args:
+        or_zero: 0 is legal too.
+        finite: False: so is infinity.
 
     Raises:
         ConfigError: it is no such number.
@@ -88,7 +125,9 @@ def check_number(name: str, value: Any, *, above: float = 0.0, most: float = mat
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ConfigError(f"`{name}` must be a number greater than {above:g}, but is {value!r}")
-    if not (above < value <= most) or math.isinf(value):
+    if or_zero and value == 0:
+        return 0.0
+    if not (above < value <= most) or (finite and math.isinf(value)):
         upper = "finite" if math.isinf(most) else f"at most {most:g}"
         raise ConfigError(f"`{name}` must be greater than {above:g} and {upper}, but is {value!r}")
     return float(value)

@@ -11,6 +11,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dynagroup.checks import check_function
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
 
@@ -62,6 +63,9 @@ def with_tokens(named: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not named:
         raise ConfigError("`lengths` has no stream; give one number a sample, or a mapping of stream names to such")
+    unnamed = [name for name in named if not isinstance(name, str)]
+    if unnamed:
+        raise ConfigError(f"`lengths` names its streams by texts, but one is named {unnamed[0]!r}")
     first = TOKENS if TOKENS in named else next(iter(named))
     return {TokensCalled(name) if name == first != TOKENS else name: values for name, values in named.items()}
 
@@ -173,11 +177,12 @@ def measure_lengths(
     >>> measure_lengths(["a b", "c"], length_of=lambda text: len(text.split())).tolist()
     [2, 1]
     """
-    _check_arguments(data, max_length, num_proc)
+    _check_arguments(data, column, max_length, num_proc)
     if max_length is not None and max_length > LONGEST:  # as tokenizers say that they know no limit: 10**30
         max_length = None
     disable = None if progress else True  # tqdm: None is silent where output is no terminal
     if length_of is not None:
+        check_function("length_of", length_of, "from a sample to its length")
         if tokenizer is not None:
             raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
         found = _measure_with(data, length_of, num_proc or 0, disable)
@@ -212,7 +217,9 @@ def named_tokenizer(name: str) -> Any:
         ) from error
 
 
-def _check_arguments(data: Any, max_length: int | None, num_proc: int | None) -> None:
+def _check_arguments(data: Any, column: Any, max_length: int | None, num_proc: int | None) -> None:
+    if column is not None and not isinstance(column, str):
+        raise ConfigError(f"`column` must be the name of a column, but is {column!r}")
     for name, value in (("max_length", max_length), ("num_proc", num_proc)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
             raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")

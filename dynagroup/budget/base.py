@@ -244,6 +244,11 @@ class AllOf(Budget):
 
     @classmethod
     def of(cls, *budgets: Budget) -> AllOf:
+        for budget in budgets:
+            if isinstance(budget, type) or not (hasattr(budget, "fits") and hasattr(budget, "layout")):
+                raise ConfigError(
+                    f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), but was given {budget!r}"
+                )
         parts = tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,)))
         layouts = {p.layout for p in parts if not isinstance(p, AdditiveCap)}
         if len(layouts) > 1:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, positive
+from dynagroup.checks import check_choice
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, round_up, said
@@ -54,13 +55,14 @@ class TokenBudget(Budget):
         positive("pad_to_multiple_of", self.pad_to_multiple_of)
         if self.max_samples is not None:
             positive("max_samples", self.max_samples)
-        if self.layout not in ("padded", "packed"):
-            raise ConfigError(f"`layout` must be 'padded' or 'packed', but is {self.layout!r}")
+        check_choice("layout", self.layout, ("padded", "packed"))
         if self.streams is not None:
-            names = self.streams
-            if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
-                raise ConfigError(f"`streams` must list names of length streams, such as ('tokens',), but is {names!r}")
-            object.__setattr__(self, "streams", tuple(names))
+            names = tuple(self.streams) if isinstance(self.streams, (tuple, list, set, frozenset)) else ()
+            if not names or not all(isinstance(name, str) for name in names):
+                raise ConfigError(
+                    f"`streams` must list names of length streams, such as ('tokens',), but is {self.streams!r}"
+                )
+            object.__setattr__(self, "streams", names)
 
     @classmethod
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> TokenBudget:

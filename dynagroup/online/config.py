@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from dynagroup.budget.base import Budget
-from dynagroup.checks import check_choice, check_int
+from dynagroup.checks import check_choice, check_flag, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS
-from dynagroup.update.schedule import BatchSizeSchedule
+from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
 from dynagroup.update.weigh import Weigh
 
 __all__ = ["OnlineConfig", "as_hint", "check_budget", "check_sources", "checked_kwargs"]
@@ -54,7 +54,7 @@ class OnlineConfig:
         check_choice("uneven", self.uneven, ("idle", "stop"))
         check_choice("objective", self.objective, OBJECTIVES)
         for name in ("shuffle", "drop_last"):
-            check_choice(name, getattr(self, name), (False, True))
+            object.__setattr__(self, name, check_flag(name, getattr(self, name)))
         object.__setattr__(self, "work", check_work(self.work))
         if self.window_bytes is not None:
             object.__setattr__(self, "window_bytes", check_int("window_bytes", self.window_bytes))
@@ -70,7 +70,7 @@ class OnlineConfig:
                     "the epoch's last one where it is smaller, pass `drop_last=True`"
                 )
             if not callable(self.samples_per_update):
-                object.__setattr__(self, "samples_per_update", check_int("samples_per_update", self.samples_per_update))
+                object.__setattr__(self, "samples_per_update", checked_samples(self.samples_per_update))
         elif self.drop_last:
             raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
 
@@ -127,7 +127,7 @@ def check_sources(
             raise ConfigError(
                 f"`{name}` is a {type(source).__name__}, which is used up after one epoch; give a list, or a Sampler"
             )
-        if source is not None and not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
+        if source is not None and not _can_be_read(source):
             raise ConfigError(f"`{name}` must be an iterable, but is {source!r}")
     ranks = getattr(sampler, "num_replicas", 1)
     if isinstance(ranks, int) and ranks > 1:
@@ -135,6 +135,14 @@ def check_sources(
             f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__}); give the "
             "undivided one: the loader hands out samples to ranks itself"
         )
+
+
+def _can_be_read(source: Any) -> bool:
+    try:
+        iter(source)
+    except TypeError:  # also of what has __getitem__ or __iter__ and holds a single number
+        return False
+    return True
 
 
 def as_hint(hint: Any, num_samples: int) -> np.ndarray:

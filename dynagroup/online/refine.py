@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
-from dynagroup.checks import check_choice
+from dynagroup.checks import check_choice, check_function
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
-from dynagroup.plan.work import Work
+from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
 from dynagroup.update.weigh import Weigh, weigher
 
@@ -97,12 +97,12 @@ class RefinementCollator:
     _warned_wide: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise ConfigError(f"`collate_fn` must be a function from samples to a batch, but is {self.collate_fn!r}")
-        if self.length_of is not None and not callable(self.length_of):
-            raise ConfigError(f"`length_of` must be a function from a sample to its tokens, but is {self.length_of!r}")
-        if self.oversize not in ("alone", "error"):
-            raise ConfigError(f"`oversize` must be 'alone' or 'error', but is {self.oversize!r}")
+        if self.collate_fn is not None:
+            check_function("collate_fn", self.collate_fn, "from samples to a batch")
+        if self.length_of is not None:
+            check_function("length_of", self.length_of, "from a sample to its tokens")
+        check_choice("oversize", self.oversize, ("alone", "error"))
+        object.__setattr__(self, "work", check_work(self.work))
         check_choice("objective", self.objective, OBJECTIVES)
         self._weight_of = weigher(self.weigh)
 

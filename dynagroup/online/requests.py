@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index as as_index
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.errors import ConfigError
 from dynagroup.online.align import split_share
 from dynagroup.online.config import OnlineConfig
 from dynagroup.online.datasets import set_epoch
@@ -115,7 +117,7 @@ class EpochOrders:
             told = callable(getattr(source, "set_epoch", None))
             set_epoch(source, epoch)
             for _ in range(1 if told else max(1, epoch - drawn)):
-                self._drawn = epoch, [[int(index) for index in batch] for batch in source]
+                self._drawn = epoch, [_indices(batch) for batch in source]
         return self._drawn[1]
 
     def fingerprint(self, epoch: int) -> int | None:
@@ -123,6 +125,16 @@ class EpochOrders:
         if self._batch_sampler is not None:
             return fingerprint(self.batches(epoch))
         return None if self._sampler is None else fingerprint(self._sampler.of_epoch(epoch).tolist())
+
+
+def _indices(batch: Any) -> list[int]:
+    try:
+        if not isinstance(batch, (str, bytes)):
+            return [as_index(index) for index in batch]
+        error = None
+    except TypeError as refused:  # a fraction is not cut off
+        error = refused
+    raise ConfigError(f"`batch_sampler` must give lists of dataset indices, but gives {batch!r:.200}") from error
 
 
 class UpdateMark(NamedTuple):

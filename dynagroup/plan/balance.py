@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.checks import check_int
+from dynagroup.checks import check_flag, check_int, check_number
 from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.plan.position import MOST_RANKS
 
 __all__ = ["balanced_partitions"]
 
@@ -45,12 +46,13 @@ def balanced_partitions(
     >>> balanced_partitions([5, 1, 1, 1], 2, equal_size=True)
     [[0, 3], [1, 2]]
     """
-    num_parts = check_int("num_parts", num_parts)
+    num_parts = check_int("num_parts", num_parts, most=MOST_RANKS)
+    equal_size = check_flag("equal_size", equal_size)
     cost = _numbers("costs", costs)
     size = cost if sizes is None else _numbers("sizes", sizes)
     if len(size) != len(cost):
         raise ConfigError(f"`sizes` must be as many as `costs` ({len(cost)}), but are {len(size)}")
-    most = np.inf if limit is None else float(limit)
+    most = np.inf if limit is None else check_number("limit", limit, or_zero=True, finite=False)
     parts = _least_loaded(cost, size, num_parts, most, equal_size) or _fullest(cost, size, num_parts, most, equal_size)
     if parts is None:
         raise BudgetError(
@@ -62,7 +64,10 @@ def balanced_partitions(
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:
-    array = np.asarray(values, np.float64)
+    try:
+        array = np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        array = np.empty((0, 0))
     if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
         raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item")
     return array

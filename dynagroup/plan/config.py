@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynagroup.checks import check_choice, check_int
+from dynagroup.checks import check_choice, check_flag, check_function, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
 from dynagroup.plan.oversize import Oversize, check_oversize
@@ -40,6 +40,7 @@ class PlanConfig:
     """Where halving cannot fill the last row: "repeat" the smallest samples, or "drop" the row's samples."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shuffle", check_flag("shuffle", self.shuffle))
         for name in ("window", "samples_per_update"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_int(name, getattr(self, name), where=" (or None)"))
@@ -53,5 +54,5 @@ class PlanConfig:
         check_choice("uneven", self.uneven, ("repeat", "drop"))
         check_choice("objective", self.objective, OBJECTIVES)
         object.__setattr__(self, "work", check_work(self.work))
-        if self.round_batch is not None and not callable(self.round_batch):
-            raise ConfigError(f"`round_batch` must be a function from int to int, but is {self.round_batch!r}")
+        if self.round_batch is not None:
+            check_function("round_batch", self.round_batch, "from int to int")

@@ -72,6 +72,7 @@ class ShapeLadder(Budget):
 
     def shape_for(self, longest: int) -> tuple[int, int]:
         """The (samples, tokens) to pad a batch to whose longest sample has so many tokens."""
+        longest = check_int("longest", longest, least=0)
         place = int(np.searchsorted(self._rungs, longest))
         if place == len(self._rungs):
             raise ConfigError(f"a sample of {longest} tokens is longer than the highest rung, {self._rungs[-1]}")

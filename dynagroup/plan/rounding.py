@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from dynagroup.checks import LARGEST, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import IntArray
 
@@ -21,9 +22,7 @@ def multiple_of(number: int) -> RoundBatch:
     >>> [multiple_of(8)(n) for n in (5, 8, 23)]
     [5, 8, 16]
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigError(f"`number` of multiple_of must be an int of at least 1, but is {number!r}")
-    return _MultipleOf(number)
+    return _MultipleOf(check_int("number", number))
 
 
 class _MultipleOf:
@@ -43,6 +42,7 @@ def friendly_size(size: int) -> int:
     >>> [friendly_size(n) for n in (1, 5, 7, 11, 100)]
     [1, 4, 6, 8, 96]
     """
+    size = check_int("size", size)
     power = 1 << (size.bit_length() - 1)
     return power + power // 2 if power > 1 and size >= power + power // 2 else power
 
@@ -68,4 +68,4 @@ def _rounded(size: int, round_batch: RoundBatch) -> int:
     rounded = round_batch(size)
     if isinstance(rounded, bool) or not isinstance(rounded, (int, np.integer)) or rounded < 1:
         raise ConfigError(f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {size}")
-    return int(rounded)
+    return min(int(rounded), LARGEST)

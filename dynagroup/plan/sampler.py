@@ -26,7 +26,7 @@ from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.rows import Uneven
 from dynagroup.plan.saving import checked_states, sampler_state
 from dynagroup.plan.source import OrderSource, check_alike
-from dynagroup.plan.work import Work
+from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import IntArray
 from dynagroup.world import rank_and_size
 
@@ -112,7 +112,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             seed=seed,
             hardest_first=hardest_first,
             round_batch=round_batch,
-            work=work or Work(),
+            work=check_work(work),
             objective=objective,
             samples_per_update=samples_per_update,
             oversize=oversize,
@@ -305,7 +305,9 @@ def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None,
             raise ConfigError(f"`rank` ({rank}) needs `world_size` beside it")
         return None, None
     world_size = check_int("world_size", world_size, most=MOST_RANKS)
-    if rank is not None and not (isinstance(rank, (int, np.integer)) and 0 <= rank < world_size):
+    if rank is not None and not (
+        isinstance(rank, (int, np.integer)) and not isinstance(rank, bool) and 0 <= rank < world_size
+    ):
         raise ConfigError(f"`rank` must be from 0 to `world_size` - 1 ({world_size - 1}), but is {rank!r}")
     return None if rank is None else int(rank), world_size
 

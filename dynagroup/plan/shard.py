@@ -14,6 +14,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.oversize import Oversize, check_oversize, oversize_mask, refuse_oversize, warn_of_oversize
+from dynagroup.plan.position import MOST_RANKS
 from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import IntArray, Streams
@@ -57,7 +58,8 @@ def shard_micro_batches(
     >>> sorted(position for rank in shards for batch in rank for position in batch)
     [0, 1, 2, 3, 4, 5]
     """
-    num_ranks, multiple_of = check_int("num_ranks", num_ranks), check_int("multiple_of", multiple_of)
+    num_ranks = check_int("num_ranks", num_ranks, most=MOST_RANKS)
+    multiple_of = check_int("multiple_of", multiple_of, most=MOST_RANKS)
     work = check_work(work)
     check_oversize(oversize)
     streams = as_streams(lengths)

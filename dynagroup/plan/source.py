@@ -84,7 +84,10 @@ class OrderSource:
         return zlib.crc32(self.of_epoch(epoch).data)
 
     def _checked(self, indices: list[int]) -> IntArray:
-        array = np.asarray(indices)
+        try:
+            array = np.asarray(indices)
+        except ValueError:  # ragged
+            array = np.asarray(indices, object)
         if len(array) and not np.issubdtype(array.dtype, np.integer):
             raise ConfigError(f"`order` must give integer indices, but gives {array.dtype}")
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))

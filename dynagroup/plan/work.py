@@ -44,10 +44,8 @@ class Work:
     crossover: float = 12_288.0
 
     def __post_init__(self) -> None:
-        if self.per_step != 0:
-            check_number("per_step", self.per_step)
-        if self.crossover != math.inf:
-            check_number("crossover", self.crossover)
+        check_number("per_step", self.per_step, or_zero=True)
+        check_number("crossover", self.crossover, finite=False)
 
     @classmethod
     def of(cls, model_or_config: Any) -> Work:
@@ -94,7 +92,10 @@ class Work:
         >>> round(fitted.per_step), round(fitted.crossover)
         (500, 4000)
         """
-        table = np.asarray([tuple(row) for row in rows], np.float64).reshape(-1, 3)
+        try:
+            table = np.asarray([tuple(row) for row in rows], np.float64).reshape(-1, 3)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"`rows` must be (samples, longest, seconds) each, but are {rows!r:.200}") from error
         if len(np.unique(table[:, :2], axis=0)) < 3 or not (np.isfinite(table).all() and (table > 0).all()):
             raise ConfigError(
                 "Work.fit needs rows (samples, longest, seconds), all greater than 0, of at least three different shapes, "

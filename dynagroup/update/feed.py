@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from dynagroup.checks import check_function
 from dynagroup.errors import ConfigError
 from dynagroup.update.plans import PlannedUpdate
 
@@ -102,6 +103,8 @@ class PlannedFeed:
             raise ConfigError(f"{taken} are decided by PlannedDataLoader: pass `budget`, `sampler` and `seed` instead")
         if kwargs.get("in_order") is False:
             raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
+        if kwargs.get("collate_fn") is not None:
+            check_function("collate_fn", kwargs["collate_fn"], "from samples to a batch")
         self._requests = _Requests(seed)
         # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
         self._generator = torch.Generator()

@@ -16,7 +16,7 @@ from dynagroup.checks import check_int
 from dynagroup.errors import ConfigError
 from dynagroup.update.clock import StepClock
 from dynagroup.update.saving import Saved
-from dynagroup.update.sizes import Cursor, Walk, first_cursor
+from dynagroup.update.sizes import MOST_EPOCHS, Cursor, Walk, first_cursor
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
 from dynagroup.world import World, current_world, rank_and_size
@@ -42,6 +42,8 @@ class StepLoader(Saved, Generic[B]):
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
+        if world is not None and not all(hasattr(world, name) for name in ("rank", "size", "all_max", "all_sum")):
+            raise ConfigError(f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}")
         self.stats = LoaderStats()
         self._world = world
         self._epoch = 0
@@ -131,7 +133,7 @@ class StepLoader(Saved, Generic[B]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. The one that stands chosen again changes nothing, a loaded place included."""
-        self._next = check_int("epoch", epoch, least=0)
+        self._next = check_int("epoch", epoch, least=0, most=MOST_EPOCHS)
         if self._live is None and self._next != self._epoch:
             self._forget()
             self._epoch = self._next
@@ -195,12 +197,14 @@ class StepLoader(Saved, Generic[B]):
 
     def num_updates_in(self, epoch: int) -> int:
         """Updates of any epoch, like :attr:`num_updates`."""
-        return self._walk().num_updates(epoch)
+        return self._walk().num_updates(check_int("epoch", epoch, least=0, most=MOST_EPOCHS))
 
     def samples_after(self, updates: int) -> int:
         """Samples trained on, over all ranks, after so many updates since training began."""
+        updates = check_int("updates", updates, least=0)
         return first_cursor(self._walk(), lambda cursor: cursor.update >= updates).samples_seen
 
     def updates_until(self, samples: int) -> int:
         """Updates since training began after which at least so many samples were trained on."""
+        samples = check_int("samples", samples, least=0)
         return first_cursor(self._walk(), lambda cursor: cursor.samples_seen >= samples).update

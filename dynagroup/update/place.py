@@ -8,11 +8,9 @@ from typing import Any
 
 from dynagroup.checks import Check, a_mapping, a_number, an_int, either, nothing
 from dynagroup.plan.position import POSITION, Position
-from dynagroup.update.sizes import Cursor
+from dynagroup.update.sizes import MOST_EPOCHS, Cursor
 
-__all__ = ["MOST_EPOCHS", "PLACE", "Begun", "Place"]
-
-MOST_EPOCHS = 1_000_000
+__all__ = ["PLACE", "Begun", "Place"]
 
 
 @dataclass(frozen=True, slots=True)

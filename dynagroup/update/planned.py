@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from dynagroup.budget.base import Budget
-from dynagroup.checks import Check, a_list, an_int, check_int, either, nothing
+from dynagroup.checks import Check, a_list, an_int, check_flag, check_int, either, nothing
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
@@ -25,7 +25,7 @@ from dynagroup.update.place import PLACE, Place
 from dynagroup.update.plans import Updates
 from dynagroup.update.preserved import PreservedUpdates
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.update.sizes import Cursor, Walk
+from dynagroup.update.sizes import MOST_EPOCHS, Cursor, Walk
 from dynagroup.update.step import Step
 from dynagroup.update.weigh import Weigh, weigher
 from dynagroup.world import World
@@ -100,9 +100,11 @@ class PlannedDataLoader(StepLoader[B]):
         **dataloader_kwargs: Any,
     ) -> None:
         super().__init__(dataset, world=world)
+        shuffle, drop_last = check_flag("shuffle", shuffle), check_flag("drop_last", drop_last)
+        accumulation = check_int("accumulation", accumulation)
         self._weigh: Weigh = weigh
         weigher(weigh)  # refuses what it does not know
-        planner = _planner(dataset, lengths, budget, samples_per_update, shuffle, seed, plan or {})
+        planner = _planner(dataset, lengths, budget, samples_per_update, shuffle, seed, {} if plan is None else plan)
         if samples_per_update is None:
             _refuse_without_size(sampler, drop_last)
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
@@ -181,6 +183,8 @@ class PlannedDataLoader(StepLoader[B]):
     def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
         if not isinstance(self._plan, PreservedUpdates):
             raise StateError("only updates with samples_per_update continue a fixed-batch run: its samples are known")
+        epoch = check_int("epoch", epoch, least=0, most=MOST_EPOCHS)
+        samples_used, update = check_int("samples_used", samples_used, least=0), check_int("update", update, least=0)
         cursor = self._plan.sizes.at(epoch, samples_used)
         if cursor is None or cursor.update != update:
             raise StateError(
@@ -265,8 +269,10 @@ def _planner(
         raise ConfigError(
             f"`dataset` must have __getitem__ and __len__, but is a {type(dataset).__name__}; OnlineDataLoader takes streams"
         )
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"`plan` must be a mapping of settings, such as {{'window': 1024}}, but is {settings!r}")
     known = sorted({f.name for f in fields(PlanConfig)} - set(OURS))
-    unknown = sorted(set(settings) - set(known))
+    unknown = sorted(set(settings) - set(known), key=str)
     if unknown:
         raise ConfigError(f"`plan` knows the settings {known}, but has {unknown}")
     drawn = {"seed": check_int("seed", seed, least=0), **settings}

@@ -8,10 +8,12 @@ planned, on every rank alike; so it must depend on nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal, TypeAlias
 
+from dynagroup.checks import check_choice, check_int, check_number
 from dynagroup.errors import ConfigError
 
 __all__ = [
@@ -35,14 +37,11 @@ def checked_samples(value: Any, *, name: str = "samples_per_update", where: str 
     >>> checked_samples(16)
     16
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
-        raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}{where}")
-    return int(value)
-
-
-def _at_least(name: str, value: float, least: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-        raise ConfigError(f"`{name}` must be a number of at least {least}, but is {value!r}")
+    try:
+        whole = value if isinstance(value, bool) else index(value)  # also of a tensor or array of one integer
+    except TypeError:
+        whole = value
+    return check_int(name, whole, where=where)
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,12 @@ class doubling:  # noqa: N801
 
     def __post_init__(self) -> None:
         checked_samples(self.first, name="first")
+        if isinstance(self.milestones, (str, bytes)) or not isinstance(self.milestones, Iterable):
+            raise ConfigError(f"`milestones` must be growing update numbers from 1 on, but are {self.milestones!r}")
         object.__setattr__(self, "milestones", tuple(self.milestones))
-        if list(self.milestones) != sorted(set(self.milestones)) or any(m < 1 for m in self.milestones):
+        for number, milestone in enumerate(self.milestones):
+            checked_samples(milestone, name=f"milestones[{number}]")
+        if list(self.milestones) != sorted(set(self.milestones)):
             raise ConfigError(f"`milestones` must be growing update numbers from 1 on, but are {self.milestones!r}")
 
     def __call__(self, update: int, current: int | None) -> int:
@@ -144,8 +147,7 @@ class adabatch:  # noqa: N801
             raise ConfigError(f"`growth` must be at least 2, but is {self.growth!r}")
         if self.most is not None and checked_samples(self.most, name="most") < self.first:
             raise ConfigError(f"`most` must be at least `first` ({self.first}), but is {self.most}")
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"`decay` must be in (0, 1], but is {self.decay!r}")
+        check_number("decay", self.decay, most=1.0)
 
     def __call__(self, update: int, current: int | None) -> int:
         return self.first * self.growth ** min(update // self.interval, self._growths)
@@ -188,11 +190,8 @@ def scale_learning_rate(
         "base_samples_per_update": base_samples_per_update,
     }
     for name, value in numbers.items():
-        _at_least(name, value, 0)
-        if name != "learning_rate" and value == 0:
-            raise ConfigError(f"`{name}` must be greater than 0, but is {value!r}")
+        check_number(name, value, or_zero=name == "learning_rate")
+    check_choice("rule", rule, ("linear", "sqrt", "none"))
     ratio = samples_per_update / base_samples_per_update
     factors: Mapping[str, float] = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
-    if rule not in factors:
-        raise ConfigError(f"`rule` must be 'linear', 'sqrt' or 'none', but is {rule!r}")
     return learning_rate * factors[rule]

@@ -13,7 +13,10 @@ from dynagroup.errors import ConfigError
 from dynagroup.plan.position import Position
 from dynagroup.update.schedule import BatchSizeSchedule, checked_samples, constant
 
-__all__ = ["Cursor", "UpdateSizes", "Walk", "first_cursor"]
+__all__ = ["MOST_EPOCHS", "Cursor", "UpdateSizes", "Walk", "first_cursor"]
+
+MOST_EPOCHS = 1_000_000
+"""No run has more epochs; what needs more is a slip, or would be counted without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,10 @@ def first_cursor(walk: Walk, reached: Callable[[Cursor], bool]) -> Cursor:
                 "update is larger than an epoch and `drop_last` leaves it out"
             )
         epoch += 1
+        if epoch == MOST_EPOCHS:
+            raise ConfigError(
+                f"that many are not reached in {MOST_EPOCHS:,} epochs of {after.samples_seen // epoch} samples"
+            )
     cursor = walk.start(epoch)
     if not reached(cursor):
         cursor = next(after for after in walk.cursors(cursor) if reached(after))

@@ -123,9 +123,9 @@ def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float
     >>> weigher("samples")(None, 3)
     3.0
     """
-    if weigh == "tokens":
+    if isinstance(weigh, str) and weigh == "tokens":
         return partial(_by_tokens, shifted=shifted)
-    if weigh == "samples":
+    if isinstance(weigh, str) and weigh == "samples":
         return _by_samples
     if callable(weigh):
         return partial(_by_function, weigh)
@@ -141,9 +141,13 @@ def _by_samples(batch: Any, num_samples: int) -> float:
 
 
 def _by_function(function: Callable[[Any], float], batch: Any, num_samples: int) -> float:
-    weight = float(function(batch))
+    given = function(batch)
+    try:
+        weight = math.nan if isinstance(given, (str, bytes)) else float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # none, or more than one number
+        weight = math.nan
     if not 0 <= weight <= MOST:
-        raise ConfigError(f"`weigh` must give a weight from 0 to {MOST:g}, but gives {weight!r}")
+        raise ConfigError(f"`weigh` must give a weight from 0 to {MOST:g}, but gives {given!r}")
     return weight
 
 

@@ -164,7 +164,6 @@ def test_a_budget_of_the_users_own_answers_for_every_shape(answer):
         assert_budget_law(Mine(), {"tokens": lengths})
 
 
-<<<<<<< HEAD
 def test_a_budget_of_the_users_own_that_asks_arrays_by_if_is_told_what_to_write():
     class Short(Budget):
         def fits(self, shape, /):
@@ -219,7 +218,8 @@ def test_what_a_budget_of_the_users_own_says_is_largest_has_one_number_a_length(
 
     with pytest.raises(ConfigError, match=r"Mine\.largest must answer for all lengths at once"):
         assert LengthAwareBatchSampler(np.array([3, 4]), Mine(99)).plan
-=======
+
+
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(1, 200), st.integers(1, 12)), min_size=2, max_size=3),
@@ -244,4 +244,3 @@ def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts
         widths = [lengths[i] for i in batch]
         made = len(batch) * -(-max(widths) // pad) * pad if layout == "padded" else -(-sum(widths) // pad) * pad
         assert made <= least or len(batch) == 1
->>>>>>> 7f3bc51 (Combined budgets count what the collate function pads to: each part holds for the multiple of all parts, not for its own alone)
