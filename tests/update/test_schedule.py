@@ -12,7 +12,7 @@ from dynagroup.update.schedule import adabatch, constant, doubling, linear_ramp,
         (lambda: doubling(8, milestones=(4, 4)), "`milestones` must be growing"),
         (lambda: adabatch(8, interval=10, growth=1), "`growth` must be at least 2"),
         (lambda: adabatch(8, interval=10, most=4), "`most` must be at least `first`"),
-        (lambda: adabatch(8, interval=10, decay=0), "`decay` must be in"),
+        (lambda: adabatch(8, interval=10, decay=0), "`decay` must be"),
         (lambda: scale_learning_rate(1, samples_per_update=0, base_samples_per_update=1), "must be greater than 0"),
         (
             lambda: scale_learning_rate(1, samples_per_update=1, base_samples_per_update=1, rule="cubic"),
