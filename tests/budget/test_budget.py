@@ -103,7 +103,7 @@ def test_a_law_breaking_budget_is_caught() -> None:
         (lambda: TokenBudget(True), "`max_tokens` must be a positive int, but is True"),
         (lambda: TokenBudget(8, max_samples=-1), "`max_samples` must be greater than 0"),
         (lambda: TokenBudget(8, pad_to_multiple_of=0), "`pad_to_multiple_of` must be greater than 0"),
-        (lambda: TokenBudget(8, layout="ragged"), "`layout` must be 'padded' or 'packed', but is 'ragged'"),  # type: ignore[arg-type]
+        (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
         (lambda: TokenBudget.from_sequence_length(0, 4), "`sequence_length`"),
         (lambda: AdditiveCap("", 4), "`stream` must be the name of a length stream"),
         (lambda: AdditiveCap("patches", float("inf")), "`limit` must be a positive int"),  # type: ignore[arg-type]
