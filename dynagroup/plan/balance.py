@@ -53,12 +53,14 @@ def balanced_partitions(
     if len(size) != len(cost):
         raise ConfigError(f"`sizes` must be as many as `costs` ({len(cost)}), but are {len(size)}")
     most = np.inf if limit is None else check_number("limit", limit, or_zero=True, finite=False)
-    parts = _least_loaded(cost, size, num_parts, most, equal_size) or _fullest(cost, size, num_parts, most, equal_size)
+    ways = (_least_loaded, _fullest, _first_fit)
+    parts = next(filter(None, (way(cost, size, num_parts, most, equal_size) for way in ways)), None)
     if parts is None:
         raise BudgetError(
             f"{len(cost)} items of size {size.sum():g}, the largest {size.max(initial=0):g}, were not brought into {num_parts} "
             f"parts of at most {most:g} each; allow more parts or a higher limit"
         )
+    _fill_empty(parts)
     _exchange(parts, cost, size, most)
     return [sorted(part) for part in parts]
 
@@ -123,6 +125,31 @@ def _fullest(
         left[part] -= size[item]
         room[part] -= 1
     return parts
+
+
+def _first_fit(
+    cost: NDArray[np.float64], size: NDArray[np.float64], num_parts: int, most: float, equal_size: bool
+) -> list[list[int]] | None:
+    """In the given order, each to the first part that has room: how others count the parts that they then ask for."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    room, left = np.asarray(_room_for(len(cost), num_parts, equal_size)), np.full(num_parts, most)
+    for item, held in enumerate(size.tolist()):
+        fitting = np.flatnonzero((left >= held) & (room > 0))
+        if not len(fitting):
+            return None
+        part = int(fitting[0])
+        parts[part].append(item)
+        left[part] -= held
+        room[part] -= 1
+    return parts
+
+
+def _fill_empty(parts: list[list[int]]) -> None:
+    """Give empty parts an item of the part that holds the most items, while one holds two."""
+    for part in parts:
+        fullest = max(parts, key=len)
+        if not part and len(fullest) > 1:
+            part.append(fullest.pop())
 
 
 def _exchange(parts: list[list[int]], cost: NDArray[np.float64], size: NDArray[np.float64], most: float) -> None:

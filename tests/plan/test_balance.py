@@ -39,6 +39,17 @@ def test_no_part_is_larger_than_the_limit(costs: list[int], num_parts: int, limi
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
 
 
+def test_as_few_parts_as_first_fit_needs_are_enough() -> None:
+    sizes = [10, 2, 2, 3, 5, 3, 3]  # first fit: 10 + 2 + 2 and 3 + 5 + 3 + 3; neither by cost nor by size do they fit
+    parts = balanced_partitions(sizes, 2, limit=14)
+    assert [sum(sizes[i] for i in part) for part in parts] == [14, 14]
+
+
+def test_no_part_is_empty_where_there_are_items_enough() -> None:
+    sizes = [20, 37, 36, 22, 34, 16, 21, 14, 28, 40, 15, 32, 20, 17, 36, 39, 33, 29, 13, 32, 39, 32, 28, 13, 25, 32, 29]
+    assert all(balanced_partitions(sizes, 13, limit=64)), "best fit leaves one of the thirteen over"
+
+
 def test_a_thousand_items_are_divided_almost_exactly() -> None:
     costs = np.random.default_rng(0).lognormal(5, 1, 1000)
     for equal in (False, True):

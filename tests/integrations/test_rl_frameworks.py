@@ -1,0 +1,187 @@
+"""verl's, OpenRLHF's and ms-swift's own code beside ours. Needs an environment of its own: scripts/test_rl_frameworks.sh."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynagroup import TokenBudget, Work, balanced_partitions, shard_micro_batches
+from tests.integrations import toys
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+REASON = "it has an environment of its own: bash scripts/test_rl_frameworks.sh"
+ROOT = Path(__file__).parents[2]
+RANKS, CAP = 8, 16_384
+
+
+def blocks(page: str) -> list[str]:
+    return [block for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.S | re.M)]
+
+
+def verl() -> Any:
+    pytest.importorskip("verl", reason=REASON)
+    return importlib.import_module("verl.utils.seqlen_balancing")
+
+
+def batch_of(lengths: np.ndarray) -> Any:
+    from tensordict import TensorDict  # pyright: ignore[reportMissingImports]
+
+    mask = (torch.arange(int(lengths.max()))[None] < torch.tensor(lengths)[:, None]).long()
+    return TensorDict({"input_ids": mask, "attention_mask": mask, "id": torch.arange(len(lengths))}, [len(lengths)])
+
+
+def as_verl_does(functions: Any, lengths: np.ndarray) -> list[list[list[int]]]:
+    """The driver's balance over ranks, then each rank's micro-batches, as many as the rank with the most needs."""
+    workload = functions.calculate_workload(torch.tensor(lengths)).tolist()
+    ranks = functions.get_seqlen_balanced_partitions(workload, RANKS, equal_size=True)
+    number = None
+    for _ in range(2):
+        found = [
+            functions.rearrange_micro_batches(batch_of(lengths[rank]), CAP, min_num_micro_batch=number)[1]
+            for rank in ranks
+        ]
+        number = max(map(len, found))
+    return [[[rank[i] for i in part] for part in parts] for rank, parts in zip(ranks, found, strict=True)]
+
+
+def wait(shards: list[list[list[int]]], lengths: np.ndarray) -> float:
+    """Work of each step's dearest rank over the mean, by verl's own formula."""
+    work = 24_576.0 * lengths + lengths.astype(float) ** 2
+    rows = np.array([[work[part].sum() for part in rank] for rank in shards])
+    return float(rows.max(axis=0).sum() / rows.mean(axis=0).sum())
+
+
+@pytest.mark.parametrize(("median", "spread", "theirs", "ours"), [(7, 1.0, 1.15, 1.07), (8, 0.7, 1.06, 1.02)])
+def test_ranks_wait_less_than_with_verls_two_functions(median: int, spread: float, theirs: float, ours: float) -> None:
+    functions, lengths = verl(), None
+    rng = np.random.default_rng(0)
+    for at, by in ((7, 1.0), (8, 0.7)):
+        drawn = np.clip(rng.lognormal(at, by, 256), 16, 16_000).astype(int)
+        lengths = drawn if (at, by) == (median, spread) else lengths
+    assert lengths is not None
+    budget = TokenBudget(CAP, layout="packed")
+    shards = shard_micro_batches(lengths, RANKS, budget, work=Work(crossover=24_576))
+    fixed = as_verl_does(functions, lengths)
+    for found in (shards, fixed):
+        assert sorted(i for rank in found for part in rank for i in part) == list(range(256))
+        assert len({len(rank) for rank in found}) == 1
+        assert all(lengths[part].sum() <= CAP for rank in found for part in rank)
+    assert len(shards[0]) <= len(fixed[0])
+    assert (round(wait(fixed, lengths), 2), round(wait(shards, lengths), 2)) == (theirs, ours)
+
+
+def test_verl_restores_the_order_of_our_micro_batches() -> None:
+    functions = verl()
+    lengths = np.random.default_rng(1).integers(1, 2000, 40)
+    [parts] = shard_micro_batches(lengths, 1, TokenBudget(4096, layout="packed"))
+    shuffled = torch.cat([torch.tensor(lengths)[part] for part in parts])
+    assert functions.restore_dynamic_batch(shuffled, parts).tolist() == lengths.tolist()
+
+
+def test_verls_settings_are_still_called_so() -> None:
+    config = Path(verl().__file__).parents[1] / "trainer" / "config" / "actor" / "actor.yaml"
+    said = config.read_text(encoding="utf-8")
+    assert re.search(r"^use_dynamic_bsz:", said, re.M)
+    assert re.search(r"^ppo_max_token_len_per_gpu:", said, re.M)
+
+
+def openrlhf() -> Any:
+    pytest.importorskip("openrlhf", reason=REASON)
+    return importlib.import_module("openrlhf.trainer.ppo_utils.replay_buffer")
+
+
+def test_openrlhf_passes_its_cap_and_ours_does_not() -> None:
+    theirs, lengths, cap = openrlhf(), [3, 3, 2, 2, 2], 6
+    number = theirs.get_minimum_num_micro_batch_size(lengths, cap, 1, 1)
+    sums = [sum(lengths[i] for i in part) for part in theirs.get_seqlen_balanced_partitions(lengths, number, False)]
+    assert sorted(sums) == [5, 7], "as the page says"
+    assert [sum(lengths[i] for i in part) for part in balanced_partitions(lengths, number, limit=cap)] == [6, 6]
+
+
+def test_as_few_micro_batches_as_openrlhf_counts_are_enough() -> None:
+    theirs, rng, passed = openrlhf(), np.random.default_rng(0), 0
+    for _ in range(300):
+        lengths = rng.integers(1, 41, int(rng.integers(8, 48))).tolist()
+        cap = int(max(*lengths, rng.integers(40, 100)))
+        number = theirs.get_minimum_num_micro_batch_size(lengths, cap, 1, 1)
+        parts = balanced_partitions(lengths, number, limit=cap)
+        assert all(parts)
+        assert max(sum(lengths[i] for i in part) for part in parts) <= cap
+        others = theirs.get_seqlen_balanced_partitions(lengths, number, False)
+        passed += max(sum(lengths[i] for i in part) for part in others) > cap
+    assert passed > 0
+
+
+def test_the_line_for_openrlhf_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = openrlhf()
+    monkeypatch.setattr(theirs, "get_seqlen_balanced_partitions", theirs.get_seqlen_balanced_partitions)
+    page = (ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
+    [line] = [block for block in blocks(page) if "from openrlhf" in block]
+    exec(compile(line, "packing.md", "exec"), {})
+    assert sorted(theirs.get_seqlen_balanced_partitions([9000, 9000, 5000], 2, equal_size=False)) == [[0, 2], [1]]
+
+
+SWIFT = """
+import sys
+from swift.arguments import SftArguments
+from swift.pipelines import sft_main
+sft_main(SftArguments(
+    model="model", model_type="llama", template="dummy", dataset=["data.jsonl"], output_dir=sys.argv[1], num_train_epochs=2,
+    per_device_train_batch_size=4, gradient_accumulation_steps=2, torch_dtype="float32", tuner_type="full",
+    external_plugins=sys.argv[2:], save_strategy="no", logging_steps=1, split_dataset_ratio=0.0, report_to=[], check_model=False,
+    learning_rate=1e-3, gradient_checkpointing=False, add_version=False))
+"""
+
+
+def write_swift_job(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(4, toys.VOCAB)} | {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=raw, **special).save_pretrained(folder / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=toys.VOCAB, pad_token_id=0, **sizes)).save_pretrained(folder / "model")
+    rng = random.Random(0)
+    with open(folder / "data.jsonl", "w") as file:
+        for _ in range(45):
+            answer = " ".join(f"w{rng.randrange(4, toys.VOCAB)}" for _ in range(rng.randint(2, 40)))
+            said = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": said}) + "\n")
+    (folder / "job.py").write_text(SWIFT)
+
+
+def logged(folder: Path, name: str, *plugins: str) -> list[dict[str, Any]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "job.py", name, *plugins]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    [log] = (folder / name).glob("**/logging.jsonl")
+    return [row for row in map(json.loads, log.read_text().splitlines()) if "grad_norm" in row]
+
+
+def test_swift_trains_the_same_with_the_plugin_of_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("swift.trainers", reason=REASON)
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    [plugin] = [block for block in blocks(page) if "TrainerFactory" in block]
+    write_swift_job(tmp_path)
+    (tmp_path / "fit.py").write_text(plugin.replace("16384", "128"))
+    fixed, fitting = logged(tmp_path, "fixed"), logged(tmp_path, "fitting", "fit.py")
+    assert len(fixed) == len(fitting) == 12
+    assert [row["largest_batch"] > row["smallest_batch"] for row in fitting].count(True) > 6, "batches vary in size"
+    for one, other in zip(fixed, fitting, strict=True):
+        assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=2e-3)
+        assert float(one["grad_norm"]) == pytest.approx(float(other["grad_norm"]), rel=2e-3)
