@@ -119,3 +119,43 @@ def test_packed_batches_are_not_timed():
     for _ in loader:
         pass
     assert loader.stats.times.num_updates == 0
+
+
+class Slow:
+    """A dataset, and a world of two ranks that do the same, that take time on a clock of their own."""
+
+    rank, size = 0, 2
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, index):
+        self.clock.now += 1.0
+        return DATA[index]
+
+    def all_max(self, values, /):
+        self.clock.now += 100.0
+        return [int(value) for value in values]
+
+    def all_sum(self, values, /):
+        self.clock.now += 10.0
+        return [2.0 * value for value in values]
+
+
+def test_stats_tell_apart_the_seconds_spent_on_samples_and_on_exchanges(monkeypatch):
+    slow = Slow(Clock(monkeypatch))
+    options = {"samples_per_update": 500, "weigh": len, "collate_fn": list}
+    loader = PlannedDataLoader(slow, LENGTHS, TokenBudget(2000), world=slow, **options)
+    used = sum(step.samples.local for step in loader)
+    assert 0 < used < len(DATA)
+    assert loader.stats.wait_s == used
+    assert loader.stats.exchange_s == 10.0 * 3  # an exchange an update
+    assert loader.stats.exchanges == 3
+
+    alone = OnlineDataLoader(slow, TokenBudget(2000), samples_per_update=500, weigh="samples", collate_fn=list)
+    assert sum(step.samples.local for step in alone) == len(DATA)
+    assert alone.stats.wait_s == len(DATA)
+    assert alone.stats.exchange_s == 0.0
