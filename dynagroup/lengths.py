@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import islice
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,7 +15,7 @@ from dynagroup.checks import check_function
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
 
-__all__ = ["as_streams", "measure_lengths", "named_tokenizer", "with_tokens"]
+__all__ = ["as_streams", "as_texts", "measure_lengths", "named_tokenizer", "with_tokens"]
 
 LONGEST = int(np.iinfo(np.int32).max)
 TEXTS_PER_CALL = (
@@ -199,6 +199,30 @@ def measure_lengths(
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
 
 
+def as_texts(texts: Any) -> Sequence[Any]:
+    """Texts that an index finds by position. Labels, as a Series of pandas has them, would find others.
+
+    Raises:
+        ConfigError: it is one text, a table, or has no length; says what to give instead.
+
+    >>> as_texts({"a": 1, "b": 2}.keys())
+    ['a', 'b']
+    """
+    if isinstance(texts, (str, bytes)):
+        raise ConfigError(f"`texts` must be a sequence of texts, but is one {type(texts).__name__}; put it into a list")
+    if _is_hf_dataset(texts) or isinstance(texts, Mapping) or hasattr(texts, "columns"):
+        raise ConfigError(
+            f"`texts` must be a sequence of texts, but is a whole {type(texts).__name__}; give one column of it, e.g. "
+            "texts['text']"
+        )
+    if not isinstance(texts, Sized):
+        raise ConfigError(
+            f"`texts` must have a length, but is {type(texts).__name__}; give list(texts), or for a stream OnlineDataLoader"
+        )
+    by_position = hasattr(texts, "__getitem__") and not hasattr(texts, "iloc")
+    return cast("Sequence[Any]", texts) if by_position else list(cast("Iterable[Any]", texts))
+
+
 def named_tokenizer(name: str) -> Any:
     """The transformers tokenizer of that name or folder.
 
@@ -254,7 +278,11 @@ def _chunks(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
 def _check_texts(texts: Sequence[Any], first: int) -> None:
     for index, text in enumerate(texts, first):
         if not isinstance(text, str):
-            raise ConfigError(f"text {index} must be a string, but is {text!r}; correct or filter out that sample")
+            chat = isinstance(text, list) and len(text) > 0 and isinstance(text[0], Mapping)
+            way_out = "tokenizer.apply_chat_template(messages, tokenize=False, ...) makes one of a chat" if chat else ""
+            raise ConfigError(
+                f"text {index} must be a string, but is {text!r}; {way_out or 'correct or filter out that sample'}"
+            )
 
 
 def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import LONGEST, measure_lengths
+from dynagroup.lengths import LONGEST, as_texts, measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def text_dataloader(
     sampler_options, loader_options = _sort_options(options)
     if getattr(tokenizer, "pad_token_id", None) is None:
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
+    texts = as_texts(texts)
     if lengths is None:
         lengths = measure_lengths(texts, tokenizer, max_length=max_length)
     sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)  # type: ignore[arg-type]

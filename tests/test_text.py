@@ -133,3 +133,16 @@ def test_the_limit_of_a_tokenizer_that_knows_none_is_no_limit(tokenizer):
     assert tokenizer.model_max_length > 10**20
     (batch,) = text_dataloader(texts, tokenizer, TokenBudget(32), max_length=tokenizer.model_max_length)
     assert batch["input_ids"].shape == (2, 9)
+
+
+def test_texts_of_a_series_are_taken_by_position(tokenizer):
+    pandas = pytest.importorskip("pandas")
+    texts = numbered([3, 1, 4, 1, 5])
+    loader = text_dataloader(pandas.Series(texts)[::-1], tokenizer, TokenBudget(10))
+    assert sorted(text for batch in loader for text in seen(batch)) == sorted(texts)
+    assert all(batch["input_ids"].numel() <= 10 for batch in loader)
+
+
+def test_a_whole_dataset_is_no_texts(tokenizer):
+    with pytest.raises(ConfigError, match="is a whole Dataset; give one column"):
+        text_dataloader(Dataset.from_dict({"text": ["1"]}), tokenizer, 10)  # pyright: ignore[reportArgumentType]

@@ -48,7 +48,7 @@ class Books(_Base):
         return self._fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        loader = dataloader.loader if isinstance(dataloader, UpdateItems) else None
+        loader = _loader_in(dataloader)
         if loader is not None:
             self._begin_training(loader)
         if loader is None or loader.num_samples is None or not _is_sized(dataloader):
@@ -181,6 +181,10 @@ class Books(_Base):
                 logs["train_coverage"] = loader.cursor.samples_used / max(loader.num_samples, 1)
             self._stats_to_log, self._since_log = None, now
         super().log(logs, *args, **kwargs)
+
+
+def _loader_in(items: Any) -> StepLoader[Any] | None:
+    return items.loader if isinstance(items, UpdateItems) else None
 
 
 def _is_sized(loader: Any) -> bool:

@@ -16,6 +16,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
+from dynagroup.lengths import LONGEST, as_texts
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
@@ -50,6 +51,8 @@ class Common:
     def __post_init__(self) -> None:
         if self.budget is None:
             check_int("batch_size", self.batch_size)
+        if isinstance(self.max_length, int) and self.max_length > LONGEST:  # as tokenizers say that they know no limit
+            object.__setattr__(self, "max_length", None)
         if self.max_length is not None:
             check_int("max_length", self.max_length)
 
@@ -85,6 +88,7 @@ def generation(
     kwargs: dict[str, Any],
 ) -> Job:
     """The job of generating for every text."""
+    texts = as_texts(texts)
     check_options(model, kwargs)
     known = learned if learned is not None else LearningBudget()
     new = max_new_tokens if max_new_tokens is not None else generation_option("max_new_tokens", model, kwargs)
@@ -93,6 +97,8 @@ def generation(
     copies = max(generation_option("num_beams", model, kwargs) or 1, each)
     causal = not model.config.is_encoder_decoder
     options = _with_new_tokens(kwargs, new)
+    if generation_option("stop_strings", model, kwargs):
+        options = {**options, "tokenizer": tokenizer}
 
     def process(batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
         done = generate_with_oom_retry(model, batch, learned=known, indices=indices, **options)
@@ -165,6 +171,7 @@ def _forward(
     model: Any, tokenizer: Any, texts: Sequence[str], common: Common, outputs: Any, settings: dict[str, Any]
 ) -> Job:
     """A forward pass without gradients; one row of its output a text."""
+    texts = as_texts(texts)
     learned = LearningBudget()
     max_length = common.max_length or longest_input(model, tokenizer)
     run = Pass(

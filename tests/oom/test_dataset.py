@@ -10,12 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 import transformers  # noqa: F401
 
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.demo.corpus import train_tokenizer
 from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.oom import (
     LearningBudget,
@@ -223,6 +225,56 @@ def test_a_sample_that_does_not_fit_is_named_as_the_dataset_has_it(model: Any, t
     with pytest.raises(BudgetError, match=f"sample {longest[0]} does not fit even alone .*13"):
         generate_dataset(model, tokenizer, TEXTS, max_new_tokens=4, **SMALL)
     remove()
+
+
+def test_texts_of_a_series_are_taken_by_position(model: Any, tokenizer: Any, expected: list[str]) -> None:
+    """Rows that were shuffled or filtered keep their labels: those name other texts, or none."""
+    pandas = pytest.importorskip("pandas")
+    for series in (pandas.Series(TEXTS)[::-1], pandas.Series(TEXTS)[5:]):
+        wanted = [expected[label] for label in series.index]
+        assert generate_dataset(model, tokenizer, series, max_new_tokens=4, **SMALL) == wanted
+    keys = dict.fromkeys(TEXTS[:6]).keys()
+    assert generate_dataset(model, tokenizer, keys, max_new_tokens=4, **SMALL) == [
+        expected[TEXTS.index(t)] for t in keys
+    ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("one text", "`texts` must be a sequence of texts, but is one str; put it into a list"),
+        ({"text": TEXTS}, r"is a whole dict; give one column of it"),
+        (
+            datasets.Dataset.from_dict({"text": TEXTS}),
+            r"is a whole Dataset; give one column of it, e.g. texts\['text'\]",
+        ),
+        ((text for text in TEXTS), r"must have a length, but is generator; give list\(texts\)"),
+        ([[{"role": "user", "content": "w1"}]], "text 0 must be a string, .*apply_chat_template"),
+        (["w1", None], "text 1 must be a string, but is None; correct or filter out that sample"),
+    ],
+)
+def test_what_are_no_texts(texts: Any, message: str, model: Any, tokenizer: Any) -> None:
+    for job_of in (generate_dataset, embed_dataset, classify_dataset):
+        with pytest.raises(ConfigError, match=message):
+            job_of(model, tokenizer, texts, **SMALL)
+
+
+def test_generation_stops_at_strings_without_being_given_the_tokenizer_twice() -> None:
+    texts = ["a word or two", "two", "or a word"]
+    tokenizer = train_tokenizer(texts, vocabulary=270)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(models.llama(vocab=len(tokenizer), layers=1, pad_token_id=0, eos_token_id=1))
+    whole = generate_dataset(model, tokenizer, texts, max_new_tokens=8, **SMALL)
+    at, stop = next((i, letter) for i, text in enumerate(whole) for letter in text[:-1] if letter.isalnum())
+    cut = generate_dataset(model, tokenizer, texts, max_new_tokens=8, stop_strings=[stop], **SMALL)
+    assert cut[at] == whole[at][: whole[at].index(stop) + 1]
+
+
+def test_a_tokenizer_without_a_limit_may_say_so(model: Any, tokenizer: Any, expected: list[str]) -> None:
+    limit = tokenizer.model_max_length
+    assert limit > 2**62
+    assert generate_dataset(model, tokenizer, TEXTS, max_new_tokens=4, max_length=limit, **SMALL) == expected
+    assert len(embed_dataset(model, tokenizer, TEXTS[:3], max_length=limit, **SMALL)) == 3
 
 
 def test_a_generation_config_counts_like_arguments(model: Any, tokenizer: Any) -> None:
