@@ -135,9 +135,11 @@ class PreservedUpdates(Updates):
     def check(self, state: Mapping[str, Any], place: Place) -> None:
         sizes = UpdateSizes(self._schedule, self._num_ordered, drop_last=self.sizes.drop_last)
         sizes.restore(state["changes"])
-        cursor = sizes.at(place.cursor.epoch, place.cursor.samples_used)
-        over = next(sizes.spans(place.cursor), None) is None
-        if cursor != place.cursor or state["past"] or (place.begun is not None and over):
+        if (
+            not sizes.comes_by(place.cursor)
+            or state["past"]
+            or (place.begun is not None and next(sizes.spans(place.cursor), None) is None)
+        ):
             raise StateError(f"the state is damaged: no run of these updates comes by {place.cursor}")
         begun = place.begun
         if begun is not None and (

@@ -2,7 +2,8 @@
 
 A schedule is any function ``(update, current) -> samples per update``: ``update`` counts from 0 over the whole run and
 ``current`` is the size of the update before (None at update 0). It is asked once for every update, when that update is
-planned, on every rank alike; so it must depend on nothing else.
+planned, on every rank alike; so it must depend on nothing else. One with an attribute ``settled`` gives the same number from
+that update on: epochs behind it are counted at once.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class constant:  # noqa: N801
     def __post_init__(self) -> None:
         checked_samples(self.samples, name="samples")
 
+    @property
+    def settled(self) -> int:
+        """The update from which sizes stay the same."""
+        return 0
+
     def __call__(self, update: int, current: int | None) -> int:
         return self.samples
 
@@ -80,6 +86,11 @@ class linear_ramp:  # noqa: N801
     def __post_init__(self) -> None:
         for name in ("first", "last", "num_updates", "multiple_of"):
             checked_samples(getattr(self, name), name=name)
+
+    @property
+    def settled(self) -> int:
+        """The update from which sizes stay the same."""
+        return self.num_updates
 
     def __call__(self, update: int, current: int | None) -> int:
         done = min(update, self.num_updates)
@@ -107,6 +118,11 @@ class doubling:  # noqa: N801
             checked_samples(milestone, name=f"milestones[{number}]")
         if list(self.milestones) != sorted(set(self.milestones)):
             raise ConfigError(f"`milestones` must be growing update numbers from 1 on, but are {self.milestones!r}")
+
+    @property
+    def settled(self) -> int:
+        """The update from which sizes stay the same."""
+        return max(self.milestones, default=0)
 
     def __call__(self, update: int, current: int | None) -> int:
         return self.first << sum(update >= milestone for milestone in self.milestones)
@@ -148,6 +164,11 @@ class adabatch:  # noqa: N801
         if self.most is not None and checked_samples(self.most, name="most") < self.first:
             raise ConfigError(f"`most` must be at least `first` ({self.first}), but is {self.most}")
         check_number("decay", self.decay, most=1.0)
+
+    @property
+    def settled(self) -> int:
+        """The update from which sizes stay the same."""
+        return self.interval * self._growths
 
     def __call__(self, update: int, current: int | None) -> int:
         return self.first * self.growth ** min(update // self.interval, self._growths)

@@ -5,6 +5,7 @@ Offline plans and online requests both walk it, so that a schedule means the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -85,7 +86,8 @@ class UpdateSizes:
     """The sizes of updates: a pure function of a schedule, of changes, and of how many samples an epoch draws.
 
     Args:
-        schedule: samples an update, or (update, current) -> samples.
+        schedule: samples an update, or (update, current) -> samples. What has an attribute ``settled`` gives the same number
+            from that update on.
         num_ordered: how many samples an epoch draws.
         drop_last: leave out an epoch's last update if it is smaller than asked.
 
@@ -169,20 +171,59 @@ class UpdateSizes:
             cursor = following
         return cursor if cursor.samples_used == samples_used else None
 
+    def comes_by(self, cursor: Cursor) -> bool:
+        """Whether a run comes by this place, between two updates. Asks the schedule for no more updates than it claims, and
+        for none where its samples are not those of its epochs."""
+        drawn = cursor.epoch * self.num_ordered() + cursor.samples_used
+        seen = cursor.update <= cursor.samples_seen <= drawn and (self.drop_last or cursor.samples_seen == drawn)
+        if not seen or self._walked_to(cursor.epoch, cursor.update) is None:
+            return False
+        return self.at(cursor.epoch, cursor.samples_used) == cursor
+
     def start(self, epoch: int) -> Cursor:
-        """The beginning of an epoch."""
-        if self.is_constant:
-            size, updates = self.samples_of(Cursor()), epoch * self.num_updates(0)
-            seen = updates * size if self.drop_last else epoch * self.num_ordered()
-            return Cursor(epoch=epoch, update=updates, samples_seen=seen, current=size if updates else None)
-        while len(self._starts) <= epoch:
-            end = self.end(len(self._starts) - 1)
+        """The beginning of an epoch. Epochs in which the size no longer changes are not walked but counted."""
+        found = self._walked_to(epoch)
+        assert found is not None
+        return found
+
+    def _walked_to(self, epoch: int, most_updates: float = math.inf) -> Cursor | None:
+        """The beginning of an epoch; None if it comes behind more updates than that."""
+        while len(self._starts) <= epoch and self._starts[-1].update <= most_updates:
+            start = self._starts[-1]
+            if self._is_settled(start):
+                return self._repeated(start, epoch)
+            end = self.end(start.epoch)
             self._starts.append(replace(end, epoch=len(self._starts), samples_used=0))
-        return self._starts[epoch]
+        found = self._starts[min(epoch, len(self._starts) - 1)]
+        return found if found.epoch == epoch and found.update <= most_updates else None
+
+    def _is_settled(self, start: Cursor) -> bool:
+        """Whether all updates from the beginning of an epoch on are asked to hold as many samples."""
+        if self.changes:
+            return self.changes[-1][:2] <= (start.epoch, start.update)
+        since = getattr(self.schedule, "settled", None)
+        return since is not None and since <= start.update
+
+    def _repeated(self, start: Cursor, epoch: int) -> Cursor:
+        size, epochs = self.samples_of(start), epoch - start.epoch
+        updates = epochs * self._num_of_size(size)
+        samples = updates * size if self.drop_last else epochs * self.num_ordered()
+        return replace(
+            start,
+            epoch=epoch,
+            update=start.update + updates,
+            samples_seen=start.samples_seen + samples,
+            current=size if updates else start.current,
+        )
+
+    def _num_of_size(self, size: int) -> int:
+        """Updates of an epoch, if they all hold as many samples."""
+        count = self.num_ordered()
+        return count // size if self.drop_last else -(-count // size)
 
     def num_updates(self, epoch: int) -> int:
         """Updates of a whole epoch."""
-        if self.is_constant:
-            count, size = self.num_ordered(), self.samples_of(Cursor())
-            return count // size if self.drop_last else -(-count // size)
-        return sum(1 for _ in self.spans(self.start(epoch)))
+        start = self.start(epoch)
+        if self._is_settled(start):
+            return self._num_of_size(self.samples_of(start))
+        return sum(1 for _ in self.spans(start))

@@ -1,7 +1,12 @@
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynagroup import ConfigError
 from dynagroup.update.schedule import adabatch, constant, doubling, linear_ramp, scale_learning_rate
+from dynagroup.update.sizes import UpdateSizes
 
 
 @pytest.mark.parametrize(
@@ -40,3 +45,48 @@ def test_adabatch_decays_on_when_it_cannot_grow():
     schedule = adabatch(8, interval=1, growth=2, decay=0.5, most=16)
     assert [schedule(u, None) for u in range(4)] == [8, 16, 16, 16]
     assert [schedule.learning_rate_factor(u) for u in range(4)] == [1.0, 0.5, 0.125, 0.03125]
+
+
+RAMPS = st.one_of(
+    st.builds(constant, st.integers(1, 40)),
+    st.builds(linear_ramp, st.integers(1, 9), st.integers(1, 30), num_updates=st.integers(1, 20)),
+    st.builds(doubling, st.integers(1, 4), milestones=st.sampled_from([(), (3,), (2, 9)])),
+    st.builds(adabatch, st.just(2), interval=st.integers(1, 4), most=st.sampled_from([2, 8, 9])),
+)
+
+
+@settings(max_examples=100)
+@given(RAMPS, st.integers(0, 60), st.booleans(), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=2))
+def test_epochs_of_settled_sizes_are_counted_as_if_they_were_walked(schedule, count, drop_last, changes):
+    """A schedule that says from when it is settled, against the same one that does not; also changed at run time."""
+    counted = UpdateSizes(schedule, lambda: count, drop_last=drop_last)
+    walked = UpdateSizes(lambda update, current: schedule(update, current), lambda: count, drop_last=drop_last)
+    for sizes in (counted, walked):
+        for epoch, samples in sorted(changes):
+            sizes.change(sizes.start(epoch), samples)
+    for epoch in range(8):
+        assert counted.start(epoch) == walked.start(epoch)
+        assert counted.num_updates(epoch) == walked.num_updates(epoch) == len(list(walked.cursors(walked.start(epoch))))
+        for place in (walked.start(epoch), *walked.cursors(walked.start(epoch))):
+            assert counted.comes_by(place)
+            for name in ("epoch", "update", "samples_used", "samples_seen"):
+                forged = replace(place, **{name: getattr(place, name) + 1})
+                found = walked.at(forged.epoch, forged.samples_used) == forged
+                assert counted.comes_by(forged) == walked.comes_by(forged) == found
+
+
+def test_a_place_in_epoch_one_million_is_answered_without_a_million_epochs():
+    asked = []
+
+    def ramp(update, current):
+        asked.append(update)
+        return 8 + update % 5
+
+    sizes = UpdateSizes(ramp, lambda: 1000)
+    place = next(sizes.cursors(sizes.start(2)))
+    assert sizes.comes_by(place)
+    asked.clear()
+    assert not sizes.comes_by(replace(place, epoch=10**6))
+    assert not sizes.comes_by(replace(place, epoch=10**6, samples_seen=10**9 + place.samples_used))
+    assert len(asked) <= 1000
+    assert UpdateSizes(linear_ramp(8, 64, num_updates=50), lambda: 1000).start(10**6).update == 16_000_023
