@@ -22,13 +22,13 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
+from dynagroup.update.notice import width_of
 from dynagroup.update.weigh import Weigh, weigher
 
 __all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]
 
 LONGEST = np.iinfo(np.int32).max
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
-SHOWN_IN = {"source": "input_ids", "target": "labels"}  # where collators of transformers put these streams
 Oversize: TypeAlias = Literal["alone", "error"]
 
 
@@ -249,7 +249,7 @@ class RefinementCollator:
         """A padded batch is as wide as its longest sample in every stream that it shows, or lengths were measured wrong."""
         if self.budget.layout == "packed":
             return
-        widths = {name: _width_of(batch, len(indices), name) for name in padded_streams(self.budget, lengths)}
+        widths = {name: width_of(batch, len(indices), name) for name in padded_streams(self.budget, lengths)}
         too_wide = {
             name: np.array([width])
             for name, width in widths.items()
@@ -295,19 +295,6 @@ def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
-
-
-def _width_of(batch: Any, num_samples: int, stream: str) -> int | None:
-    """Tokens of a stream that each row of a collated batch has, where a field of its name, or transformers' for it, shows it."""
-    name = said(stream)
-    for field_name in (name, SHOWN_IN.get(name, "input_ids" if stream == TOKENS else name)):
-        try:
-            shape = batch[field_name].shape
-        except (TypeError, KeyError, IndexError, AttributeError):
-            continue
-        if len(shape) == 2 and shape[0] == num_samples:
-            return int(shape[1])
-    return None
 
 
 def _whole(members: IntArray) -> Batches:

@@ -14,7 +14,7 @@ from dynagroup.budget.base import Budget
 from dynagroup.checks import warn_user
 from dynagroup.errors import AlignmentError
 from dynagroup.update.feed import PlannedFeed
-from dynagroup.update.notice import unplanned
+from dynagroup.update.notice import Planned, unplanned
 from dynagroup.update.place import Place
 from dynagroup.update.plans import PlannedUpdate
 from dynagroup.update.stats import LoaderStats
@@ -55,8 +55,8 @@ class Notes:
             stats.count_update(update.num_samples)
         if idle or self.warned:
             return
-        longest, tokens = update.longest[number], update.first[number]
-        differs = unplanned(batch, samples=samples, longest=longest, tokens=tokens, budget=budget)
+        planned = {stream: Planned(*steps[number]) for stream, steps in update.streams.items()}
+        differs = unplanned(batch, samples=samples, planned=planned, budget=budget)
         if differs is not None:
             self.warned = True
             warn_user(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from dynagroup.budget.base import Budget
 from dynagroup.checks import warn_user
 from dynagroup.plan.advice import FEW_BATCHES, MUCH_PADDING, dear_steps
 from dynagroup.plan.notices import JUDGED
+from dynagroup.shapes import TOKENS, said
 from dynagroup.update.stats import LoaderStats
 
-__all__ = ["PaddingNotice", "unplanned"]
+__all__ = ["PaddingNotice", "Planned", "unplanned", "width_of"]
+
+SHOWN_IN = {"source": "input_ids", "target": "labels"}  # where collators of transformers put these streams
 
 
 class PaddingNotice:
@@ -45,32 +48,62 @@ class PaddingNotice:
         return dear_steps(size)
 
 
-def unplanned(batch: Any, *, samples: int, longest: int, tokens: int, budget: Budget) -> str | None:
+class Planned(NamedTuple):
+    """What a batch was planned from, in one stream."""
+
+    longest: int
+    total: int
+
+
+def unplanned(batch: Any, *, samples: int, planned: Mapping[str, Planned], budget: Budget) -> str | None:
     """How a collated batch differs from its plan, in words; None if it does not, or does not show.
 
-    Looks at ``input_ids`` alone: their columns where samples are padded, their number where they are packed.
+    Looks at the fields in which streams show: columns where samples are padded, their number where they are packed.
 
     Args:
-        samples, longest, tokens: how many samples the batch was planned from, the tokens of the longest, and of all.
+        samples: how many samples the batch was planned from.
+        planned: stream -> tokens of the longest of them, and of all.
         budget: what it was planned by; says what it pads to, and the layout.
 
     >>> import numpy as np
     >>> from dynagroup.budget.tokens import TokenBudget
-    >>> unplanned({"input_ids": np.ones((2, 9))}, samples=2, longest=5, tokens=8, budget=TokenBudget(99))
-    '2 samples came out 9 tokens wide, but the longest of them was planned with 5'
+    >>> batch = {"input_ids": np.ones((2, 5)), "labels": np.ones((2, 9))}
+    >>> unplanned(batch, samples=2, planned={"tokens": Planned(5, 8), "target": Planned(6, 7)}, budget=TokenBudget(99))
+    '2 samples came out 9 target tokens wide, but the longest of them was planned with 6'
     """
-    ids = (
-        batch["input_ids"] if (isinstance(batch, Mapping) or hasattr(batch, "keys")) and "input_ids" in batch else None
-    )
-    shape = tuple(getattr(ids, "shape", ()))
-    if budget.layout == "packed" and shape and (len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)):
-        pad = budget.pad_to_multiple_of
-        if tokens <= shape[-1] <= -(-tokens // pad) * pad:
-            return None
-        return f"{samples} samples came out as {shape[-1]} tokens, but were planned with {tokens}"
-    if budget.layout == "padded" and len(shape) == 2 and shape[0] == samples:
-        pad = budget.pad_to_multiple_of
-        if longest <= shape[1] <= -(-longest // pad) * pad:
-            return None
-        return f"{samples} samples came out {shape[1]} tokens wide, but the longest of them was planned with {longest}"
+    packed, pad = budget.layout == "packed", budget.pad_to_multiple_of
+    for stream, (longest, total) in planned.items():
+        shown = _sum_of(batch, stream) if packed else width_of(batch, samples, stream)
+        least = total if packed else longest
+        if shown is None or least <= shown <= -(-least // pad) * pad:
+            continue
+        tokens = "tokens" if said(stream) == TOKENS else f"{said(stream)} tokens"
+        if packed:
+            return f"{samples} samples came out as {shown} {tokens}, but were planned with {total}"
+        return f"{samples} samples came out {shown} {tokens} wide, but the longest of them was planned with {longest}"
     return None
+
+
+def width_of(batch: Any, num_samples: int, stream: str) -> int | None:
+    """Tokens of a stream that each row of a collated batch has, where a field of its name, or transformers' for it, shows it."""
+    for shape in _shapes_shown(batch, stream):
+        if len(shape) == 2 and shape[0] == num_samples:
+            return int(shape[1])
+    return None
+
+
+def _sum_of(batch: Any, stream: str) -> int | None:
+    """Tokens of a stream that a packed batch has."""
+    for shape in _shapes_shown(batch, stream):
+        if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
+            return int(shape[-1])
+    return None
+
+
+def _shapes_shown(batch: Any, stream: str) -> Iterator[tuple[int, ...]]:
+    name = said(stream)
+    for field_name in dict.fromkeys((name, SHOWN_IN.get(name, SHOWN_IN["source"] if stream == TOKENS else name))):
+        try:
+            yield tuple(batch[field_name].shape)
+        except (TypeError, KeyError, IndexError, AttributeError):
+            continue

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dynagroup.budget.base import padded_squares, padded_tokens, real_tokens
+from dynagroup.budget.base import padded_squares, padded_streams, padded_tokens, real_tokens
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.notices import PlanNotices
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.position import Position
-from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.shapes import IntArray
 from dynagroup.update.place import Begun, Place
 from dynagroup.update.sizes import Cursor, Walk
 
@@ -33,9 +33,8 @@ class PlannedUpdate:
     idle: Sequence[bool]
     real: Sequence[int]
     """Tokens of this rank's batches, of all padded streams."""
-    first: Sequence[int]
-    """Those of the stream ``tokens``, and the longest sample in it: what ``input_ids`` should come out as."""
-    longest: Sequence[int]
+    streams: Mapping[str, Sequence[tuple[int, int]]]
+    """The longest sample, and all of them, in each padded stream: what its field of a batch should come out as."""
     padded: Sequence[int]
     squares: Sequence[int]
     row_samples: Sequence[int]
@@ -76,15 +75,16 @@ def as_planned(window: PlannedWindow, rows: slice, planner: Planner, rank: int, 
     samples = np.where(idle, 0, shapes.num_samples.reshape(table.shape))
     real = real_tokens(shapes, planner.budget).reshape(table.shape)[:, rank].tolist()
     squares = padded_squares(shapes, planner.budget).reshape(table.shape)[:, rank].tolist()
-    longest, first = (by[TOKENS].reshape(table.shape)[:, rank].tolist() for by in (shapes.longest, shapes.total))
+    own = np.arange(table.size).reshape(table.shape)[:, rank]
+    names = padded_streams(planner.budget, shapes.longest)
+    longest, total = ({name: by[name][own].tolist() for name in names} for by in (shapes.longest, shapes.total))
     return PlannedUpdate(
         batches=[window.batches[int(number)].tolist() for number in table[:, rank]],
         idle=idle[:, rank].tolist(),
         real=real,
-        first=first,
+        streams={name: list(zip(longest[name], total[name], strict=True)) for name in names},
         padded=padded[:, rank].tolist(),
         squares=squares,
-        longest=longest,
         row_samples=samples.sum(axis=1).tolist(),
         row_padded=list(zip(padded.max(axis=1).tolist(), padded.mean(axis=1).tolist(), strict=True)),
         **where,

@@ -314,6 +314,37 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once():
     assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8)) == []
 
 
+@pytest.mark.parametrize(
+    ("layout", "said"), [("padded", r"\d+ target tokens wide, but"), ("packed", r"as \d+ target tokens, but")]
+)
+@pytest.mark.parametrize("names", [("source", "target"), ("input_ids", "labels"), ("tokens", "target")])
+def test_labels_are_compared_with_their_own_stream(layout, said, names):
+    """Sources are as planned, targets were measured before truncation, or in another order: only their field shows it."""
+    targets = [min(n, 20) for n in LENGTHS[::-1]]
+
+    def both(rows):
+        sources, labels = zip(*((torch.ones(n), torch.ones(t)) for n, t in rows), strict=True)
+        if layout == "packed":
+            return {"input_ids": torch.cat(sources)[None], "labels": torch.cat(labels)}
+        return {"input_ids": padded(sources), "labels": padded(labels)}
+
+    def padded(rows):
+        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+    def warned(measured):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lengths = dict(zip(names, (LENGTHS, measured), strict=True))
+            data = list(zip(LENGTHS, targets, strict=True))
+            list(loader_of(lengths, TokenBudget(160, layout=layout), data, both, samples_per_update=10))
+        return [str(w.message) for w in caught]
+
+    assert warned(targets) == []
+    [text] = warned(LENGTHS[::-1])
+    assert re.search(said.replace("target", names[1]), text)
+    assert len(warned(targets[::-1])) == 1
+
+
 def test_packed_batches_are_compared_by_all_their_tokens():
     def packed(rows):
         return {"input_ids": torch.cat(rows)[None]}
