@@ -13,8 +13,8 @@ import torch
 
 __all__ = ["pack_tensors", "unpack_tensors"]
 
-Place: TypeAlias = tuple[torch.dtype, torch.Size, int, int]
-"""Where a tensor stands: dtype, shape, number of its block, first byte."""
+Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]
+"""Where a tensor lies: dtype, shape, number of its block, first byte."""
 
 ALIGN = 64  # bytes; a cache line, and a multiple of every element size
 BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones are mapped and faulted in anew every time
@@ -51,7 +51,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return strided and tensor.device.type == "cpu" and not tensor.requires_grad
 
 
-def pack_tensors(value: Any) -> tuple[bytes, list[Place], list[torch.Tensor]]:
+def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
     """``value`` pickled without its tensors; where each of them stands; and the blocks: uint8.
 
     >>> value = {"ids": torch.arange(3), "name": "x"}
@@ -62,7 +62,7 @@ def pack_tensors(value: Any) -> tuple[bytes, list[Place], list[torch.Tensor]]:
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(value)
-    places: list[Place] = []
+    places: list[Location] = []
     sizes = [0]
     for tensor in packer.tensors:
         size = -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
@@ -77,12 +77,12 @@ def pack_tensors(value: Any) -> tuple[bytes, list[Place], list[torch.Tensor]]:
     return file.getvalue(), places, blocks
 
 
-def unpack_tensors(payload: bytes, places: list[Place], blocks: list[torch.Tensor]) -> Any:
+def unpack_tensors(payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
     """What was packed; its tensors are views of the blocks."""
     return _Unpacker(io.BytesIO(payload), [_view(blocks, place) for place in places]).load()
 
 
-def _view(blocks: list[torch.Tensor], place: Place) -> torch.Tensor:
+def _view(blocks: list[torch.Tensor], place: Location) -> torch.Tensor:
     dtype, shape, number, start = place
     size = shape.numel() * dtype.itemsize
     return blocks[number][start : start + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)

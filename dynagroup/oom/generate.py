@@ -14,7 +14,7 @@ from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache
 from dynagroup.oom.fields import describe, longest_of
-from dynagroup.oom.merge import Layout, merge_outputs
+from dynagroup.oom.merge import OutputLayout, merge_outputs
 from dynagroup.oom.retry import give_up, run_ranges
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.vision import VisionTokens
@@ -171,9 +171,9 @@ class _Job:
         return BatchShape.of((stop - start) * copies, last - first + self._max_new_tokens())
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> OutputLayout:
         prompt = self.batch.get("input_ids") if self.is_causal else None
-        return Layout(
+        return OutputLayout(
             prompt=prompt,
             columns=lambda start, stop: self.splitter.columns(self.batch, start, stop),
             num_return_sequences=self._option("num_return_sequences") or 1,

@@ -12,13 +12,14 @@ from dynagroup.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Layout", "merge_outputs"]
+__all__ = ["OutputLayout", "merge_outputs"]
 
-Part: TypeAlias = "tuple[int, int, Any]"
+OutputPart: TypeAlias = "tuple[int, int, Any]"
+"""(first sample, the one behind the last, output of the model)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class OutputLayout:
     """What the whole batch's output looks like.
 
     Args:
@@ -36,7 +37,7 @@ class Layout:
     pad_token_id: int | None
 
 
-def merge_outputs(parts: Sequence[Part], layout: Layout) -> Any:
+def merge_outputs(parts: Sequence[OutputPart], layout: OutputLayout) -> Any:
     """Tensors of token ids, or ``ModelOutput`` objects with scores, of consecutive parts (start, stop, output)."""
     first = parts[0][2]
     if hasattr(first, "untyped_storage"):
@@ -49,7 +50,7 @@ def merge_outputs(parts: Sequence[Part], layout: Layout) -> Any:
     return type(first)(**merged)
 
 
-def _merge_field(name: str, value: Any, parts: list[Part], layout: Layout) -> Any:
+def _merge_field(name: str, value: Any, parts: list[OutputPart], layout: OutputLayout) -> Any:
     import torch
 
     if name == "sequences_scores":
@@ -65,7 +66,7 @@ def _merge_field(name: str, value: Any, parts: list[Part], layout: Layout) -> An
     raise ConfigError(f"`{name}` of a split batch cannot be put together; call model.generate for it")
 
 
-def _merge_steps(parts: list[tuple[torch.Tensor, ...]], layout: Layout) -> tuple[torch.Tensor, ...]:
+def _merge_steps(parts: list[tuple[torch.Tensor, ...]], layout: OutputLayout) -> tuple[torch.Tensor, ...]:
     """(rows, vocabulary) for every step. A part that had ended is certain of the padding token."""
     import torch
 
@@ -79,7 +80,7 @@ def _merge_steps(parts: list[tuple[torch.Tensor, ...]], layout: Layout) -> tuple
     return tuple(torch.cat([step(steps, at) for steps in parts]) for at in range(max(map(len, parts))))
 
 
-def _merge_sequences(parts: Sequence[Part], layout: Layout) -> torch.Tensor:
+def _merge_sequences(parts: Sequence[OutputPart], layout: OutputLayout) -> torch.Tensor:
     import torch
 
     rows = []
@@ -100,7 +101,7 @@ def _widen(rows: torch.Tensor, width: int, value: int) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)
 
 
-def _pad(layout: Layout) -> int:
+def _pad(layout: OutputLayout) -> int:
     if layout.pad_token_id is None:
         raise ConfigError(
             "parts ended after different numbers of tokens, but no padding token is known; give `pad_token_id`"
