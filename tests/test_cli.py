@@ -170,6 +170,7 @@ def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys
         ("x.csv", b"a,length\n1,2\n3\n", [], "row 2 of"),
         ("x.csv", b"id,b\n" + b"".join(b"%d,7\n" % i for i in range(9)), ["--column", "id"], "that is an index"),
         ("x.jsonl", b"".join(b'{"nr": %d}\n' % i for i in (3, 9, 4, 10, 5, 8, 7, 6)), [], "numbers its rows (3 to 10"),
+        ("x.csv", b"", ["--column", "c"], "has no columns: it is empty"),
         ("x.csv", b"a,b\n1,2\n", ["--column", "c"], "must be one of ['a', 'b']"),
         ("x.csv", b"a,b\n1,2\n", ["--column", "a,c"], "must be one of ['a', 'b'] in"),
         ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "no JSON in line 2"),

@@ -225,6 +225,8 @@ READERS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
 
 def _columns(names: list[str], args: argparse.Namespace, path: Path) -> list[str]:
     """The columns that are meant: the named ones, the only one, or one whose name says it."""
+    if not names:
+        raise ConfigError(f"{str(path)!r} has no columns: it is empty, or of another kind than its name says")
     if args.column is not None:
         parts = [args.column] if args.column in names else args.column.split(",")
         return list(dict.fromkeys(_chosen(part, names, path) for part in parts))

@@ -1,4 +1,4 @@
-"""Every python block of README and quickstart runs as printed on a tiny real dataset; figures are those of the results."""
+"""Every python block of README runs as printed on a tiny real dataset; figures are those of the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(page: str) -> list[str]:
 
 @pytest.fixture
 def names() -> dict[str, Any]:
-    """What the pages take for granted: texts, a tokenizer, a tokenized dataset, a model and its optimizer."""
+    """What README takes for granted: texts, a tokenizer, a tokenized dataset, a model and its optimizer."""
     torch.manual_seed(0)
     texts = [text[:200] for text in docstrings(at_least=40)[:40]]
     tokenizer = train_tokenizer(texts, vocabulary=400)
@@ -46,17 +46,15 @@ def names() -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the frameworks that the recipes use
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_every_block_runs_as_printed(page, names, tmp_path, monkeypatch):
+def test_every_block_runs_as_printed(names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = [p.detach().clone() for p in names["model"].parameters()]
-    for block in blocks(page):
-        exec(compile(block, page, "exec"), names)
-    if page == "README.md":
-        assert any(not torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
-        assert len(names["answers"]) == 8
-        assert names["trainer"].state.global_step == 3
-        assert names["loader"].stats.updates == 2 * names["loader"].num_updates
+    for block in blocks("README.md"):
+        exec(compile(block, "README.md", "exec"), names)
+    assert any(not torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+    assert len(names["answers"]) == 8
+    assert names["trainer"].state.global_step == 3
+    assert names["loader"].stats.updates == 2 * names["loader"].num_updates
 
 
 def test_a_broken_block_would_be_noticed(names):
