@@ -17,9 +17,10 @@ import numpy as np
 
 from dynagroup import LengthAwareBatchSampler, ShapeLadder, TokenBudget
 from dynagroup.budget.base import Budget
+from dynagroup.budget.recompute import RecomputeBudget
 from dynagroup.plan.work import Work
 
-__all__ = ["METHODS", "Job", "Method", "updates_of"]
+__all__ = ["METHODS", "RECOMPUTE", "Job", "Method", "updates_of"]
 
 Update = list[list[int]]
 
@@ -32,8 +33,15 @@ class Job:
     per_update: int
     tokens: int
     seed: int = 0
+    plain_tokens: int | None = None
+    """Tokens that fit a batch without gradient checkpointing, where ``tokens`` do with it; None: nothing is recomputed."""
     work: Work = field(default_factory=Work)
     """What the model's steps take, measured beforehand where a benchmark does so."""
+
+    @property
+    def recompute(self) -> RecomputeBudget:
+        """Batches that fit as they are, and single samples that fit recomputed."""
+        return RecomputeBudget(TokenBudget(self.plain_tokens or self.tokens), TokenBudget(self.tokens))
 
     @cached_property
     def ladder(self) -> ShapeLadder:
@@ -55,6 +63,8 @@ class Method:
     same_updates: bool = True
     few_shapes: bool = False
     """Batches are padded to the lengths of the job's ladder, so that a compiled model meets few of them."""
+    recompute: bool = False
+    """Checkpointing is switched on for the steps that need it alone."""
     capped: bool = True
     """Batches hold at most the tokens they were given; dynabatch's are capped by its own prediction instead."""
     needs: str | None = None
@@ -221,6 +231,10 @@ def _few_shapes(job: Job, epoch: int) -> Iterator[Update]:
     yield from _planned(budget=job.ladder)(job, epoch)
 
 
+def _where_needed(job: Job, epoch: int) -> Iterator[Update]:
+    yield from _planned(budget=job.recompute)(job, epoch)
+
+
 class _Numbered:
     """Samples that know their number."""
 
@@ -267,12 +281,16 @@ METHODS: dict[str, Method] = {
 }
 
 
-def updates_of(name: str, job: Job) -> Iterator[Update]:
-    """Updates of one epoch after another, without end."""
+RECOMPUTE = Method(_where_needed, recompute=True)
+"""For jobs whose longest samples fit with checkpointing only; the other methods then checkpoint always."""
+
+
+def updates_of(name: str, job: Job, method: Method | None = None) -> Iterator[Update]:
+    """Updates of one epoch after another, without end. ``method``: one that :data:`METHODS` does not list."""
     epoch = 0
     while True:
         found = False
-        for update in METHODS[name].updates(job, epoch):
+        for update in (method or METHODS[name]).updates(job, epoch):
             found = True
             yield update
         if not found:

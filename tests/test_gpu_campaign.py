@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.gpu import train
 from benchmarks.gpu.__main__ import PARTS, main
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 BARE = """
 import socket, sys
-for name in ("xgboost", "scipy", "datasets", "pyarrow", "trl"):
+for name in ("xgboost", "scipy", "datasets", "pyarrow", "trl", "accelerate", "matplotlib", "pandas", "PIL", "lightning"):
     sys.modules[name] = None
 def no_network(*args, **kwargs):
     raise OSError("the campaign asked for the network")
@@ -64,28 +65,64 @@ class Clock:
     def free(self):
         pass
 
+    def warm_up(self):
+        pass
+
 
 @pytest.mark.parametrize("seconds_a_turn", [3.0, 12.0, 45.0])
 def test_training_ends_in_time_and_keeps_what_it_has(seconds_a_turn, monkeypatch):
+    turns = []
+
     class Turn:
-        def __init__(self, method, job, machine, size, with_lora):
+        def __init__(self, name, method, job, machine, case):
             self.machine, self.turns = machine, []
 
         def turn(self, seconds):
             self.machine.passed += seconds_a_turn
             self.turns.append(seconds)
+            turns.append(seconds)
 
         def figures(self):
             return {"turns": len(self.turns)}
 
     monkeypatch.setattr(train, "Run", Turn)
+    monkeypatch.setattr(train, "tokens_that_fit", lambda machine, size, recomputed: 40_000 if recomputed else 16_384)
     clock, kept = Clock(), {}
     for figures in train.run(clock):
         kept = json.loads(json.dumps(figures))
     assert clock.left_s() >= 0
     done = [case["methods"] for case in kept.values() if "methods" in case]
     assert done
-    assert sum(one["turns"] for methods in done for one in methods.values()) * seconds_a_turn == clock.passed
+    tried = turns.count(0.0)  # of each case the hardest batch
+    assert sum(one["turns"] for methods in done for one in methods.values()) == clock.passed / seconds_a_turn - tried
+
+
+def test_a_batch_that_the_device_has_no_room_for_makes_the_next_ones_smaller(monkeypatch):
+    tried = []
+
+    class Turn:
+        def __init__(self, name, method, job, machine, case):
+            self.job, self.turns = job, []
+
+        def turn(self, seconds):
+            tried.append(self.job.tokens)
+            if self.job.tokens > 12_500:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "Run", Turn)
+    monkeypatch.setattr(train, "tokens_that_fit", lambda machine, size, recomputed: 16_384)
+    assert train._job_that_fits(Clock(), train.Case("0.5B", "CV 1.0")).tokens == 12_288
+    assert tried == [16_384, 12_288]
+
+
+def test_long_samples_are_recomputed_where_needed_alone(campaign):
+    for part in ("train", "train_large"):
+        figures = json.loads((campaign / f"gpu_{part}.json").read_text())["figures"]
+        (long,) = (case for name, case in figures.items() if "long" in name)
+        some, always = (long["methods"][name] for name in ("dynagroup, recompute", "dynagroup"))
+        assert long["longest"] > long["without_checkpointing"]
+        assert 0 < some["batches_recomputed"] < some["batches"]
+        assert always["batches_recomputed"] == always["batches"]
 
 
 def test_what_was_found_can_be_read(campaign, tmp_path):

@@ -52,16 +52,19 @@ def _run(part: str, given: argparse.Namespace) -> bool:
     print(
         f"== {part}: needs torch and transformers; {'goes without ' + ', '.join(missing) if missing else 'all there'}"
     )
-    machine = Machine(given.dry, given.minutes)
-    begin: Callable[[Machine], Iterator[dict[str, Any]]] = getattr(import_module(module), function)
+    machine, failed = Machine(given.dry, given.minutes), False
     name = f"gpu_{part}"
     try:
+        begin: Callable[[Machine], Iterator[dict[str, Any]]] = getattr(import_module(module), function)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*pad_token_id.*")
             for figures in begin(machine):
                 save(given.out, name, figures, "transformers", *packages, dry=given.dry, without=missing)
     except Exception:  # the other parts still run; what was saved stays
         traceback.print_exc()
+        failed = True
+    machine.free()  # outside the except block: its traceback kept models alive
+    if failed:
         return False
     print(f"   {name}.json, {given.minutes * 60 - machine.left_s():.0f} s")
     return True

@@ -46,7 +46,8 @@ def fit_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _work(figures: dict[str, Any]) -> str:
     head = ["model", "price of a step (linear tokens)", "crossover (tokens)", "median error", "largest"]
-    fits = {name: fit_of(found["rows"]) for name, found in figures.items() if "rows" in found}
+    timed = {name: [row for row in found.get("rows", []) if "seconds" in row] for name, found in figures.items()}
+    fits = {name: fit_of(rows) for name, rows in timed.items() if len(rows) >= 3}
     lines = [
         [
             name,

@@ -43,15 +43,29 @@ class Machine:
         self.wait()
         return time.perf_counter() - start
 
+    def warm_up(self, seconds: float = 2.0) -> None:
+        """Bring the device to the clock that it keeps under load, so that what is timed first is not timed slower."""
+        if self.dry:
+            return
+        square = torch.randn(4096, 4096, device=self.device, dtype=self.dtype)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for _ in range(20):
+                square @ square
+            self.wait()
+        del square
+        self.free()
+
     def wait(self) -> None:
         if not self.dry:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Give unused memory back and forget earlier peaks."""
+        """Give unused memory back, forget earlier peaks, and lift a limit that a part has set."""
         if not self.dry:
             gc.collect()
             torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0)
             torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:

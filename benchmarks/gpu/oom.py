@@ -21,4 +21,7 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
     assert spec.loader is not None
     checks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checks)
-    yield checks.figures(machine.dry)
+    found: dict[str, Any] = {}
+    for found in checks.progress(machine.dry):
+        yield found
+    checks.prove(found)  # a failure is the part's; what was found stays

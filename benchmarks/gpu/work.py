@@ -11,9 +11,11 @@ import torch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import build
 from benchmarks.record import spread
+from dynagroup.device import is_out_of_memory
 
 __all__ = ["run"]
 
+MODELS = ("135M", "0.5B", "1.5B")
 LENGTHS = (32, 128, 512, 2048, 8192)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_TOKENS = 32768
@@ -21,14 +23,19 @@ REPEATS = 5
 
 
 def run(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yields the figures so far, after every model."""
+    """Yields the figures so far, after every shape."""
     figures: dict[str, Any] = {}
-    for name in ("135M", "0.5B", "1.5B"):
-        if machine.left_s() < 100:
+    machine.warm_up()
+    for number, name in enumerate(MODELS):
+        seconds = (machine.left_s() - 10) / (len(MODELS) - number)
+        if seconds < 20 and not machine.dry:
             figures[name] = {"left out": "no time"}
             continue
-        figures[name] = {"rows": _rows(name, machine)}
-        yield figures
+        figures[name] = {"rows": []}
+        for row in _rows(name, machine, machine.left_s() - seconds):
+            figures[name]["rows"].append(row)
+            yield figures
+        machine.free()
     yield figures
 
 
@@ -36,18 +43,28 @@ def _step(model: Any, ids: torch.Tensor) -> None:
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
-def _rows(name: str, machine: Machine) -> list[dict[str, Any]]:
+def _rows(name: str, machine: Machine, end: float) -> Iterator[dict[str, Any]]:
+    """Shapes of few tokens first: what does not fit, or comes too late, is the largest."""
     model = build(name, machine)
     shapes = [(n, length) for length in LENGTHS for n in SAMPLES if n * length <= MOST_TOKENS]
     if machine.dry:
         shapes = [(1, 8), (2, 8), (4, 8), (1, 32), (2, 32)]
-    rows = []
-    for n, length in shapes:
-        ids = torch.randint(3, model.config.vocab_size, (n, length), device=machine.device)
-        step = partial(_step, model, ids)
+    for n, length in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)):
+        if machine.left_s() < end and not machine.dry:
+            return
+        row = _row(model, n, length, machine)
+        machine.free()
+        yield {"num_samples": n, "longest": length, **row}
+
+
+def _row(model: Any, n: int, length: int, machine: Machine) -> dict[str, Any]:
+    ids = torch.randint(3, model.config.vocab_size, (n, length), device=machine.device)
+    step = partial(_step, model, ids)
+    try:
         step()
         taken = spread([machine.seconds(step) for _ in range(1 if machine.dry else REPEATS)])
-        rows.append({"num_samples": n, "longest": length, "seconds": taken["median"], "quartiles": taken["quartiles"]})
-    del model
-    machine.free()
-    return rows
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"left out": "out of memory"}
+    return {"seconds": taken["median"], "quartiles": taken["quartiles"]}
