@@ -167,7 +167,7 @@ def test_a_rounding_that_is_none_is_named(wrong: object) -> None:
 def test_bad_arguments_name_themselves() -> None:
     with pytest.raises(ConfigError, match="`objective` must be one of 'time', 'fewest', but is 'best'"):
         cut(streams([1]), TokenBudget(9), objective="best")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="`number` of multiple_of must be an int of at least 1, but is 0"):
+    with pytest.raises(ConfigError, match="`number` must be an int of at least 1, but is 0"):
         multiple_of(0)
 
     class Falling(TokenBudget):
