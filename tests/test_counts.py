@@ -3,7 +3,6 @@ says so by raising a number here."""
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -22,19 +21,12 @@ from dynagroup import (
 from dynagroup.memory.trace import phases
 from dynagroup.online.workers import RequestQueue
 from dynagroup.testing import run_ranks
+from tests.garbage import little_to_collect as little_to_collect
 from tests.online.helpers import Tokens, lengths_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
 LENGTHS = lengths_of(960, seed=4)
 BUDGET = TokenBudget(256)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def little_to_collect() -> Any:
-    """Recovery collects garbage at every failure: of what these tests make, not of all that other tests have imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Counted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -19,18 +18,11 @@ from benchmarks.faults.memory import gradient_of
 from benchmarks.faults.oracle import judged, over_budget
 from dynagroup.oom import journal
 from dynagroup.oom.parts import Update
+from tests.garbage import little_to_collect as little_to_collect
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = [3, 2, 5]
 FORKING = ("disk full", "killed while writing results", "journal cut or damaged")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def little_to_collect():
-    """Recovery collects garbage at every failure: of what these tests make, not of all that other tests have imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def step(samples, *, scale=1.0, ends=True):
