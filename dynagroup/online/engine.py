@@ -80,7 +80,7 @@ class Runner(ABC):
             self.feed.share([0] * self.exchange.world.size, 0)
 
     def resume(self, place: Mapping[str, Any]) -> None:
-        """Go on from a saved place, with what the feed loads again. Collective."""
+        """Go on from a saved place, with what the feed loads again."""
         self.steps, self.offset, self.last_cost = place["steps"], place["offset"], place["last_cost"]
         self.partial = (float(place["partial"][0]), int(place["partial"][1]))
 
@@ -89,6 +89,10 @@ class Runner(ABC):
         if self.exchange.world.rank == 0:
             weights, samples = zip(*(place["partial"] for place in places), strict=True)
             self.partial = (float(sum(weights)), int(sum(samples)))
+
+    @abstractmethod
+    def settle(self, place: Mapping[str, Any]) -> None:
+        """Once all ranks have resumed: what they must know of each other. Collective."""
 
     def state(self) -> dict[str, Any]:
         """Its saved place: JSON-able."""
@@ -245,8 +249,13 @@ class FreeRunner(Runner):
         self.delivered = (place["delivered"][0], place["delivered"][1])
         self.samples_per_batch = place["samples_per_batch"]
         self.agreed, self.queue = self.feed.reload()
+
+    def settle(self, place: Mapping[str, Any]) -> None:
+        waits = self.exchange.highest([len(self.queue), int(self.feed.receiving)])
         # What was the end is none if some batch had to be split and waits again, or if a stream is read again.
-        self.ended = place["ended"] and not any(self.exchange.highest([len(self.queue), int(self.feed.receiving)]))
+        self.ended = place["ended"] and not any(waits)
+        if self.feed.shares:
+            self.feed.check_given(round(self.exchange.total([self.delivered[1] + self.feed.pending_samples])[0]))
 
     def go_on(self, places: Sequence[Mapping[str, Any]]) -> None:
         super().go_on(places)
@@ -353,6 +362,9 @@ class UpdateRunner(Runner):
         super().resume(place)
         front, split_off = self.feed.reload()
         self.resumed = [*front, *split_off]
+
+    def settle(self, place: Mapping[str, Any]) -> None:
+        """Nothing: each update begins with an exchange of its own."""
 
     def __iter__(self) -> Iterator[Take]:
         while not self.over:

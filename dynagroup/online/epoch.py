@@ -136,6 +136,7 @@ class EpochRun:
             "epoch": source.epoch,
             "place": progress["runner"]["steps"] if progress else 0,
             "rest": rest,
+            "handed out": progress["feed"].get("handed_out") if progress else None,
             "sizes of updates": _print_of_sizes(source.sizes, source.epoch),
             "num_workers": source.workers.num_workers,
             "prefetch_factor": source.workers.prefetch_factor,
@@ -203,6 +204,8 @@ class EpochRun:
             raise failure
         if self._progress is None:
             self.runner.start()
+        else:
+            self.runner.settle(self._progress["runner"])
 
     def _refuse_equal_batches(self) -> None:
         batches = self.source.batches

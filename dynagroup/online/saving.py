@@ -21,9 +21,11 @@ from dynagroup.checks import (
 from dynagroup.errors import StateError
 from dynagroup.online.codec import a_pack, unpack
 from dynagroup.online.epoch import FEEDS
+from dynagroup.online.feeds.handed_out import HandedOutFeed
 from dynagroup.online.feeds.updates import UpdateFeed
 from dynagroup.online.requests import UpdateMark
 from dynagroup.plan.position import MOST_RANKS
+from dynagroup.shapes import IntArray
 
 __all__ = ["SCHEMA", "checked_states"]
 
@@ -89,10 +91,52 @@ def checked_states(
         raise StateError(
             f"this is the state of rank {states[0]['rank']}, and this is rank {rank}: give each rank its own, or the list of all"
         )
+    if ordered[0]["progress"] is not None and num_ordered is not None:
+        _check_handed_out(ordered, num_ordered, accumulation)
     if given == size:
         own = ordered[rank] if len(ordered) > 1 else ordered[0]
         return own, [own]
     return ordered[0], ordered
+
+
+# What was handed out is what was emitted and what is held, over all ranks; every held position lies below where the hand-out
+# stands. The emitted samples are counted by themselves (the cursor counts an update when it begins, ``partial`` what each rank
+# has emitted of it), so a hand-out that was moved, which would repeat samples or lose them, contradicts the count. One rank's
+# state of several knows its own part only: then the hand-out is at least that. Cost: one pass over what is held.
+def _check_handed_out(ordered: Sequence[Mapping[str, Any]], num_ordered: int, accumulation: int) -> None:
+    first = ordered[0]["progress"]
+    if first["kind"] != HandedOutFeed.kind:
+        return
+    start, stop = first["feed"]["handed_out"]
+    count = num_ordered if first["base"] is None else len(unpack(first["base"]))
+    held = np.concatenate([positions for state in ordered for positions in _held(state["progress"]["feed"])])
+    if (
+        any(state["progress"]["feed"]["handed_out"] != [start, stop] for state in ordered)
+        or stop != count
+        or start > stop
+    ):
+        said = sorted({tuple(state["progress"]["feed"]["handed_out"]) for state in ordered})
+        raise StateError(f"the state is damaged: its ranks stand at {said} of the hand-out, of {count} samples")
+    if len(np.unique(held)) < len(held) or (held >= start).any():
+        raise StateError(
+            f"the state is damaged: {start} samples were handed out, but ranks hold one beyond them, or two ranks the same one"
+        )
+    if first["base"] is not None and accumulation > 1:
+        return  # what was left of an update when the number of ranks changed is part of new ones, which the cursor counts later
+    cursor, partial = ordered[0]["cursor"], sum(state["progress"]["runner"]["partial"][1] for state in ordered)
+    emitted = cursor["samples_used"] - (num_ordered - count)
+    if first["runner"]["offset"]:
+        emitted += partial - (cursor["current"] or 0)
+    whole = len(ordered) == ordered[0]["world_size"]
+    if emitted + len(held) > start or (whole and emitted + len(held) < start):
+        raise StateError(
+            f"the state is damaged: {start} samples were handed out, but {emitted} were used and {len(held)} are held"
+        )
+
+
+def _held(feed: Mapping[str, Any]) -> list[IntArray]:
+    """Positions that a rank was given and has not emitted."""
+    return [unpack(feed[name][1]) for name in ("front", "pool")] + [unpack(rest[0]) for rest in feed["rest"]]
 
 
 def _check_together(ordered: Sequence[Mapping[str, Any]], size: int) -> None:
@@ -140,6 +184,12 @@ def _check_update(state: Mapping[str, Any], num_ordered: int | None, accumulatio
             f"the state is damaged: the next update would begin at sample {max(used, until)} of epoch {epoch}, but epoch "
             f"{state['epoch']} is under way, of {num_ordered} samples"
         )
+    done = state["cursor"]["samples_used"]
+    if (until or used) != done:
+        raise StateError(
+            f"the state is damaged: its next update would begin behind sample {until or used}, but {done} samples of the epoch "
+            "were used"
+        )
 
 
 def _check_positions(progress: Mapping[str, Any], num_ordered: int | None) -> None:
@@ -149,8 +199,7 @@ def _check_positions(progress: Mapping[str, Any], num_ordered: int | None) -> No
         return
     base = None if progress["base"] is None else unpack(progress["base"])
     count = len(base) if base is not None else num_ordered
-    held = [unpack(feed[name][1]) for name in ("front", "pool")] + [unpack(rest[0]) for rest in feed["rest"]]
-    positions = np.concatenate(held)
+    positions = np.concatenate(_held(feed))
     ends = [*positions.tolist(), *(stop - 1 for stop in feed.get("handed_out", ())[1:])]
     beyond = [] if count is None else [position for position in ends if position >= count]
     if base is not None and num_ordered is not None and len(base) and base.max() >= num_ordered:

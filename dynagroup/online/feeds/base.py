@@ -108,6 +108,14 @@ class Feed(ABC):
         """Hand out positions by all ranks' loads, in samples, so that each has ``ahead`` and what its workers prefetch."""
         raise ConfigError(f"a {type(self).__name__} hands nothing out")
 
+    def check_given(self, samples: int) -> None:
+        """So many samples, delivered or on their way, were handed out to all ranks before they resumed.
+
+        Raises:
+            StateError: the place says otherwise.
+        """
+        raise ConfigError(f"a {type(self).__name__} hands nothing out")
+
     @abstractmethod
     def take(self) -> Sequence[Queued] | None:
         """The next window's batches; None at the end of a stream. Raises what a worker raised."""

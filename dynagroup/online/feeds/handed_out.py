@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.checks import a_list, an_int
+from dynagroup.errors import StateError
 from dynagroup.online.align import hand_out
 from dynagroup.online.feeds.base import Source
 from dynagroup.online.feeds.mapped import MapFeed
@@ -45,6 +46,12 @@ class HandedOutFeed(MapFeed):
         for start, stop in grants[self.source.world.rank].ranges:
             self.windows.send(Planned(np.arange(start, stop), keep=0 if self.shares else stop - start))
         self.windows.open = self.shares
+
+    def check_given(self, samples: int) -> None:
+        if samples != self.start:
+            raise StateError(
+                f"the state is damaged: its hand-out stands at sample {self.start}, but ranks were given {samples} samples"
+            )
 
     def state(self, front: Sequence[Queued | None], pool: Sequence[Queued]) -> dict[str, Any]:
         return super().state(front, pool) | {"handed_out": [self.start, self.stop]}
