@@ -55,6 +55,8 @@ def text_dataloader(
 
     Raises:
         ConfigError: an option is neither's, or one that the budget decides (``batch_size``), or the tokenizer cannot pad.
+
+    >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """
     budget = as_budget(budget)
     sampler_options, loader_options = _sort_options(options)

@@ -212,6 +212,13 @@ class AdditiveCap(Budget):
     For what is concatenated, not padded, such as vision patches. Combine it with a budget of tokens, which then leaves that
     stream alone: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``. A stream that is padded needs no cap: budgets count it.
 
+    Args:
+        stream: name of the stream, as ``lengths`` or ``length_of`` call it.
+        limit: units of it that a batch may have.
+
+    Raises:
+        ConfigError: ``limit`` is not positive, or ``lengths`` have no such stream.
+
     >>> AdditiveCap("patches", 100).fits(BatchShape.of(2, {"tokens": 9, "patches": [50, 51]})).tolist()
     [True, False]
     """

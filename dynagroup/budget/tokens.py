@@ -36,6 +36,9 @@ class TokenBudget(Budget):
 
     A sample of length 0 counts as one token, so that a batch stays finite.
 
+    Raises:
+        ConfigError: an argument is wrong.
+
     >>> TokenBudget(1024).fits(BatchShape.of([4, 5], longest=256)).tolist()
     [True, False]
     >>> TokenBudget(1024).fits(BatchShape.of([2, 3], {"tokens": 256, "labels": 200})).tolist()

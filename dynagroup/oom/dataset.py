@@ -44,6 +44,9 @@ def generate_dataset(
     with what that taught. Under ``torchrun`` every rank takes its share; all return all results.
 
     Args:
+        model: a transformers model that generates, where it is to run.
+        tokenizer: the model's.
+        texts: a sequence of strings.
         batch_size: samples of the longest kind that fit the device; other batches hold more (:class:`~dynagroup.MemoryBudget`).
         budget: what fits, instead of ``batch_size``.
         output: a ``.jsonl`` or ``.parquet`` file, one row a text in input order. Finished samples are kept beside it as
@@ -64,6 +67,8 @@ def generate_dataset(
         ConfigError: arguments that do not go together; a text that the model has no positions for.
         StateError: ``output``, or what was kept beside it, is of another job or damaged: says what differs, or which file.
         BudgetError: a text does not fit even alone; names it.
+
+    >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
     """
     job = generation(
         model, tokenizer, texts, Common(batch_size, budget, max_length, progress), max_new_tokens, learned, generate_kwargs
@@ -123,6 +128,9 @@ def embed_dataset(
 
     Raises:
         ConfigError: as there; or the model gives no hidden states.
+
+    >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
+    (1000, 384)
     """
     common = Common(batch_size, budget, max_length, progress)
     return embedding(model, tokenizer, texts, common, pooling, normalize).whole(output, world)
@@ -145,6 +153,8 @@ def iter_embed(
 
     Args:
         skip: indices of texts that are done already.
+
+    >>> vectors = {index: vector for index, vector in iter_embed(model, tokenizer, texts)}  # doctest: +SKIP
     """
     common = Common(batch_size, budget, max_length, progress)
     return embedding(model, tokenizer, texts, common, pooling, normalize).as_they_come(skip)

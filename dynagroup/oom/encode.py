@@ -50,6 +50,9 @@ def encode(
 
     Raises:
         ConfigError: the folder asks for something else than pooling and normalising; or no tokenizer.
+
+    >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
+    (1000, 384)
     """
     said = _Recipe()
     if isinstance(model, (str, Path)):

@@ -91,6 +91,8 @@ def generate_with_oom_retry(
     Raises:
         BudgetError: a part that cannot be cut further does not fit; names the samples and their shapes.
         ConfigError: options that cannot be honoured in parts: a streamer, ``synced_gpus``, attentions, hidden states.
+
+    >>> output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=64)  # doctest: +SKIP
     """
     check_int("min_samples", min_samples)
     job = _Job(model, batch, pad_token_id, generate_kwargs)

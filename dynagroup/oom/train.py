@@ -75,6 +75,10 @@ class OomSafeBackward:
         learned: a budget to teach; batches that it has learned not to fit are split before they fail.
         backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``; default: ``Tensor.backward``.
 
+    Raises:
+        BudgetError: a sample does not fit even alone; on all ranks. AlignmentError: a rank is gone.
+        ConfigError: an argument is wrong, or the model is one that cannot repeat a step by itself.
+
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
     >>> backward = OomSafeBackward(model, weigh="samples")

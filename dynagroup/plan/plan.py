@@ -71,6 +71,11 @@ class BatchPlan:
         dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``.
         work: what a batch takes.
         window: samples that were sorted together; None: those of an update.
+
+    >>> from dynagroup import LengthAwareBatchSampler, TokenBudget
+    >>> plan = LengthAwareBatchSampler([3, 9, 2, 8], TokenBudget(18)).plan
+    >>> plan.rows[0], plan.num_steps, round(plan.statistics["padding"], 2)
+    ([[1, 3]], 2, 0.08)
     """
 
     batches: Batches
@@ -129,10 +134,12 @@ class BatchPlan:
 
     @property
     def num_steps(self) -> int:
+        """Rows: every rank runs one batch in each."""
         return len(self.table)
 
     @property
     def num_updates(self) -> int:
+        """Optimizer steps."""
         return int(self.update_ends.sum())
 
     @cached_property

@@ -26,6 +26,12 @@ class Step(Generic[B]):
         loss_scale: factor for the batch's *mean* loss, see :func:`dynagroup.update.weigh.loss_scale`; 0.0 on an idle step.
         ends_update: the optimizer steps after this batch; before that, gradients stay local (``no_sync``).
         idle: this rank had no samples left; the batch only keeps the collectives matched.
+
+    >>> from dynagroup import PlannedDataLoader, TokenBudget
+    >>> loader = PlannedDataLoader("abcd", [3, 9, 2, 8], TokenBudget(18), shuffle=False, weigh="samples", collate_fn=list)
+    >>> step = next(iter(loader))
+    >>> step.batch, list(step.indices), step.loss_scale, step.ends_update
+    (['b', 'd'], [1, 3], 1.0, True)
     """
 
     batch: B

@@ -26,7 +26,7 @@ SHIFTING_LOSSES = (
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's part of a sum over all ranks and all steps of the update."""
+    """This rank's part (``local``) of a sum over all ranks and all steps of the update (``total``)."""
 
     local: float
     total: float
