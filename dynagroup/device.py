@@ -27,6 +27,7 @@ _MESSAGES: Final = tuple(
         r"\bCUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED\b",  # cuDNN 9
         r"\b(?:CUFFT|HIPFFT)_ALLOC_FAILED\b|\brocblas_status_memory_error\b|\bmiopenStatusAllocFailed\b",
         r"(?i)\b(?:cuda|hip) failure\b[^\n]{0,20}'out of memory'",  # NCCL and RCCL, with and without the number
+        r"\b(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)\w*\b[^\n]{0,40}out of memory",  # libraries that allocate by themselves
         r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",  # Linux, Windows
         r"\[enforce fail at alloc_cpu\.cpp",
         r"std::bad_alloc",

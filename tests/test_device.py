@@ -46,6 +46,8 @@ OUT_OF_MEMORY = [
         "[enforce fail at alloc_cpu.cpp:80] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."
     ),
     RuntimeError("unable to mmap 1024 bytes from file </torch_12_34>: Cannot allocate memory (12)"),
+    RuntimeError("cudaMalloc failed: out of memory"),
+    RuntimeError("hipHostMalloc: out of memory"),
     RuntimeError("std::bad_alloc"),
     RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16777216 bytes."),
     RuntimeError("Resource exhausted: Failed to allocate request for 1.00GiB (1073741824B) on device ordinal 0"),

@@ -67,7 +67,7 @@ class LightningSteps(Callback):
         loader: a :class:`~dynagroup.PlannedDataLoader` or :class:`~dynagroup.OnlineDataLoader`.
 
     Raises:
-        ConfigError: ``loader`` is none; it is not a callback of the Trainer; the Trainer accumulates batches itself.
+        ConfigError: ``loader`` is none; it is not a callback of the Trainer; the Trainer accumulates or limits batches itself.
         StateError: a checkpoint's place comes after Lightning has begun to read.
     """
 
@@ -140,6 +140,12 @@ class LightningSteps(Callback):
             raise ConfigError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): an update takes as many batches as its "
                 "samples need; leave it 1 and set samples_per_update of the loader"
+            )
+        limit: Any = trainer.limit_train_batches
+        if not trainer.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
+            raise ConfigError(
+                f"Trainer(limit_train_batches={limit}) ends epochs in the midst of updates, which take as many batches as their "
+                "samples need; use max_steps, or a dataset of fewer samples"
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

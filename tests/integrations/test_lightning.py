@@ -151,6 +151,13 @@ def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
 def test_misuse_is_named(tmp_path):
     with pytest.raises(ConfigError, match="accumulate_grad_batches=2"):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
+    with pytest.raises(
+        ConfigError, match=r"limit_train_batches=3\) ends epochs in the midst of updates.*use max_steps"
+    ):
+        fit(tmp_path, Module(), loader(), limit_train_batches=3)
+    with pytest.raises(ConfigError, match=r"limit_train_batches=1\)"):
+        fit(tmp_path, Module(), loader(), limit_train_batches=1)
+    fit(tmp_path, Module(), loader(), fast_dev_run=True)
     with pytest.raises(ConfigError, match="must be a PlannedDataLoader or an OnlineDataLoader"):
         LightningSteps([1, 2])
     quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False,
