@@ -12,8 +12,10 @@ import torch
 
 from dynagroup import BudgetError, ConfigError, TokenBudget
 from dynagroup.online.align import quantile
+from dynagroup.online.config import OnlineConfig
 from dynagroup.online.exchange import Exchange
 from dynagroup.online.refine import RefinementCollator
+from dynagroup.online.requests import EpochOrders
 from dynagroup.online.transfer import pack_tensors, unpack_tensors
 from dynagroup.testing import run_ranks
 from dynagroup.update.stats import LoaderStats
@@ -194,3 +196,22 @@ def test_iterating_leaves_the_global_random_state_alone():
     given = torch.Generator().manual_seed(3)
     next(iter(make_loader(None, range(1, 9), generator=given)))
     assert given.initial_seed() == 3, "the user's generator is drawn from, never seeded"
+
+
+class Turns:
+    """A batch sampler that no one can tell the epoch: whenever it is read comes its next turn."""
+
+    turn = -1
+
+    def __iter__(self):
+        self.turn += 1
+        return iter([[self.turn]])
+
+
+def test_batches_that_cannot_be_told_the_epoch_are_drawn_once_for_each_before():
+    def orders():
+        return EpochOrders(range(9), OnlineConfig(), stream=False, sampler=None, batch_sampler=Turns())
+
+    one_by_one = orders()
+    assert [one_by_one.batches(epoch) for epoch in (0, 0, 1, 2)] == [[[0]], [[0]], [[1]], [[2]]]
+    assert orders().batches(2) == [[2]], "a run that resumes there draws what the first run drew"

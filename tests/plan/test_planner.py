@@ -139,8 +139,9 @@ def test_oversize_samples() -> None:
     alone = Planner(lengths, TokenBudget(10), PlanConfig()).plan()
     assert [batch for row in alone.rows for batch in row] == [[3], [1], [0, 2]]
     assert alone.oversize.tolist() == [1, 3]
-    dropped = Planner(lengths, TokenBudget(10), PlanConfig(oversize="drop")).plan()
-    assert dropped.dropped.tolist() == [1, 3]
+    dropping = Planner(lengths, TokenBudget(10), PlanConfig(oversize="drop"))
+    assert dropping.plan().dropped.tolist() == dropping.left_out.tolist() == [1, 3]
+    assert (dropping.num_samples, dropping.num_planned) == (4, 2)
     with pytest.raises(BudgetError, match=r"sample 1 \(50 tokens\) does not fit even alone, nor do 1 others"):
         Planner(lengths, TokenBudget(10), PlanConfig(oversize="error"))
     several = {**lengths, "patches": np.array([0, 0, 99, 0], np.int32)}
