@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
+from dynagroup.plan.alike import AlikeWindow
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import (
     DEFAULT_WORK,
@@ -30,8 +31,9 @@ from dynagroup.plan.pack import pack
 from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.row_limits import by_rows
 from dynagroup.plan.runs import OrderedWindow, SortedWindow, fewest, split_dearest
+from dynagroup.plan.trade import traded
 from dynagroup.plan.work import Work
-from dynagroup.shapes import TOKENS, IntArray, Streams, units_of
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 
 __all__ = ["Rows", "Uneven", "arrange", "cut_rows", "even_out", "prove"]
 
@@ -83,7 +85,14 @@ def cut_rows(
     batches, work_of = Batches(order, offsets), window.total(offsets)
     in_front = by_longest(batches, lengths, budget)
     by_row = in_front[_in_rows(work_of[in_front], num_ranks)]
-    return evened(batches.take(by_row), work_of[by_row], num_ranks, sorted_again)
+    batches = evened(batches.take(by_row), work_of[by_row], num_ranks, sorted_again)
+    if not isinstance(window, AlikeWindow) or window.allowed is not None:
+        return batches
+
+    def fits(positions: IntArray) -> bool:
+        return bool(budget.fits(BatchShape.of_samples({name: v[positions] for name, v in lengths.items()}))[0])
+
+    return traded(batches, order, window, num_ranks, fits)
 
 
 class _Alone(NamedTuple):

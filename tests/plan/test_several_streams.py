@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from itertools import combinations
 from typing import Any
@@ -17,14 +18,15 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import alike, boxes
 from dynagroup.plan.alike import AlikeWindow
-from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.boxes import alike_order
 from dynagroup.plan.cut import cut, ordered_windows
 from dynagroup.plan.rounding import multiple_of, smaller_size
 from dynagroup.plan.rows import cut_rows, num_batches
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.trade import traded
 from dynagroup.plan.work import Work
-from dynagroup.shapes import Streams
+from dynagroup.shapes import BatchShape, Streams
 from dynagroup.testing import assert_resumes_exactly
 from tests import strategies
 
@@ -183,3 +185,38 @@ def test_the_first_batch_holds_the_sample_of_most_tokens() -> None:
     for mode in ({"shuffle": True, "window": 50}, {}):
         first = next(iter(LengthAwareBatchSampler(lengths, TokenBudget(5000), rank=0, world_size=1, **mode)))
         assert 317 in first
+
+
+def traded_row(values: list[tuple[int, int]], row: list[list[int]], most: int) -> list[list[int]]:
+    lengths, budget = streams(values), TokenBudget(most)
+    ((order, window), *_) = ordered_windows(lengths, budget, Work(per_step=0, crossover=math.inf), "time", None)
+    assert isinstance(window, AlikeWindow)
+
+    def fits(members: np.ndarray) -> bool:
+        return bool(budget.fits(BatchShape.of_samples({k: v[members] for k, v in lengths.items()}))[0])
+
+    batches = Batches(np.asarray(sum(row, [])), offsets_of(np.asarray([len(batch) for batch in row])))
+    return [batch.tolist() for batch in traded(batches, order, window, len(row), fits)]
+
+
+def test_the_dearest_batch_gives_away_what_another_holds_for_less() -> None:
+    """Sample 2 sets both maxima where it is, and beside 3 hardly any: of 3 x (7 + 8) and 15 become 2 x (3 + 3) and 2 x (8 + 8)."""
+    values, row = [(2, 3), (3, 2), (7, 8), (8, 7)], [[0, 1, 2], [3]]
+    assert sorted(map(sorted, traded_row(values, row, 32))) == [[0, 1], [2, 3]]
+    assert sorted(map(sorted, traded_row(values, row, 31))) == row, "that does not fit"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=4, max_size=24), st.data())
+def test_trades_only_ever_lower_the_dearest_batch_of_a_row(values: list[tuple[int, int]], data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(2, 4))
+    cuts = sorted(data.draw(st.permutations(range(1, len(values))))[: ranks - 1])
+    row = [part.tolist() for part in np.split(np.arange(len(values)), cuts)]
+
+    def costs(batches: list[list[int]]) -> list[int]:
+        return [len(b) * (max(values[i][0] for i in b) + max(values[i][1] for i in b)) for b in batches]
+
+    found = traded_row(values, row, max(costs(row)))
+    assert (sorted(sum(found, [])), len(found)) == (list(range(len(values))), ranks)
+    assert all(found)
+    assert max(costs(found)) <= max(costs(row))
