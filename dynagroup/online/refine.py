@@ -123,7 +123,10 @@ class RefinementCollator:
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """True lengths of these samples: stream -> int32 (N,)."""
         length_of = self.length_of or measure_sample
-        measured = [length_of(sample) for sample in samples]
+        measured = [
+            _asked("length_of", length_of, sample, of=f"sample {index}")
+            for sample, index in zip(samples, indices, strict=True)
+        ]
         if isinstance(measured[0], Mapping):
             names = list(measured[0])
             columns = with_tokens({name: [m[name] for m in measured] for name in names})  # type: ignore[index]
@@ -213,7 +216,7 @@ class RefinementCollator:
                     indices=indices,
                     offsets=places,
                     lengths=measured,
-                    weight=self._weight_of(batch, len(places)),
+                    weight=_asked("weigh", self._weight_of, batch, len(places), of=_batch_of(indices)),
                     padded=padded[number],
                     squares=squares[number],
                     work=work[number],
@@ -229,12 +232,7 @@ class RefinementCollator:
         collate = self.collate_fn
         if collate is None:
             from torch.utils.data import default_collate as collate
-        try:
-            return collate(samples)
-        except Exception as error:
-            raise RuntimeError(
-                f"collate_fn failed on the batch of dataset indices {shorten(indices)}: {type(error).__name__}: {error}"
-            ) from error
+        return _asked("collate_fn", collate, samples, of=_batch_of(indices))
 
     def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
         if len(indices) > 1:
@@ -273,6 +271,24 @@ class RefinementCollator:
         if not self._warned_wide:
             self._warned_wide = True
             warnings.warn(f"{told}; correct `length_of`, or give the budget `pad_to_multiple_of`", stacklevel=2)
+
+
+def _asked(name: str, function: Callable[..., Any], *args: Any, of: str) -> Any:
+    """What a function of the user's gives. Its errors come named: a StopIteration, left alone, would end the loader's iteration.
+
+    Raises:
+        ConfigError: ours, as it is. RuntimeError: any other, with what it was asked about.
+    """
+    try:
+        return function(*args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{name} failed on {of}: {type(error).__name__}: {error}") from error
+
+
+def _batch_of(indices: Sequence[int]) -> str:
+    return f"the batch of dataset indices {shorten(indices)}"
 
 
 def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:

@@ -320,3 +320,18 @@ def test_of_an_epoch_that_is_begun_anew_nothing_is_used(options):
     resumed.set_epoch(0)
     resumed.load_state_dict(resumed.state_dict())
     assert (resumed.epoch, resumed.cursor.samples_used) == (0, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["length_of", "weigh", "collate_fn"])
+def test_errors_of_own_functions_come_with_what_they_were_asked_about(name, workers):
+    """A StopIteration would end the iteration, and leave a message about something else."""
+    loader = make_loader(None, LENGTHS, **{name: stop_iteration, "num_workers": workers})
+    with pytest.raises(
+        RuntimeError, match=rf"{name} failed on (sample 0|the batch of .*indices \[).*StopIteration: no more"
+    ):
+        list(loader)
+
+
+def stop_iteration(_asked):
+    raise StopIteration("no more")
