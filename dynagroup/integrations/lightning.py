@@ -141,8 +141,9 @@ class LightningSteps(Callback):
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): an update takes as many batches as its "
                 "samples need; leave it 1 and set samples_per_update of the loader"
             )
-        limit: Any = trainer.limit_train_batches
-        if not trainer.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
+        host: Any = trainer  # Lightning sets `fast_dev_run` without declaring it
+        limit = host.limit_train_batches
+        if not host.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
             raise ConfigError(
                 f"Trainer(limit_train_batches={limit}) ends epochs in the midst of updates, which take as many batches as their "
                 "samples need; use max_steps, or a dataset of fewer samples"
