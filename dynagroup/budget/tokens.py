@@ -82,7 +82,10 @@ class TokenBudget(Budget):
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
-        return ok & (self._counted(shape) <= self.max_tokens)
+        if self.layout == "packed":
+            return ok & (self._counted(shape) <= self.max_tokens)
+        # not the product, which may pass 64 bits
+        return ok & (self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1))
 
     def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
         return self._counted(shape).astype(np.float64)
@@ -112,8 +115,12 @@ class TokenBudget(Budget):
         names = self.names_in(shape.longest)
         if self.layout == "packed":
             return round_up(np.sum([shape.total[name] for name in names], axis=0), self.pad_to_multiple_of)
-        longest = np.sum([round_up(shape.longest[name], self.pad_to_multiple_of) for name in names], axis=0)
-        return shape.num_samples * longest
+        return shape.num_samples * self._widths(shape)
+
+    def _widths(self, shape: BatchShape) -> IntArray:
+        """Padded tokens of a sample, of all streams."""
+        names = self.names_in(shape.longest)
+        return np.sum([round_up(shape.longest[name], self.pad_to_multiple_of) for name in names], axis=0)
 
 
 def as_budget(budget: Budget | int) -> Budget:

@@ -30,18 +30,18 @@ MOST_SAMPLES = 2**40
 def parsed_bytes(memory: str | int) -> int:
     """Bytes from "80GB", "24 GiB" or a number.
 
-    >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(4096)
-    (80000000000, 1610612736, 4096)
+    >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(24 * 10**9)
+    (80000000000, 1610612736, 24000000000)
     """
-    if isinstance(memory, (int, np.integer)) and not isinstance(memory, bool) and memory > 0:
-        return int(memory)
-    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKmMgGtT]?[iI]?[bB]?)\s*", memory) if isinstance(memory, str) else None
+    whole = isinstance(memory, (int, np.integer)) and not isinstance(memory, bool)
+    text = str(memory) if whole else memory
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKmMgGtT]?[iI]?[bB]?)\s*", text) if isinstance(text, str) else None
     unit = found[2].upper() if found else ""
     if found is None or unit not in UNITS or float(found[1]) == 0:
         raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
     if not unit and float(found[1]) < 1e6:
         raise ConfigError(f"`memory` is {memory!r}, which is so many bytes; write {found[1]}GB")
-    return int(float(found[1]) * UNITS[unit])
+    return int(text) if whole else int(float(found[1]) * UNITS[unit])
 
 
 def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int) -> IntArray:

@@ -244,3 +244,8 @@ def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts
         widths = [lengths[i] for i in batch]
         made = len(batch) * -(-max(widths) // pad) * pad if layout == "padded" else -(-sum(widths) // pad) * pad
         assert made <= least or len(batch) == 1
+
+
+@pytest.mark.parametrize(("count", "longest", "fits"), [(2**40, 2**31 - 1, False), (2**40, 2, True), (2**41, 2, False)])
+def test_counts_whose_tokens_pass_64_bits_do_not_come_round_to_few(count, longest, fits):
+    assert TokenBudget(2**41).fits(BatchShape.of(count, longest)).tolist() == [fits]

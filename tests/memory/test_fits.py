@@ -329,3 +329,20 @@ def test_a_decoder_does_not_take_a_second_padded_stream_for_nothing():
 def test_a_size_without_a_unit_is_not_taken_for_bytes():
     with pytest.raises(ConfigError, match="write 24GB"):
         parsed_bytes("24")
+
+
+@pytest.mark.parametrize("memory", [24, 80.0, 99_999])
+def test_a_number_that_is_no_number_of_bytes_is_told_so(memory):
+    with pytest.raises(ConfigError, match="`memory` .*GB"):
+        parsed_bytes(memory)
+
+
+def test_a_quantised_models_dtype_is_that_of_what_it_computes_with():
+    model = models.llama(vocab=100, width=32, layers=1, heads=2)
+    from transformers import LlamaForCausalLM
+
+    quantised = LlamaForCausalLM(model).to(torch.bfloat16)
+    table = quantised.get_input_embeddings()
+    table.weight = torch.nn.Parameter(torch.zeros(100, 16, dtype=torch.uint8), requires_grad=False)
+    assert next(quantised.parameters()).dtype == torch.uint8
+    assert Workload.from_model(quantised, "forward", trace=False).dtype == "bfloat16"

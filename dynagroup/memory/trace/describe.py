@@ -142,8 +142,9 @@ def _has_lm_head(model: Any) -> bool:
 
 
 def _dtype_of(model_or_config: Any, config: Any) -> str:
-    if is_model(model_or_config):
-        dtype = next(model_or_config.parameters()).dtype
+    if is_model(model_or_config):  # quantised parameters are integers; what it computes with is not
+        dtypes = [p.dtype for p in model_or_config.parameters()]
+        dtype = next((found for found in dtypes if found.is_floating_point), "float32")
     else:
         dtype = getattr(config, "dtype", None) or "float32"
     name = str(dtype).removeprefix("torch.")
