@@ -420,6 +420,11 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, disa
         for chunk in loader:
             found += chunk
             bar.update(len(chunk))
+    if len(found) != len(data):
+        raise ConfigError(
+            f"{len(found)} of {len(data)} samples were measured: the dataset or `length_of` raised StopIteration behind them, or "
+            "gives more samples than its len()"
+        )
     if not found or not isinstance(found[0], Mapping):
         return np.asarray(found) if found else np.zeros(0, np.int32)
     for index, lengths in enumerate(found):

@@ -176,3 +176,9 @@ def test_messages_say_the_way_out(tokenizer, call, message):
 def test_a_tokenizer_that_knows_no_limit_truncates_nothing():
     """``tokenizer.model_max_length`` is 10**30 where nobody set it."""
     assert measure_lengths([[1] * 5, [1] * 70], max_length=10**30).tolist() == [5, 70]
+
+
+def test_a_stray_stop_iteration_does_not_shorten_the_lengths() -> None:
+    some = iter(range(70))
+    with pytest.raises(ConfigError, match="64 of 100 samples were measured"):
+        measure_lengths(list(range(100)), length_of=lambda sample: next(some))

@@ -96,14 +96,17 @@ class EpochOrders:
 
     def num_ordered(self) -> int:
         """Positions of the order."""
-        return (self._size or 0) if self._sampler is None else len(self._sampler)
+        if self._sampler is None:
+            return self._size or 0
+        return len(self._sampler) if self._config.samples_per_update is None else self._sampler.counted
 
     def of_epoch(self, epoch: int) -> Order:
         """Dataset indices by position; none where the dataset or the user brings batches."""
         if self._size is None or self._batch_sampler is not None:
             return Order(np.zeros(0, np.int64))
         if self._sampler is not None:
-            return Order(self._sampler.of_epoch(epoch))
+            counts = self._config.samples_per_update is not None
+            return Order(self._sampler.counted_epoch(epoch) if counts else self._sampler.of_epoch(epoch))
         if self._config.shuffle:
             return Order(EpochOrder(self._size, seed=self._config.seed, epoch=epoch))
         return Order(np.arange(self._size))

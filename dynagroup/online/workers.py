@@ -12,12 +12,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from dynagroup.checks import warn_user
-from dynagroup.errors import AlignmentError
 from dynagroup.online.datasets import IndexedDataset, StreamDataset
 from dynagroup.online.records import Planned, Queued, RefinedWindow, WindowRequest
 from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import Order
-from dynagroup.update.feed import answers_of
+from dynagroup.update.feed import ENDED_EARLY, answers_of
 from dynagroup.world import World
 
 __all__ = ["RequestQueue", "Windows", "Workers", "split_queued"]
@@ -124,7 +123,7 @@ class Windows:
         while not self._turns or self._turns[0] not in self._early:  # the next request may not have been pulled yet
             window = next(self._iterator, None)
             if window is None:
-                raise AlignmentError("the DataLoader ended with windows outstanding")
+                raise RuntimeError(ENDED_EARLY)
             if window.number >= 0:
                 self._early[window.number] = window
         number = self._turns.popleft()

@@ -38,6 +38,7 @@ class OrderSource:
         self._source = source
         self._num_samples = num_samples
         self._epoch = -1
+        self._counted: int | None = None
         self._indices: IntArray = np.zeros(0, np.int64)
         self._generator = getattr(source, "generator", None)
         start = _state_of(self._generator)
@@ -46,6 +47,28 @@ class OrderSource:
     def __len__(self) -> int:
         """Indices an epoch draws, without drawing them where the source can say."""
         return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
+
+    @property
+    def counted(self) -> int:
+        """Indices that every epoch draws, where updates are counted by it: what ``len`` said first."""
+        if self._counted is None:
+            self._counted = len(self)
+        return self._counted
+
+    def counted_epoch(self, epoch: int) -> IntArray:
+        """:meth:`of_epoch`, of exactly :attr:`counted` indices.
+
+        Raises:
+            ConfigError: it gives more or fewer; some would be lost, or looked for in vain.
+        """
+        counted, indices = self.counted, self.of_epoch(epoch)
+        if len(indices) != counted:
+            raise ConfigError(
+                f"`sampler` gives {len(indices)} indices in epoch {epoch}, but its len(), or the epoch before, said {counted}; "
+                "with `samples_per_update` every epoch draws as many, so that updates can be counted: correct its __len__, "
+                "or make a new loader where the number changes"
+            )
+        return indices
 
     def of_epoch(self, epoch: int) -> IntArray:
         if epoch != self._epoch:

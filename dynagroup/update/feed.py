@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,12 @@ from dynagroup.checks import check_function
 from dynagroup.errors import ConfigError
 from dynagroup.update.plans import PlannedUpdate
 
-__all__ = ["PlannedFeed"]
+__all__ = ["ENDED_EARLY", "PlannedFeed", "answers_of"]
 
+ENDED_EARLY = (
+    "the dataset, `collate_fn` or `weigh` raised StopIteration, which a DataLoader takes for its end, while samples of the "
+    "epoch were left: look there for a next() of what has ended"
+)
 TAKEN = ("batch_size", "batch_sampler", "generator")
 
 
@@ -133,5 +138,8 @@ class PlannedFeed:
         self._generator.manual_seed(int(np.random.SeedSequence((requests.seed, epoch)).generate_state(1)[0]))
         batches = answers_of(self._loader)
         for batch in batches:
-            collected = [batch, *(next(batches) for _ in requests.planned[0].batches[1:])]
-            yield requests.planned.popleft(), collected
+            collected = [batch, *islice(batches, len(requests.planned[0].batches) - 1)]
+            if len(collected) == len(requests.planned[0].batches):
+                yield requests.planned.popleft(), collected
+        if requests.planned:
+            raise RuntimeError(ENDED_EARLY)

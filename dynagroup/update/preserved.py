@@ -70,7 +70,7 @@ class PreservedUpdates(Updates):
         }
 
     def _num_ordered(self) -> int:
-        return self.planner.num_planned if self._order is None else len(self._order)
+        return self.planner.num_planned if self._order is None else self._order.counted
 
     def start(self, epoch: int, world_size: int) -> Cursor:
         return self.sizes.start(epoch)
@@ -88,7 +88,7 @@ class PreservedUpdates(Updates):
 
     def order_of(self, epoch: int) -> IntArray:
         if self._order is not None:
-            return self._order.of_epoch(epoch)
+            return self._order.counted_epoch(epoch)
         count = self.planner.num_samples
         order = epoch_order(count, seed=self.planner.config.seed, epoch=epoch) if self._shuffle else np.arange(count)
         left_out = self.planner.left_out

@@ -654,3 +654,60 @@ def test_a_world_of_a_million_million_ranks_is_refused(make, sizes):
         if claim in text:
             forged = json.loads(text.replace(claim, claim[:-2] + str(10**12) + ","))
             refuses(loader, {**forged, "seal": seal_of(forged)})
+
+
+class Counting:
+    """A sampler that gives 10, 15, 20 ... indices from epoch to epoch, or always says another number than it gives."""
+
+    def __init__(self, said: int | None = None) -> None:
+        self.said, self.epoch = said, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch if self.said is None else 0
+
+    def __len__(self) -> int:
+        return 10 + 5 * self.epoch if self.said is None else self.said
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10 + 5 * self.epoch))
+
+
+@pytest.mark.parametrize(("said", "epoch"), [(8, 0), (12, 0), (None, 1)])
+def test_a_sampler_draws_as_many_as_it_says_where_updates_are_counted(make, said, epoch):
+    options = {"shuffle": False} if make is online else {}
+    loader = make(sampler=Counting(said), samples_per_update=4, **options)
+    for _ in range(epoch):
+        assert len(list(loader.updates())) == loader.num_updates == 3
+    with pytest.raises(ConfigError, match=rf"`sampler` gives \d+ indices in epoch {epoch}, but"):
+        list(loader)
+
+
+@pytest.mark.parametrize("where", ["dataset", "collate_fn", "weigh"])
+@pytest.mark.parametrize("at", [0, 1, 9])
+def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
+    """What a DataLoader takes for its end is an error while samples are left."""
+    calls = iter(range(at))
+
+    def strayed(batch: Any) -> float:
+        next(calls)
+        return 1.0
+
+    class Strayed(Tokens):
+        def __getitem__(self, index: int) -> Any:
+            if where == "dataset":
+                strayed(index)
+            return super().__getitem__(index)
+
+    def collated(samples: list[Any]) -> Any:
+        if where == "collate_fn":
+            strayed(samples)
+        return collate(samples)
+
+    options: dict[str, Any] = {"collate_fn": collated, "weigh": strayed if where == "weigh" else "samples", **sizes}
+    budget = TokenBudget(40)
+    if make is planned:
+        loader: StepLoader[Any] = PlannedDataLoader(Strayed(LENGTHS), LENGTHS, budget, **options)
+    else:
+        loader = OnlineDataLoader(Strayed(LENGTHS), budget, window=8, **options)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(loader)
