@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dynagroup.checks import check_int, check_number
 from dynagroup.errors import ConfigError
-from dynagroup.plan.work import Work
+from dynagroup.plan.work import CPU_PER_STEP, Work
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["DemoConfig", "run_demo"]
 
 HELD_OUT = 256
-CPU_WORK = Work(per_step=128.0)
-"""A step of the small model on a CPU, which has no kernels to launch: measured, ``benchmarks/results/objective.json``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +151,7 @@ def make_runs(
         TokenBudget(config.budget),
         order=chosen,
         samples_per_update=per_update,
-        work=CPU_WORK if device.type == "cpu" and config.model is None else None,
+        work=Work(per_step=CPU_PER_STEP) if device.type == "cpu" and config.model is None else None,
         rank=0,
         world_size=1,
     )

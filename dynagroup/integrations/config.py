@@ -46,7 +46,7 @@ class DynagroupConfig:
         splitter: how such a batch is cut; names the batch dimension of inputs that are not text.
         plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even alone),
             ``{"window": 4096}`` (samples sorted together) with updates="free"; ``{"work": Work(...)}``: predicted time of a
-            batch, otherwise ``Work.of`` the Trainer's model, where its config states its sizes.
+            batch, otherwise ``Work.of`` the Trainer's model on its device.
         world: the data-parallel ranks, where they are not all ranks; needed with tensor, context or sequence parallelism.
 
     Raises:

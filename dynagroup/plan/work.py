@@ -20,7 +20,11 @@ from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import BatchShape, Streams, round_up
 
-__all__ = ["Work", "check_work"]
+__all__ = ["CPU_PER_STEP", "Work", "check_work"]
+
+CPU_PER_STEP = 128.0
+"""Linear tokens that a step costs on a CPU, which has no kernels to launch: the best of those measured,
+``benchmarks/results/objective.json``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +52,18 @@ class Work:
         check_number("crossover", self.crossover, finite=False)
 
     @classmethod
-    def of(cls, model_or_config: Any) -> Work:
+    def of(cls, model_or_config: Any, *, device: Any = "cuda") -> Work:
         """What a ``transformers`` model's config says; measured step times say it better, see :meth:`fit`.
 
         A token takes 2 floating-point operations for each weight of a layer's matrices and of the output matrix; attention
         takes ``4 * heads * head size`` for each token that a token looks at. Their ratio is the crossover: about 6 times the
         hidden size of a dense decoder. The price is arithmetic, measured on no GPU: launching a layer's kernels, 0.3 ms
         in training, takes as long as 3e10 such operations at 300 TFLOP/s, and moving a large model's weights and gradients as
-        long as 256 tokens, whatever its size (``docs/planning.md`` says how).
+        long as 256 tokens, whatever its size (``docs/planning.md`` says how). On a CPU a step costs :data:`CPU_PER_STEP`.
+
+        Args:
+            model_or_config: a model, or its config.
+            device: where it runs, a ``torch.device`` or its name.
 
         Raises:
             ConfigError: the config does not state its sizes.
@@ -75,7 +83,9 @@ class Work:
         matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
         matrices += (3 if sizes["gated_mlp"] else 2) * sizes["intermediate_size"] * sizes["experts_per_token"]
         linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
-        return cls(per_step=float(np.clip(3e10 / linear, 256, 2048)), crossover=linear / (4.0 * attention))
+        on_cpu = str(device).startswith("cpu")
+        per_step = CPU_PER_STEP if on_cpu else float(np.clip(3e10 / linear, 256, 2048))
+        return cls(per_step=per_step, crossover=linear / (4.0 * attention))
 
     @classmethod
     def fit(cls, rows: Iterable[tuple[int, int, float]]) -> Work:

@@ -560,5 +560,6 @@ def test_a_step_is_as_dear_as_the_model_says_unless_the_user_says_otherwise(mode
     wide = toys.causal_lm()
     wide.config.n_embd, wide.config.n_inner = 1600, None  # GPT-2's largest: its steps cost the least that any do
     assert Work.of(wide).per_step < Work.of(toys.causal_lm()).per_step == 2048
-    assert works(wide) == [Work.of(wide)] * 2
+    assert works(wide) == [Work.of(wide, device="cpu")] * 2
+    assert Work.of(wide, device="cpu") == Work(per_step=128, crossover=Work.of(wide).crossover)
     assert works(wide, work=Work(per_step=7)) == [Work(per_step=7)] * 2

@@ -52,6 +52,7 @@ def test_a_dense_decoder_crosses_over_at_about_six_times_its_width() -> None:
     assert 5 < Work.of(wide).crossover / 4096 < 7
     assert Work.of(wide).per_step == 256
     assert 1000 < Work.of(GPT2Config()).per_step < 2048
+    assert Work.of(GPT2Config(), device="cpu").per_step == Work.of(wide, device="cpu").per_step == 128
 
 
 def test_work_is_fitted_to_measured_steps() -> None:
