@@ -31,7 +31,7 @@ __all__ = ["objectives"]
 LONGEST, UPDATES, GROUP, LIMIT_S = 512, 8, 128, 300.0
 PLANS: dict[str, dict[str, Any]] = {
     "fewest": {"objective": "fewest"},
-    "time": {},
+    "time": {"work": Work()},
     "time, a step costs 128": {"work": Work(per_step=128)},
 }
 
