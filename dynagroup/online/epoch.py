@@ -138,8 +138,7 @@ class EpochRun:
             "rest": rest,
             "handed out": progress["feed"].get("handed_out") if progress else None,
             "sizes of updates": _print_of_sizes(source.sizes, source.epoch),
-            "num_workers": source.workers.num_workers,
-            "prefetch_factor": source.workers.prefetch_factor,
+            "num_workers": f"{source.workers.num_workers} with prefetch_factor={source.workers.prefetch_factor}",
         }
         self.feed = self.kind.feed(source, progress and progress["feed"])  # pyright: ignore[reportCallIssue]
         knobs = Knobs(source.config.accumulation, source.config.seed, source.config.uneven)
