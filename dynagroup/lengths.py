@@ -178,6 +178,7 @@ def measure_lengths(
     [2, 1]
     """
     _check_arguments(data, column, max_length, num_proc)
+    data, column = _by_position(data, column)
     if max_length is not None and max_length > LONGEST:  # as tokenizers say that they know no limit: 10**30
         max_length = None
     disable = None if progress else True  # tqdm: None is silent where output is no terminal
@@ -256,6 +257,20 @@ def _check_arguments(data: Any, column: Any, max_length: int | None, num_proc: i
         )
 
 
+def _by_position(data: Any, column: str | None) -> tuple[Any, str | None]:
+    """``data`` whose samples an index finds by position, where a table finds columns and a Series labels."""
+    if hasattr(data, "columns") and hasattr(data, "shape"):  # of pandas, polars or pyarrow
+        names = list(getattr(data, "column_names", data.columns))
+        if column not in names:
+            raise ConfigError(
+                f"`data` is a whole {type(data).__name__}: name with `column` where its texts or ids are, one of {names}; "
+                f"`column` is {column!r}"
+            )
+        values = data[column]
+        return (values.to_pylist() if hasattr(values, "to_pylist") else list(values)), None
+    return (list(data) if hasattr(data, "iloc") else data), column
+
+
 class _Field(Sequence[Any]):
     """One field of samples that are mappings."""
 
@@ -266,7 +281,13 @@ class _Field(Sequence[Any]):
         return len(self._data)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._data[index][self._field]
+        sample = self._data[index]
+        try:
+            return sample[self._field]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"sample {index} must be a mapping with {self._field!r}, but is {sample!r:.200}; name the field with `column`"
+            ) from error
 
 
 def _chunks(values: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -6,6 +6,8 @@ import copy
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset, load_from_disk
@@ -176,6 +178,32 @@ def test_messages_say_the_way_out(tokenizer, call, message):
 def test_a_tokenizer_that_knows_no_limit_truncates_nothing():
     """``tokenizer.model_max_length`` is 10**30 where nobody set it."""
     assert measure_lengths([[1] * 5, [1] * 70], max_length=10**30).tolist() == [5, 70]
+
+
+TABLE = pd.DataFrame({"text": ["one two", "three"], "ids": [[1, 2], [3]]}, index=[7, 9])
+
+
+@pytest.mark.parametrize("table", [TABLE, pa.table({"text": ["one two", "three"], "ids": [[1, 2], [3]]})])
+def test_a_table_is_measured_by_one_of_its_columns(tokenizer, table):
+    assert measure_lengths(table, tokenizer, column="text").tolist() == [3, 2]
+    assert measure_lengths(table, column="ids").tolist() == [2, 1]
+    assert measure_lengths(table, column="text", length_of=len).tolist() == [7, 5]
+    for column in (None, "words"):
+        with pytest.raises(
+            ConfigError, match=r"a whole .*Table|DataFrame: name with `column` .* one of \['text', 'ids'\]"
+        ):
+            measure_lengths(table, tokenizer, column=column)
+
+
+def test_a_series_is_read_in_its_order_whatever_its_labels(tokenizer):
+    assert measure_lengths(TABLE["text"], tokenizer).tolist() == [3, 2]
+    assert measure_lengths(TABLE["text"], length_of=len).tolist() == [7, 5]
+
+
+@pytest.mark.parametrize("late", [{"other": "one"}, "one"])
+def test_a_sample_without_the_column_is_named(tokenizer, late):
+    with pytest.raises(ConfigError, match="sample 1 must be a mapping with 'text', but is .*one"):
+        measure_lengths([{"text": "one"}, late], tokenizer, "text")
 
 
 def test_a_stray_stop_iteration_does_not_shorten_the_lengths() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.plan.cut import DEFAULT_WORK
-from dynagroup.plan.work import CPU_PER_STEP, Work
+from dynagroup.plan.work import Work
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.weigh import mean_items, predicts_next_token
 from dynagroup.world import SingleProcess, World, current_world
@@ -223,18 +222,8 @@ def _read_state(path: Path) -> tuple[Any, str | None]:
 
 def work_of(trainer: Any) -> Work:
     """What a step of this Trainer is predicted to take: ``plan["work"]``, or else what its model's config and device say."""
-    from transformers import PretrainedConfig
-
-    own, config = trainer.dynagroup.plan.get("work"), getattr(trainer.model, "config", None)
-    if own is not None:
-        return own
-    device = trainer.args.device
-    try:
-        if isinstance(config, PretrainedConfig):
-            return Work.of(config, device=device)
-    except ConfigError:  # it does not state its sizes
-        pass
-    return Work(per_step=CPU_PER_STEP) if device.type == "cpu" else DEFAULT_WORK
+    own = trainer.dynagroup.plan.get("work")
+    return Work.of_known(trainer.model, device=trainer.args.device) if own is None else own
 
 
 def data_parallel_world(trainer: Any, world: World | None) -> World:

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from dynagroup.checks import Check, a_flag, a_list, a_number, an_int, warn_user
 from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, quantile
 from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds.base import Feed
-from dynagroup.online.records import Queued, Take
+from dynagroup.online.records import Queued, RefinedWindow, Take
 from dynagroup.shapes import units_of
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.weigh import Share
@@ -131,14 +131,25 @@ class Runner(ABC):
         """What all ranks do next, and the largest of their last rows' costs."""
         began = time.perf_counter()
         opening = self.feed.opening
-        *highest, first, last, cost = self.exchange.highest(
-            [*offer.to_max(), opening, -opening, self.last_cost], failure
+        *highest, first, last, cost, nothing = self.exchange.highest(
+            [*offer.to_max(), opening, -opening, self.last_cost, int(self.feed.has_nothing)], failure
         )
         if first and first == -last and self.exchange.world.size > 1:
             self.feed.tell_of_equal_ranks()
+        agreement = agree(highest, uneven)
+        if nothing and agreement.steps:
+            self._lend()
         self.stats.exchange_s += time.perf_counter() - began
         self.stats.exchanges += 1
-        return agree(highest, uneven), cost
+        return agreement, cost
+
+    def _lend(self) -> None:
+        """Some rank's share of a stream is empty: it idles on a copy of another rank's smallest batch."""
+        smallest = min((queued.refined for queued in self.pool), key=lambda r: (r.weight <= 0, r.padded), default=None)
+        window = None if smallest is None else RefinedWindow(-1, [replace(smallest, samples=None)])
+        window = self.exchange.lend(window)
+        if window is not None and self.feed.has_nothing:
+            self.feed.lent(window.batches[0])
 
     def _total(self, items: list[list[Queued | None]], extra: Sequence[int] = ()) -> tuple[list[Take], list[int]]:
         """Totals over ranks of these updates, then ``extra`` summed too."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -16,8 +17,10 @@ from dynagroup.budget.base import UNLIMITED, BoolArray, Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
+from dynagroup.oom.begun import BegunOnce
 from dynagroup.oom.positions import last_position
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
 
 __all__ = ["Pass", "Process", "Results", "evaluating"]
@@ -71,11 +74,25 @@ class Pass:
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of every text, truncated."""
-        return measure_lengths(self.texts, self.tokenizer, max_length=self._max_length, progress=self._progress)
+        return measure_lengths(self.texts, self._tokens, max_length=self._max_length, progress=self._progress)
+
+    @cached_property
+    def _tokens(self) -> BegunOnce:
+        return BegunOnce(self.tokenizer)
 
     @cached_property
     def _budget(self) -> Budget:
         return self._unbound.bind({TOKENS: self.lengths})
+
+    @cached_property
+    def _work(self) -> Work:
+        """Every new token is a step of its own, which costs what any step costs; every copy costs its tokens."""
+        (copies, new_tokens), work = self._grows, Work.of_known(self.model, device=self._device)
+        return replace(work, per_step=work.per_step * (1 + new_tokens) / copies)
+
+    @property
+    def _device(self) -> Any:
+        return next(self.model.parameters()).device
 
     def prepare(self) -> None:
         """Measure the texts, before anything is run or written.
@@ -118,12 +135,12 @@ class Pass:
     def _batches(self, samples: Sequence[int]) -> Iterator[list[int]]:
         if len(samples):
             known = self._budget & _Grown(self._learned, *self._grows) if self._learned.has_learned else self._budget
-            sampler = LengthAwareBatchSampler(self.lengths[list(samples)], known, rank=0, world_size=1)
+            sampler = LengthAwareBatchSampler(self.lengths[list(samples)], known, work=self._work, rank=0, world_size=1)
             yield from ([samples[i] for i in batch] for batch in sampler)
 
     def _encode(self, indices: list[int]) -> dict[str, Any]:
         short = {} if self._max_length is None else {"truncation": True, "max_length": self._max_length}
-        encoded = self.tokenizer([self.texts[i] for i in indices], **short)
+        encoded = self._tokens([self.texts[i] for i in indices], **short)
         multiple = self._budget.pad_to_multiple_of
         # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
         width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
@@ -134,8 +151,7 @@ class Pass:
             pad_to_multiple_of=multiple if multiple > 1 else None,
             return_tensors="pt",
         )
-        device = next(self.model.parameters()).device
-        return {name: padded[name].to(device) for name in ("input_ids", "attention_mask")}
+        return {name: padded[name].to(self._device) for name in ("input_ids", "attention_mask")}
 
     def _check_positions(self) -> None:
         """A model with learned positions has none beyond its table: on a GPU that ends the process."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import AllOf, Budget
+from dynagroup.budget.base import AllOf
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.plan.fixed import FixedBatches
 from dynagroup.plan.plan import BatchPlan
@@ -92,13 +92,11 @@ def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
 
 def _predicted(plan: BatchPlan) -> Iterator[tuple[str, float]]:
     """Predicted peak memory, as a share of the limit, where a budget predicts it."""
-    for budget in _parts(plan.budget):
+    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
+    for budget in whole.parts:
         if isinstance(budget, MemoryBudget) and len(plan.batches):
-            yield f"predicted peak memory, share of {budget.limit}", float(budget.predicted(plan.shapes).max())
-
-
-def _parts(budget: Budget) -> tuple[Budget, ...]:
-    return budget.parts if isinstance(budget, AllOf) else (budget,)
+            shapes = whole.seen_by(budget, plan.shapes)  # padded as far as any part of the budget asks
+            yield f"predicted peak memory, share of {budget.limit}", float(budget.predicted(shapes).max())
 
 
 def environment(*packages: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ length of the sample, and every step costs something before its first token.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,22 @@ class Work:
         on_cpu = str(device).startswith("cpu")
         per_step = CPU_PER_STEP if on_cpu else float(np.clip(3e10 / linear, 256, 2048))
         return cls(per_step=per_step, crossover=linear / (4.0 * attention))
+
+    @classmethod
+    def of_known(cls, model: Any, *, device: Any) -> Work:
+        """As :meth:`of`; for a model that is none of ``transformers``, or whose config does not state its sizes, the default,
+        with the price of a step on that device.
+
+        >>> Work.of_known(object(), device="cpu").per_step == CPU_PER_STEP
+        True
+        """
+        module, config = sys.modules.get("transformers"), getattr(model, "config", None)  # its holder has imported it
+        try:
+            if module is not None and isinstance(config, module.PretrainedConfig):
+                return cls.of(config, device=device)
+        except ConfigError:
+            pass
+        return cls(per_step=CPU_PER_STEP) if str(device).startswith("cpu") else cls()
 
     @classmethod
     def fit(cls, rows: Iterable[tuple[int, int, float]]) -> Work:

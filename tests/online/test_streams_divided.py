@@ -89,3 +89,41 @@ def test_samples_that_cannot_be_told_apart_say_nothing():
     assert opening_of([np.zeros(3)] * 20) == opening_of([]) == opening_of([lambda: 0] * 20) == 0
     assert opening_of([1, 2, 3]) == 0
     assert opening_of([1, 2, 3, 4]) != 0
+
+
+SHARES = st.lists(st.lists(st.integers(1, 64), max_size=30), min_size=1, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHARES, st.sampled_from([1, 3]))
+def test_a_rank_whose_share_is_empty_idles(shares, accumulation):
+    """It runs copies of another rank's batch, without weight: every sample comes once, all ranks take as many steps."""
+
+    def epoch(world):
+        loader = make_loader(world, shares[world.rank], dataset=Stream, accumulation=accumulation)
+        steps = list(loader)
+        assert all(
+            (step.weight.local, step.loss_scale) == (0, 0) and len(step.batch["input_ids"])
+            for step in steps
+            if step.idle
+        )
+        return len(steps), [len(ids) for step in steps if not step.idle for ids in rows(step.batch)]
+
+    found = run_ranks(len(shares), epoch)
+    assert len({num_steps for num_steps, _ in found}) == 1
+    assert [sorted(lengths) for _, lengths in found] == [sorted(share) for share in shares]
+
+
+def rows(batch):
+    return [ids[ids >= 0] for ids in batch["input_ids"]]
+
+
+def test_one_of_two_ranks_with_an_empty_stream_for_two_epochs():
+    def idles(world):
+        loader = make_loader(world, LENGTHS, dataset=lambda lengths: Stream(lengths if world.rank else []))
+        return [[step.idle for step in loader] for _ in range(2)]
+
+    empty, full = run_ranks(2, idles)
+    assert all(map(all, empty))
+    assert not any(map(any, full))
+    assert list(map(len, empty)) == list(map(len, full))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers  # noqa: F401
+from tokenizers.processors import TemplateProcessing
 
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.demo.corpus import train_tokenizer
@@ -24,6 +25,7 @@ from dynagroup.oom import (
     classify_dataset,
     embed_dataset,
     generate_dataset,
+    inference,
     iter_classify,
     iter_embed,
     iter_generate,
@@ -31,6 +33,8 @@ from dynagroup.oom import (
 )
 from dynagroup.oom.inference import Pass
 from dynagroup.oom.journal import Journal
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.work import Work
 from dynagroup.testing import run_ranks
 from dynagroup.world import SingleProcess
 from tests import models
@@ -495,3 +499,61 @@ def test_progress_is_shown_in_tokens_and_samples(
     shown = capsys.readouterr().err
     assert "40/40 samples" in shown
     assert "tok/s" in shown
+
+
+class TestTextsThatBringTheirFirstToken:
+    """As a chat template writes them: they are tokenized as ``apply_chat_template`` tokenizes them, and others as ever."""
+
+    CHAT = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
+
+    @pytest.fixture
+    def beginning(self) -> Any:
+        tokenizer = small_tokenizer()
+        tokenizer.add_special_tokens({"bos_token": "[BOS]"})
+        tokenizer.chat_template = self.CHAT
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="[BOS] $A", special_tokens=[("[BOS]", 1)]
+        )
+        return tokenizer
+
+    def test_the_model_sees_the_first_token_once(self, model: Any, beginning: Any) -> None:
+        chats = [[{"role": "user", "content": text}] for text in TEXTS[:6]]
+        texts = [*TEXTS[6:9], *(beginning.apply_chat_template(chat, tokenize=False) for chat in chats)]
+        seen: list[list[int]] = []
+
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            for ids, mask in zip(kwargs["input_ids"], kwargs["attention_mask"], strict=True):
+                seen.append(ids[mask.bool()].tolist())
+
+        handle = model.model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            embed_dataset(model, beginning, texts, **SMALL)
+        finally:
+            handle.remove()
+        plain = [beginning(text)["input_ids"] for text in texts[:3]]
+        chats_ids = [beginning.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
+        assert sorted(seen) == sorted([*plain, *chats_ids])
+        assert all(ids.count(1) == 1 for ids in seen)
+
+    def test_a_text_is_truncated_to_what_was_asked_for(self, model: Any, beginning: Any) -> None:
+        short, whole = (
+            embed_dataset(model, beginning, [text], max_length=4, **SMALL) for text in ("[BOS] w1 w2 w3 w4", "w1 w2 w3")
+        )
+        assert np.array_equal(short, whole)
+
+
+def test_batches_are_planned_for_the_time_that_the_model_takes(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new token is a step of its own: the price of a step counts as often."""
+    planned: list[Work] = []
+
+    def sampler(*args: Any, work: Work, **options: Any) -> Any:
+        planned.append(work)
+        return LengthAwareBatchSampler(*args, work=work, **options)
+
+    monkeypatch.setattr(inference, "LengthAwareBatchSampler", sampler)
+    next(iter_embed(model, tokenizer, TEXTS, **SMALL))
+    next(iter_generate(model, tokenizer, TEXTS, max_new_tokens=4, num_beams=2, **SMALL))
+    own = Work.of(model, device="cpu")
+    assert planned == [own, Work(per_step=own.per_step * 5 / 2, crossover=own.crossover)]

@@ -166,3 +166,10 @@ def test_an_update_that_is_one_batch_and_a_budget_that_never_binds_are_named():
         in said
     )
     assert plan.num_steps == plan.num_updates
+
+
+def test_predicted_memory_is_that_of_batches_as_padded_by_any_part_of_the_budget():
+    """100 % are 4 samples of 100: batches of 3 of 65 tokens, padded to 128 for the other part, take 384 of 400."""
+    memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
+    said = report(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, world_size=1)
+    assert next(line for line in said.splitlines() if "predicted peak" in line).split()[-1] == "96.0%"

@@ -80,6 +80,15 @@ class Feed(ABC):
     opening: int = 0
     """What a stream's share begins with, see :func:`~dynagroup.online.datasets.opening_of`; 0: not known."""
 
+    @property
+    def has_nothing(self) -> bool:
+        """It gave no batch and will give none, so that its rank cannot even idle; see :meth:`lent`."""
+        return False
+
+    def lent(self, refined: Refined) -> None:
+        """A batch of another rank's, to idle on."""
+        raise ConfigError(f"a {type(self).__name__} has samples of its own to idle on")
+
     def tell_of_equal_ranks(self) -> None:
         """All ranks have the same ``opening``."""
         raise ConfigError(f"a {type(self).__name__} has no opening")

@@ -33,6 +33,7 @@ class StreamFeed(Feed):
         self._iterator: Iterator[RefinedWindow] | None = None
         self._receiving = True
         self._spare: Refined | None = None
+        self._gave = False
         self._openings: dict[int, int] = {}
         """What workers' shares begin with -> the first worker whose share does."""
         self._opened: dict[int, deque[dict[str, Any]]] = {}
@@ -54,6 +55,7 @@ class StreamFeed(Feed):
             if not window.spare:
                 self._note_opening(window)
                 self._opened.setdefault(window.worker, deque()).append({**window.resume})
+                self._gave = self._gave or len(window) > 0
                 return [Queued(refined, tuple(refined.indices)) for refined in window]
             self._spare = window.batches[0]
         self._receiving = False
@@ -81,14 +83,19 @@ class StreamFeed(Feed):
             "times; let each rank yield its own part, by dynagroup.world.rank_and_size() or datasets' split_dataset_by_node"
         )
 
+    @property
+    def has_nothing(self) -> bool:
+        return not (self._receiving or self._gave or self._spare)
+
+    def lent(self, refined: Refined) -> None:
+        self._spare = refined
+
     def close(self) -> None:
         self._iterator = None
 
     def spare(self) -> Refined:
         if self._spare is None:
-            raise AlignmentError(
-                f"rank {self._source.world.rank} has no samples at all to idle on; give every rank at least one sample"
-            )
+            raise AlignmentError(f"rank {self._source.world.rank} was lent nothing to idle on")
         return self._spare
 
     def state(self, front: Sequence[Queued | None], pool: Sequence[Queued]) -> dict[str, Any]:
