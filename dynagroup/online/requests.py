@@ -100,6 +100,12 @@ class EpochOrders:
             return self._size or 0
         return len(self._sampler) if self._config.samples_per_update is None else self._sampler.counted
 
+    def num_in(self, epoch: int) -> int | None:
+        """Positions of an epoch's order, where one order decides it. Only where updates are counted must epochs be alike."""
+        if self._sampler is None or self._config.samples_per_update is not None:
+            return self.num_samples
+        return len(self._sampler.of_epoch(epoch))
+
     def of_epoch(self, epoch: int) -> Order:
         """Dataset indices by position; none where the dataset or the user brings batches."""
         if self._size is None or self._batch_sampler is not None:

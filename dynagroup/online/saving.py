@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,13 +62,13 @@ SCHEMA: Mapping[str, Check] = {
 
 
 def checked_states(
-    states: Sequence[Mapping[str, Any]], *, rank: int, size: int, num_ordered: int | None, accumulation: int
+    states: Sequence[Mapping[str, Any]], *, rank: int, size: int, num_in: Callable[[int], int | None], accumulation: int
 ) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
     """This rank's state, or on another number of ranks the first one, and all that its progress depends on. Changes nothing.
 
     Args:
         states: each of them whole, and of this run.
-        num_ordered: positions of an epoch's order, where they are known.
+        num_in: epoch -> positions of its order, where they are known.
         accumulation: steps of an update, where updates have no set size.
 
     Raises:
@@ -77,6 +77,7 @@ def checked_states(
     for state in states:
         _check_books(state)
         if state["progress"] is not None:
+            num_ordered = num_in(state["epoch"])
             _check_positions(state["progress"], num_ordered)
             _check_update(state, num_ordered, accumulation)
     given = states[0]["world_size"]
@@ -91,7 +92,8 @@ def checked_states(
         raise StateError(
             f"this is the state of rank {states[0]['rank']}, and this is rank {rank}: give each rank its own, or the list of all"
         )
-    if ordered[0]["progress"] is not None and num_ordered is not None:
+    num_ordered = None if ordered[0]["progress"] is None else num_in(ordered[0]["epoch"])
+    if num_ordered is not None:
         _check_handed_out(ordered, num_ordered, accumulation)
     if given == size:
         own = ordered[rank] if len(ordered) > 1 else ordered[0]

@@ -265,9 +265,8 @@ class OnlineSteps(StepLoader[Any]):
 
     def _checked(self, states: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], list[Mapping[str, Any]], Known]:
         rank, size = self._rank_and_size()
-        num_ordered = None if self._parts.orders.num_samples is None else self._parts.orders.num_ordered()
         own, needed = checked_states(
-            states, rank=rank, size=size, num_ordered=num_ordered, accumulation=self.config.accumulation
+            states, rank=rank, size=size, num_in=self._parts.orders.num_in, accumulation=self.config.accumulation
         )
         progress, known = own["progress"], self._known.learned
         if progress is not None and progress["order"] != self._parts.orders.fingerprint(own["epoch"]):
