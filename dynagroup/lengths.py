@@ -15,7 +15,7 @@ from dynagroup.checks import check_function
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
 
-__all__ = ["as_streams", "as_texts", "measure_lengths", "named_tokenizer", "with_tokens"]
+__all__ = ["as_streams", "as_texts", "count_ids", "measure_lengths", "named_tokenizer", "with_tokens"]
 
 LONGEST = int(np.iinfo(np.int32).max)
 TEXTS_PER_CALL = (
@@ -198,6 +198,22 @@ def measure_lengths(
     if max_length is not None:  # a length of text; streams beside it count other things
         streams = {**streams, TOKENS: np.minimum(streams[TOKENS], np.int32(max_length))}
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
+
+
+def count_ids(ids: Any) -> int | None:
+    """Tokens of one row of ids, or None for what is no such row: a pair of ids and label, a batch of one, a list of texts.
+
+    >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7)))
+    (3, None, None)
+    """
+    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sized) or getattr(ids, "ndim", 1) != 1:
+        return None
+    nested = isinstance(ids, (list, tuple)) and len(ids) > 0 and (_holds_more(ids[0]) or _holds_more(ids[-1]))
+    return None if nested else len(ids)
+
+
+def _holds_more(item: Any) -> bool:
+    return isinstance(item, (str, bytes, Mapping, list, tuple)) or getattr(item, "ndim", 0) > 0
 
 
 def as_texts(texts: Any) -> Sequence[Any]:
@@ -421,7 +437,14 @@ def _measure_ids(data: Any, field: str, disable: bool | None) -> list[int]:
                 f"sample {index} must be a sequence of ids or a mapping with {field!r}, but is {sample!r:.200}; "
                 "name the field with `column`, or give `length_of`"
             )
-        counts.append(len(ids))
+        count = count_ids(ids)
+        if count is None:
+            shape = getattr(ids, "shape", None)
+            found = f"{type(ids).__name__} of shape {tuple(shape)}" if shape is not None else f"{sample!r:.200}"
+            raise ConfigError(
+                f"sample {index} must be one row of ids, but is {found}; take its ids, or give `length_of`"
+            )
+        counts.append(count)
     return counts
 
 

@@ -146,6 +146,26 @@ def test_missing_ids_are_named():
         measure_lengths([{"input_ids": [1]}, {"other": [1]}])
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        ([5, 6, 7], 1),
+        (torch.arange(7),),
+        {"input_ids": torch.ones(1, 7)},
+        {"input_ids": [[5, 6, 7]]},
+        (np.arange(7), np.arange(7)),
+        ["a", "text"],
+    ],
+    ids=["ids and label", "TensorDataset", "a tokenizer's batch of one", "the same as lists", "two arrays", "texts"],
+)
+def test_what_is_no_row_of_ids_is_not_counted_as_one(sample):
+    """Its len() is 1 or 2, whatever its tokens are."""
+    with pytest.raises(
+        ConfigError, match="sample 1 must be one row of ids, but is .*; take its ids, or give `length_of`"
+    ):
+        measure_lengths([[5, 6], sample])
+
+
 @pytest.mark.parametrize("bad", [-1, 2.5, float("nan")])
 def test_a_length_function_that_gives_no_length_is_named(bad):
     with pytest.raises(ConfigError, match=r"\['tokens'\]\[1\] must be a whole number"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import measure_lengths
+from dynagroup.lengths import count_ids, measure_lengths
 from dynagroup.shapes import TOKENS, IntArray
 
 __all__ = ["sample_lengths"]
@@ -26,7 +27,7 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
         name: what messages call it, e.g. "train_dataset".
 
     Raises:
-        ConfigError: samples have neither the length column nor a known input.
+        ConfigError: samples have neither the length column nor a known input, nor are they ids.
     """
     columns = getattr(dataset, "column_names", None)
     columns = list(columns) if isinstance(columns, (list, tuple)) else []
@@ -61,8 +62,12 @@ def _holds_lists(dataset: Any, column: str) -> bool:
 
 def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> dict[str, IntArray]:
     def lengths_of(row: Any) -> dict[str, int]:
-        found = {TOKENS: len(row[column])}
-        if both and hasattr(row.get("labels"), "__len__"):
+        plain = isinstance(row, (list, np.ndarray, torch.Tensor))
+        count = count_ids(row) if plain else len(row[column])
+        if count is None:
+            raise TypeError("no row of ids")
+        found = {TOKENS: count}
+        if both and not plain and hasattr(row.get("labels"), "__len__"):
             found[TARGET] = len(row["labels"])
         return found
 
@@ -71,6 +76,6 @@ def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) 
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ConfigError(
             f"the lengths of {name} are not known: it has no column {trainer.args.length_column_name!r} and no {column!r}; "
-            "pass DynagroupConfig(lengths=...), e.g. from dynagroup.measure_lengths"
+            "pass DynagroupConfig(budget=..., lengths=...), e.g. measure_lengths(texts, tokenizer)"
         ) from error
     return {stream: np.asarray(values, np.int64) for stream, values in measured.items()}

@@ -45,7 +45,9 @@ def measure_sample(sample: Any) -> int:
         ids = sample["input_ids"]
     except (TypeError, KeyError, IndexError):
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ConfigError(f"a sample has no 'input_ids' to measure (it is {found}); pass length_of=") from None
+        raise ConfigError(
+            f"a sample has no 'input_ids' to measure (it is {found}); pass length_of=, e.g. len"
+        ) from None
     shape = getattr(ids, "shape", None)
     length = int(shape[-1]) if shape else len(ids)
     mask = sample.get("attention_mask") if isinstance(sample, Mapping) else None

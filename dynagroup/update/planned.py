@@ -64,9 +64,10 @@ class PlannedDataLoader(StepLoader[B]):
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts), "samples", or a function from a batch to a number.
         drop_last: leave out an epoch's last update where it is smaller than asked; only with ``samples_per_update``.
-        plan: further settings of :class:`~dynagroup.LengthAwareBatchSampler`: ``window``, ``oversize``, ``round_batch`` ...
+        plan: further settings of :class:`~dynagroup.LengthAwareBatchSampler`: ``window``, ``oversize``, ``work`` ...
         world: the ranks that share the data; default: all of ``torch.distributed``.
-        dataloader_kwargs: for the inner ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
+        further: such a setting by its own name (``oversize="error"``, not also in ``plan``), or what the inner ``DataLoader``
+            takes: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
@@ -97,14 +98,15 @@ class PlannedDataLoader(StepLoader[B]):
         drop_last: bool = False,
         plan: Mapping[str, Any] | None = None,
         world: World | None = None,
-        **dataloader_kwargs: Any,
+        **further: Any,
     ) -> None:
         super().__init__(dataset, world=world)
         shuffle, drop_last = check_flag("shuffle", shuffle), check_flag("drop_last", drop_last)
         accumulation = check_int("accumulation", accumulation)
         self._weigh: Weigh = weigh
         weigher(weigh)  # refuses what it does not know
-        planner = _planner(dataset, lengths, budget, samples_per_update, shuffle, seed, {} if plan is None else plan)
+        settings, dataloader_kwargs = _sorted_out({} if plan is None else plan, further)
+        planner = _planner(dataset, lengths, budget, samples_per_update, shuffle, seed, settings)
         if samples_per_update is None:
             _refuse_without_size(sampler, drop_last)
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
@@ -256,6 +258,23 @@ class PlannedDataLoader(StepLoader[B]):
         self._next = self._epoch + (place.begun is None and self._plan.is_over(place.cursor))
 
 
+def _sorted_out(plan: Mapping[str, Any], further: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plan's settings, wherever they were said, and what is left for the ``DataLoader``."""
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f"`plan` must be a mapping of settings, such as {{'window': 1024}}, but is {plan!r}")
+    known = sorted({f.name for f in fields(PlanConfig)} - set(OURS))
+    unknown = sorted(set(plan) - set(known), key=str)
+    if unknown:
+        raise ConfigError(f"`plan` knows the settings {known}, but has {unknown}")
+    said = {name: value for name, value in further.items() if name in known}
+    twice = sorted(set(said) & set(plan))
+    if twice:
+        raise ConfigError(f"{twice} are given beside `plan` and in it; say them once")
+    if said.get("work", ...) is None:  # what stats.work is after a run too short to tell
+        del said["work"]
+    return {**plan, **said}, {name: value for name, value in further.items() if name not in known}
+
+
 def _planner(
     dataset: Any,
     lengths: Any,
@@ -269,12 +288,6 @@ def _planner(
         raise ConfigError(
             f"`dataset` must have __getitem__ and __len__, but is a {type(dataset).__name__}; OnlineDataLoader takes streams"
         )
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"`plan` must be a mapping of settings, such as {{'window': 1024}}, but is {settings!r}")
-    known = sorted({f.name for f in fields(PlanConfig)} - set(OURS))
-    unknown = sorted(set(settings) - set(known), key=str)
-    if unknown:
-        raise ConfigError(f"`plan` knows the settings {known}, but has {unknown}")
     drawn = {"seed": check_int("seed", seed, least=0), **settings}
     if samples_per_update is None:
         config = PlanConfig(shuffle=shuffle, **drawn)

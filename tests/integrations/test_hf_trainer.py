@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -495,6 +496,26 @@ def test_an_encoder_decoders_labels_are_measured(tmp_path):
         assert found["tokens"].tolist() == ([5] * 16 if "length" in data[0] else toys.lengths(rows))
     with pytest.raises(ConfigError, match="train_dataset are not known: it has no column 'length' and no 'input_ids'"):
         sample_lengths(run, [{"text": "a"}], name="train_dataset")
+    with pytest.raises(ConfigError, match="train_dataset are not known"):
+        sample_lengths(run, [["a", "b"]], name="train_dataset")
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
+def test_samples_that_are_ids_themselves_are_measured(kind, tmp_path):
+    rows = [kind([1 + i % 5] * (1 + 3 * i % 11)) for i in range(16)]
+
+    def collate(samples):
+        return toys.collate([{"input_ids": list(map(int, ids)), "labels": list(map(int, ids))} for ids in samples])
+
+    run = DynagroupTrainer(
+        toys.causal_lm(),
+        arguments(tmp_path, max_steps=1),
+        dynagroup=TokenBudget(512),
+        train_dataset=rows,
+        data_collator=collate,
+    )
+    assert sample_lengths(run, rows, name="train_dataset")["tokens"].tolist() == [len(row) for row in rows]
+    assert run.train().global_step == 1
 
 
 @pytest.mark.parametrize(("kind", "samples"), [("seq2seq", 16), ("causal", 8)], ids=["T5", "GPT-2"])

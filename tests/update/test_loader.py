@@ -22,6 +22,7 @@ from dynagroup import (
     TokenBudget,
 )
 from dynagroup.plan.order import epoch_order
+from dynagroup.plan.work import Work
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import doubling, linear_ramp
@@ -191,6 +192,7 @@ def test_ranks_with_another_order_are_told():
         ({"samples_per_update": 4, "accumulation": 2}, "`accumulation` .2. is whatever the memory needs"),
         ({"sampler": range(53)}, "`sampler` needs `samples_per_update`"),
         ({"plan": {"windows": 3}}, "`plan` knows the settings"),
+        ({"plan": {"window": 9}, "window": 9}, "'window'. are given beside `plan` and in it"),
         ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
         ({"seed": -1}, "`seed` must be an int of at least 0"),
         ({"data": iter([])}, "OnlineDataLoader takes streams"),
@@ -203,6 +205,23 @@ def test_ranks_with_another_order_are_told():
 def test_mistakes_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         loader_of(**settings)
+
+
+@pytest.mark.parametrize(
+    "said", [{"oversize": "error"}, {"work": Work(per_step=0)}, {"objective": "fewest"}, {"work": None}], ids=str
+)
+def test_a_setting_of_the_plan_may_be_said_by_its_name(said):
+    """As messages advise (``oversize='error'``, ``work=loader.stats.work``), and as samplers and online loaders take it."""
+    inside = {name: value for name, value in said.items() if value is not None}
+    plain = loader_of(samples_per_update=10, num_workers=0, **said)
+    as_before = loader_of(samples_per_update=10, plan=inside)
+    assert list(plain.plan.rows) == list(as_before.plan.rows)
+    assert plain.state_dict() == as_before.state_dict()
+
+
+def test_samples_that_do_not_fit_are_refused_where_the_loader_is_told_to():
+    with pytest.raises(BudgetError, match="sample 0 .9 tokens. does not fit even alone, nor do 1 others"):
+        loader_of(lengths=[9, 2, 9], budget=8, oversize="error")
 
 
 def test_ranks_idle_in_an_update_of_fewer_samples():
