@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, cast, overload
 
@@ -15,7 +15,7 @@ from dynagroup.checks import check_function
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
 
-__all__ = ["as_streams", "as_texts", "count_ids", "measure_lengths", "named_tokenizer", "with_tokens"]
+__all__ = ["BegunOnce", "as_streams", "as_texts", "count_ids", "measure_lengths", "named_tokenizer", "with_tokens"]
 
 LONGEST = int(np.iinfo(np.int32).max)
 TEXTS_PER_CALL = (
@@ -238,6 +238,37 @@ def as_texts(texts: Any) -> Sequence[Any]:
         )
     by_position = hasattr(texts, "__getitem__") and not hasattr(texts, "iloc")
     return cast("Sequence[Any]", texts) if by_position else list(cast("Iterable[Any]", texts))
+
+
+class BegunOnce:
+    """A tokenizer that adds no special tokens to texts that bring its first one, as its ``apply_chat_template`` does not.
+
+    Args:
+        tokenizer: a transformers tokenizer; one that would not begin such a text twice is called as it is.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, texts: Sequence[str], **options: Any) -> Mapping[str, list[list[int]]]:
+        """``input_ids`` and ``attention_mask`` of every text."""
+        begun = [bool(self._first) and text.startswith(self._first) for text in texts]
+        if not any(begun):
+            return self._tokenizer(texts, **options)
+        found: dict[str, list[list[int]]] = {"input_ids": [[]] * len(texts), "attention_mask": [[]] * len(texts)}
+        for adds in {not is_begun for is_begun in begun}:
+            at = [i for i, is_begun in enumerate(begun) if is_begun != adds]
+            encoded = self._tokenizer([texts[i] for i in at], add_special_tokens=adds, **options)
+            for name, values in found.items():
+                for i, ids in zip(at, encoded[name], strict=True):
+                    values[i] = ids
+        return found
+
+    @cached_property
+    def _first(self) -> str:
+        """The first token as it is written, if a text that begins with it would be begun twice; else an empty text."""
+        written, number = (getattr(self._tokenizer, name, None) for name in ("bos_token", "bos_token_id"))
+        return written if written and self._tokenizer([written])["input_ids"][0][:2] == [number] * 2 else ""
 
 
 def named_tokenizer(name: str) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import LONGEST, as_texts, measure_lengths
+from dynagroup.lengths import LONGEST, BegunOnce, as_texts, measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def text_dataloader(
 
     Args:
         texts: a sequence of strings; of a ``datasets.Dataset`` pass the column, ``dataset["text"]``.
-        tokenizer: a transformers tokenizer with a padding token.
+        tokenizer: a transformers tokenizer with a padding token. Texts that bring its first token, as chat templates write
+            them, get no second one.
         budget: what fits, e.g. ``TokenBudget(16384)``; its ``pad_to_multiple_of`` is applied. With ``layout="packed"`` a batch
             is one row without padding, made by transformers' ``DataCollatorWithFlattening``: ``position_ids`` and
             ``cu_seq_lens_q`` say where samples begin. Not every model keeps them apart: see ``integrations.packing``.
@@ -64,7 +65,7 @@ def text_dataloader(
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
     texts = as_texts(texts)
     if lengths is None:
-        lengths = measure_lengths(texts, tokenizer, max_length=max_length)
+        lengths = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length)
     sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)  # type: ignore[arg-type]
     collator = PackingCollator if budget.layout == "packed" else TokenizingCollator
     collate = collator(tokenizer, max_length, budget.pad_to_multiple_of, labels)
@@ -75,14 +76,14 @@ class TokenizingCollator:
     """Texts -> padded ``input_ids`` and ``attention_mask`` (and ``labels``), int64 tensors (num_samples, longest)."""
 
     def __init__(self, tokenizer: Any, max_length: int | None, pad_to_multiple_of: int, labels: bool) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tokens = tokenizer, BegunOnce(tokenizer)
         limited = max_length is not None and max_length <= LONGEST  # a tokenizer without a limit says 10**30
         self._shorten = {"truncation": True, "max_length": max_length} if limited else {}
         self._multiple = pad_to_multiple_of if pad_to_multiple_of > 1 else None
         self._labels = labels
 
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        encoded = self._tokenizer(list(texts), **self._shorten)
+        encoded = self._tokens(list(texts), **self._shorten)
         # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
         width = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
         padded = self._tokenizer.pad(encoded, **width, pad_to_multiple_of=self._multiple, return_tensors="pt")
@@ -101,7 +102,7 @@ class PackingCollator(TokenizingCollator):
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         from transformers import DataCollatorWithFlattening
 
-        encoded = self._tokenizer(list(texts), **self._shorten)
+        encoded = self._tokens(list(texts), **self._shorten)
         rows = [{"input_ids": ids} for ids in encoded["input_ids"] if ids]
         rows = rows or [{"input_ids": [self._tokenizer.pad_token_id]}]
         batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dynagroup.budget.tokens import TokenBudget
@@ -146,3 +147,17 @@ def test_texts_of_a_series_are_taken_by_position(tokenizer):
 def test_a_whole_dataset_is_no_texts(tokenizer):
     with pytest.raises(ConfigError, match="is a whole Dataset; give one column"):
         text_dataloader(Dataset.from_dict({"text": ["1"]}), tokenizer, 10)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_texts_that_bring_the_first_token_get_no_second_one(layout):
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[BOS]": 2, "one": 3, "two": 4}
+    raw = Tokenizer(WordLevel(vocabulary, "[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    raw.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 2)])  # pyright: ignore
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", bos_token="[BOS]")
+    budget = TokenBudget(100, layout=layout)
+    loader = text_dataloader(["[BOS] one two", "one", "two two"], tokenizer, budget, rank=0, world_size=1)
+    [batch] = list(loader)
+    assert sorted(i for i in batch["input_ids"].flatten().tolist() if i) == [2, 2, 2, 3, 3, 4, 4, 4]
+    assert pickle.loads(pickle.dumps(loader.collate_fn))(["[BOS] one"])["input_ids"].tolist() == [[2, 3]]
