@@ -96,6 +96,9 @@ def _run(module: str, function: str, name: str, folder: Path) -> None:
     found = import_module(module)
     figures: dict[str, Any] = getattr(found, function)()
     assert not any(isinstance(value, float) and math.isnan(value) for value in figures.values()), figures
+    if "skipped" in figures:  # what was measured elsewhere stays
+        print(f"{name}: {figures['skipped']}", flush=True)
+        return
     table = getattr(found, "table", None)
     print(name, table(figures) if table is not None else json.dumps(figures, indent=1), sep="\n", flush=True)
     print("written:", save(folder, name, figures, *PACKAGES).name)
