@@ -534,9 +534,11 @@ def test_one_argument_helps_at_the_trainers_defaults(kind, samples, tmp_path):
     plain = Trainer(model, args, **common).get_train_dataloader()
     ours = DynagroupTrainer(model, args, dynagroup=TokenBudget(samples * 2048 * 2), **common).get_train_dataloader()
 
+    work = Work.of(model, device="cpu")
+
     def time_of(batches):
         shapes = np.array([batch["input_ids"].shape for batch in batches])
-        return sum(Work().per_step + n * Work().of_lengths([width])[0] for n, width in shapes.tolist())
+        return sum(work.per_step + n * work.of_lengths([width])[0] for n, width in shapes.tolist())
 
     torch.manual_seed(0)
     fixed = time_of(plain)
