@@ -11,11 +11,20 @@ from typing import Any, cast, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.checks import check_function
+from dynagroup.checks import check_function, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
 
-__all__ = ["BegunOnce", "as_streams", "as_texts", "count_ids", "measure_lengths", "named_tokenizer", "with_tokens"]
+__all__ = [
+    "BegunOnce",
+    "as_streams",
+    "as_texts",
+    "count_ids",
+    "limit_of",
+    "measure_lengths",
+    "named_tokenizer",
+    "with_tokens",
+]
 
 LONGEST = int(np.iinfo(np.int32).max)
 TEXTS_PER_CALL = (
@@ -177,10 +186,9 @@ def measure_lengths(
     >>> measure_lengths(["a b", "c"], length_of=lambda text: len(text.split())).tolist()
     [2, 1]
     """
-    _check_arguments(data, column, max_length, num_proc)
+    _check_arguments(data, column, num_proc)
     data, column = _by_position(data, column)
-    if max_length is not None and max_length > LONGEST:  # as tokenizers say that they know no limit: 10**30
-        max_length = None
+    max_length = limit_of(max_length)
     disable = None if progress else True  # tqdm: None is silent where output is no terminal
     if length_of is not None:
         check_function("length_of", length_of, "from a sample to its length")
@@ -198,6 +206,20 @@ def measure_lengths(
     if max_length is not None:  # a length of text; streams beside it count other things
         streams = {**streams, TOKENS: np.minimum(streams[TOKENS], np.int32(max_length))}
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
+
+
+def limit_of(max_length: Any) -> int | None:
+    """How many tokens of a text are read at most; None for all, also where a tokenizer says so by 10**30.
+
+    Raises:
+        ConfigError: it is no such number.
+
+    >>> limit_of(512), limit_of(10**30), limit_of(None)
+    (512, None, None)
+    """
+    if max_length is None or (isinstance(max_length, (int, np.integer)) and max_length > LONGEST):
+        return None
+    return check_int("max_length", max_length)
 
 
 def count_ids(ids: Any) -> int | None:
@@ -289,12 +311,11 @@ def named_tokenizer(name: str) -> Any:
         ) from error
 
 
-def _check_arguments(data: Any, column: Any, max_length: int | None, num_proc: int | None) -> None:
+def _check_arguments(data: Any, column: Any, num_proc: int | None) -> None:
     if column is not None and not isinstance(column, str):
         raise ConfigError(f"`column` must be the name of a column, but is {column!r}")
-    for name, value in (("max_length", max_length), ("num_proc", num_proc)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
-            raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
+    if num_proc is not None:
+        check_int("num_proc", num_proc)
     if isinstance(data, (str, bytes, Mapping)):
         raise ConfigError(f"`data` must be a sequence of samples, but is one {type(data).__name__}; put it into a list")
     if not isinstance(data, Sized):

@@ -129,10 +129,6 @@ class BatchShape:
     def __len__(self) -> int:
         return len(self.num_samples)
 
-    def only(self, streams: Collection[str]) -> BatchShape:
-        """The same batches, of these streams."""
-        return self.without([name for name in self.longest if name not in streams])
-
     def without(self, streams: Collection[str]) -> BatchShape:
         """The same batches, some of their streams not looked at."""
         if not any(name in self.longest for name in streams):

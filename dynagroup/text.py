@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import LONGEST, BegunOnce, as_texts, measure_lengths
+from dynagroup.lengths import BegunOnce, as_texts, limit_of, measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class TokenizingCollator:
 
     def __init__(self, tokenizer: Any, max_length: int | None, pad_to_multiple_of: int, labels: bool) -> None:
         self._tokenizer, self._tokens = tokenizer, BegunOnce(tokenizer)
-        limited = max_length is not None and max_length <= LONGEST  # a tokenizer without a limit says 10**30
-        self._shorten = {"truncation": True, "max_length": max_length} if limited else {}
+        limit = limit_of(max_length)
+        self._shorten = {} if limit is None else {"truncation": True, "max_length": limit}
         self._multiple = pad_to_multiple_of if pad_to_multiple_of > 1 else None
         self._labels = labels
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
 from dynagroup.checks import check_choice, check_function
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.lengths import with_tokens
+from dynagroup.lengths import LONGEST, with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
@@ -27,7 +27,6 @@ from dynagroup.update.weigh import Weigh, weigher
 
 __all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]
 
-LONGEST = np.iinfo(np.int32).max
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
 Oversize: TypeAlias = Literal["alone", "error"]
 

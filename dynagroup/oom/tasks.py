@@ -16,7 +16,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.checks import check_choice, check_int
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import LONGEST, as_texts
+from dynagroup.lengths import as_texts, limit_of
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
@@ -51,10 +51,7 @@ class Common:
     def __post_init__(self) -> None:
         if self.budget is None:
             check_int("batch_size", self.batch_size)
-        if isinstance(self.max_length, int) and self.max_length > LONGEST:  # as tokenizers say that they know no limit
-            object.__setattr__(self, "max_length", None)
-        if self.max_length is not None:
-            check_int("max_length", self.max_length)
+        object.__setattr__(self, "max_length", limit_of(self.max_length))
 
     def budget_of(self, model: Any, num_texts: int, mode: Mode, max_new_tokens: int = 0) -> Budget:
         """The user's, or one that knows the model."""

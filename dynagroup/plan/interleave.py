@@ -56,7 +56,7 @@ class _Search:
     """Where cuts under given times of the rows end."""
 
     def __init__(self, window: SortedWindow, num_ranks: int) -> None:
-        self._num, self._ranks = len(window), num_ranks
+        self._ranks = num_ranks
         self._work = np.maximum(np.append(window.work, window.work[-1]), TINY)
         self._most = np.append(window.most, 0)
 

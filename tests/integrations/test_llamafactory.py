@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
+from dynagroup.integrations.batches import UpdateItems
 from dynagroup.integrations.llamafactory import STAGES, dynamic_batching, stage_trainer  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
@@ -184,10 +185,10 @@ def test_the_whole_program_makes_the_updates_of_fixed_batches(stage, tmp_path):
     fixed = run("fixed")
     with dynamic_batching(TokenBudget(96 if stage == "pt" else 320)):  # texts are packed into blocks of 16 tokens
         ours = run("ours")
-    assert not isinstance(fixed.loader, PlannedDataLoader)
-    assert isinstance(ours.loader, PlannedDataLoader)
+    assert not isinstance(fixed.loader, UpdateItems)
+    assert isinstance(ours.loader.loader, PlannedDataLoader)
     assert ours.num_updates == fixed.num_updates >= 2
-    assert ours.loader.stats.batches > ours.num_updates, "updates were divided"
+    assert ours.loader.loader.stats.batches > ours.num_updates, "updates were divided"
     assert (fixed.parameters - ours.parameters).abs().max() < 2e-5
     assert (fixed.parameters - parameters(toys.causal_lm().float())).abs().max() > 1e-2, "nothing was trained"
     assert (tmp_path / "ours" / "model.safetensors").exists()
