@@ -23,7 +23,7 @@ from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cut import cut
 from dynagroup.plan.work import Work
 from dynagroup.testing import run_ranks
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 LENGTHS = Path(__file__).parent / "lengths"
 CV_ONE = "synth_sharegpt4o"

@@ -11,7 +11,7 @@ from typing import Any, cast, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.checks import check_function, check_int
+from dynagroup.validation import check_function, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
 

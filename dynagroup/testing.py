@@ -21,7 +21,7 @@ from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
-from dynagroup.world import World, as_float64, as_int64
+from dynagroup.distributed import World, as_float64, as_int64
 
 if TYPE_CHECKING:
     import torch

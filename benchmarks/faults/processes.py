@@ -72,7 +72,7 @@ def on_processes(ranks: int, function: Callable[[Any, Path], Any], folder: Path)
     def run(rank: int, folder: Path) -> Any:
         import torch.distributed as dist
 
-        from dynagroup.world import DistributedWorld
+        from dynagroup.distributed import DistributedWorld
 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process's own; the name of a machine may lead nowhere
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.checks import LARGEST
+from dynagroup.validation import LARGEST
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.run import Layout

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynagroup.checks import Check, a_list, a_number, an_int, either, nothing
+from dynagroup.validation import Check, a_list, a_number, an_int, either, nothing
 from dynagroup.errors import ConfigError
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["COST_UNIT", "LIMITS", "NO_COST", "CostLimits", "Limits"]
 

@@ -12,7 +12,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.oom.train import OomMode
 from dynagroup.update.schedule import BatchSizeSchedule, ScalingRule, checked_samples
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["DynagroupConfig"]
 

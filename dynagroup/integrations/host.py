@@ -15,7 +15,7 @@ from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.plan.work import Work
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.weigh import mean_items, predicts_next_token
-from dynagroup.world import SingleProcess, World, current_world
+from dynagroup.distributed import SingleProcess, World, current_world
 
 __all__ = [
     "data_parallel_world",

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
-from dynagroup.world import rank_and_size
+from dynagroup.distributed import rank_and_size
 
 if TYPE_CHECKING:
     import torch

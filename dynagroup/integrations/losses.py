@@ -11,7 +11,7 @@ from typing import Any
 from dynagroup.device import is_out_of_memory
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["is_a_mean"]
 

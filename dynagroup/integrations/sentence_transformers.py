@@ -14,7 +14,7 @@ from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.world import rank_and_size
+from dynagroup.distributed import rank_and_size
 
 __all__ = ["batches_that_fit"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.checks import Check, a_list, a_text
+from dynagroup.validation import Check, a_list, a_text
 from dynagroup.errors import StateError
 from dynagroup.shapes import IntArray
 

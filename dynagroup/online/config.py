@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.budget.base import Budget
-from dynagroup.checks import check_choice, check_flag, check_int
+from dynagroup.validation import check_choice, check_flag, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from dynagroup.checks import Check, a_flag, a_list, a_number, an_int, warn_user
+from dynagroup.validation import Check, a_flag, a_list, a_number, an_int, warn_user
 from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, quantile
 from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds.base import Feed

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynagroup.budget.base import Budget, padded_streams
-from dynagroup.checks import warn_user
+from dynagroup.validation import warn_user
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.codec import pack, unpack
 from dynagroup.online.engine import FreeRunner, Knobs, Runner, UpdateRunner

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import AlignmentError
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["Exchange", "fingerprint"]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dynagroup.errors import StateError
 from dynagroup.online.codec import pack, unpack
 from dynagroup.shapes import IntArray, Streams
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["LearnedLengths"]
 

@@ -18,7 +18,7 @@ from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.work import Work
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.weigh import Weigh
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["OnlineDataLoader"]
 

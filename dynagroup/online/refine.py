@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
-from dynagroup.checks import check_choice, check_function
+from dynagroup.validation import check_choice, check_function
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten

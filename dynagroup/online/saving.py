@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.checks import (
+from dynagroup.validation import (
     Check,
     a_flag,
     a_list,

@@ -11,7 +11,7 @@ import numpy as np
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.oom.tasks import Common, Pooling, classification, embedding, generation
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = [
     "classify_dataset",

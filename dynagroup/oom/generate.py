@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.checks import check_int
+from dynagroup.validation import check_int
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache

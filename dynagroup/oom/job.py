@@ -14,7 +14,7 @@ from dynagroup.oom.identity import identity_of
 from dynagroup.oom.inference import Pass
 from dynagroup.oom.output import Output
 from dynagroup.oom.results import Kind
-from dynagroup.world import World, current_world
+from dynagroup.distributed import World, current_world
 
 __all__ = ["Job"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynagroup.checks import differences
+from dynagroup.validation import differences
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.results import Kind
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynagroup.checks import a_mapping, an_int, differences
+from dynagroup.validation import a_mapping, an_int, differences
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.journal import Journal
 from dynagroup.oom.results import Kind, read_results, write_results

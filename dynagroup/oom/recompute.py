@@ -14,7 +14,7 @@ from dynagroup.oom.fields import shape_of
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.shapes import BatchShape
-from dynagroup.world import World, current_world
+from dynagroup.distributed import World, current_world
 
 __all__ = ["RecomputeWhereNeeded", "recomputed_steps"]
 

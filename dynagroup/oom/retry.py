@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.checks import check_int
+from dynagroup.validation import check_int
 from dynagroup.device import is_out_of_memory
 from dynagroup.errors import BudgetError
 from dynagroup.oom.fields import describe, shape_of

@@ -14,7 +14,7 @@ import numpy as np
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
-from dynagroup.checks import check_choice, check_int
+from dynagroup.validation import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_texts, limit_of
 from dynagroup.memory import MemoryRegressor, Workload

@@ -9,7 +9,7 @@ from dynagroup.errors import BudgetError
 from dynagroup.oom.attempts import PartRunner
 from dynagroup.oom.gradients import GradientExchange, broadcast_buffers
 from dynagroup.oom.parts import Update, Verdict
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["finish"]
 

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.checks import check_int
+from dynagroup.validation import check_int
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches, fixed_batches, shapes_of
 from dynagroup.plan.order import epoch_order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynagroup.checks import check_choice, check_flag, check_function, check_int
+from dynagroup.validation import check_choice, check_flag, check_function, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
 from dynagroup.plan.oversize import Oversize, check_oversize

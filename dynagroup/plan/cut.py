@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from dynagroup.budget.base import Budget, padded_streams
-from dynagroup.checks import check_choice
+from dynagroup.validation import check_choice
 from dynagroup.plan.alike import AlikeWindow
 from dynagroup.plan.batches import Batches, longest_first
 from dynagroup.plan.boxes import orders_of

@@ -9,7 +9,7 @@ import numpy as np
 
 from dynagroup.budget.base import BoolArray, Budget
 from dynagroup.budget.tokens import as_budget
-from dynagroup.checks import check_int
+from dynagroup.validation import check_int
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams

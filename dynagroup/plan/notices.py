@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynagroup.checks import warn_user
+from dynagroup.validation import warn_user
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
 

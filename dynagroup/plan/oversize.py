@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, fits_of, largest_of
-from dynagroup.checks import check_choice, warn_user
+from dynagroup.validation import check_choice, warn_user
 from dynagroup.errors import BudgetError
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 

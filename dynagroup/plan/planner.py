@@ -27,7 +27,7 @@ from dynagroup.plan.position import Position, Segment
 from dynagroup.plan.rows import Rows, arrange, cut_rows, num_batches, prove
 from dynagroup.plan.windows import EpochWindows, Window
 from dynagroup.shapes import TOKENS, IntArray, Streams
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["Planner"]
 

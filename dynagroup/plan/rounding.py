@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dynagroup.checks import LARGEST, check_int
+from dynagroup.validation import LARGEST, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import IntArray
 

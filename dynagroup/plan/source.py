@@ -11,7 +11,7 @@ import numpy as np
 
 from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import IntArray
-from dynagroup.world import current_world
+from dynagroup.distributed import current_world
 
 __all__ = ["OrderSource", "check_alike"]
 

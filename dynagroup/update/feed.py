@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dynagroup.checks import check_function
+from dynagroup.validation import check_function
 from dynagroup.errors import ConfigError
 from dynagroup.update.plans import PlannedUpdate
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dynagroup.checks import check_int
+from dynagroup.validation import check_int
 from dynagroup.errors import StateError
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner

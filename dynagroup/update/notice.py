@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dynagroup.budget.base import Budget
-from dynagroup.checks import warn_user
+from dynagroup.validation import warn_user
 from dynagroup.plan.advice import FEW_BATCHES, MUCH_PADDING, dear_steps
 from dynagroup.plan.notices import JUDGED
 from dynagroup.shapes import TOKENS, said

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.checks import Check, a_text, anything, check_seal, check_state, seal_of
+from dynagroup.validation import Check, a_text, anything, check_seal, check_state, seal_of
 from dynagroup.errors import StateError
 
 __all__ = ["Saved"]
@@ -44,7 +44,7 @@ class Saved(ABC):
 
     @abstractmethod
     def _schema(self) -> Mapping[str, Check]:
-        """What the fields of :meth:`_state` must be, see :mod:`dynagroup.checks`."""
+        """What the fields of :meth:`_state` must be, see :mod:`dynagroup.validation`."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:

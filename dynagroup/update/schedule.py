@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal, TypeAlias
 
-from dynagroup.checks import check_choice, check_int, check_number
+from dynagroup.validation import check_choice, check_int, check_number
 from dynagroup.errors import ConfigError
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from dynagroup.plan.work import Work
 from dynagroup.update.moments import Moments
-from dynagroup.world import World
+from dynagroup.distributed import World
 
 __all__ = ["LoaderStats"]
 

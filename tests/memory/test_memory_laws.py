@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.budget.memory import MemoryBudget
-from dynagroup.checks import seal_of
+from dynagroup.validation import seal_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import ClosedForm, Measurement, Measurements, MemoryRegressor, ProfiledMemory, Workload
 from dynagroup.memory.learned.features import FEATURES, MONOTONE

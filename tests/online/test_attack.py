@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from dynagroup import StateError
-from dynagroup.checks import seal_of
+from dynagroup.validation import seal_of
 from dynagroup.testing import run_ranks
 from tests.online.attack import EPOCHS, Attack, leg, run
 from tests.torchrun import torchrun

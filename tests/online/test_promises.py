@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dynagroup import AlignmentError, ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
-from dynagroup.checks import seal_of
+from dynagroup.validation import seal_of
 from dynagroup.memory import PaddedTokens
 from dynagroup.online.refine import RefinementCollator
 from dynagroup.testing import run_ranks

@@ -36,7 +36,7 @@ from dynagroup.oom.journal import Journal
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.work import Work
 from dynagroup.testing import run_ranks
-from dynagroup.world import SingleProcess
+from dynagroup.distributed import SingleProcess
 from tests import models
 from tests.allocator import Allocator
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick

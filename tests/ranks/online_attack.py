@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from dynagroup.world import DistributedWorld
+from dynagroup.distributed import DistributedWorld
 from tests.online.attack import EPOCHS, Attack, check_rows, judge, leg
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dynagroup import AlignmentError, OnlineDataLoader, TokenBudget
-from dynagroup.world import DistributedWorld
+from dynagroup.distributed import DistributedWorld
 from tests.online.helpers import Tokens, collate, ids_in, lengths_of
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.checks import seal_of
+from dynagroup.validation import seal_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
 from dynagroup.memory.extras import needed

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.checks import a_list, an_int
+from dynagroup.validation import a_list, an_int
 from dynagroup.errors import StateError
 from dynagroup.online.align import hand_out
 from dynagroup.online.feeds.base import Source

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.checks import a_list, an_int, either, nothing
+from dynagroup.validation import a_list, an_int, either, nothing
 from dynagroup.online.codec import a_pack, pack, pack_groups, some_groups, unpack, unpack_groups
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.feeds.base import Feed, Source

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dynagroup.checks import a_list, an_int, either, nothing
+from dynagroup.validation import a_list, an_int, either, nothing
 from dynagroup.online.feeds.base import Source
 from dynagroup.online.feeds.mapped import MapFeed
 from dynagroup.online.records import Planned, Queued

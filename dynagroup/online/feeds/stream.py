@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dynagroup.checks import a_list, a_mapping, an_int, anything
+from dynagroup.validation import a_list, a_mapping, an_int, anything
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.feeds.base import Feed, Source
 from dynagroup.online.records import Queued, Refined, RefinedWindow
@@ -80,7 +80,7 @@ class StreamFeed(Feed):
         size = self._source.world.size
         self._source.workers.tell_of_sharing(
             f"all {size} ranks read the same samples: a stream must divide itself among ranks, or every sample comes {size} "
-            "times; let each rank yield its own part, by dynagroup.world.rank_and_size() or datasets' split_dataset_by_node"
+            "times; let each rank yield its own part, by dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node"
         )
 
     @property

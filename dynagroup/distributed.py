@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.checks import check_number
+from dynagroup.validation import check_number
 from dynagroup.errors import AlignmentError, ConfigError
 
 if TYPE_CHECKING:

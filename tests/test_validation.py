@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynagroup.checks import (
+from dynagroup.validation import (
     a_list,
     a_mapping,
     a_text,
