@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.record import spread
 from dynagroup import OnlineDataLoader, TokenBudget
+from dynagroup.distributed import World
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cut import cut
 from dynagroup.plan.work import Work
 from dynagroup.testing import run_ranks
-from dynagroup.distributed import World
 
 LENGTHS = Path(__file__).parent / "lengths"
 CV_ONE = "synth_sharegpt4o"

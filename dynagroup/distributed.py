@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.validation import check_number
 from dynagroup.errors import AlignmentError, ConfigError
+from dynagroup.validation import check_number
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -11,9 +11,9 @@ from typing import Any, cast, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.validation import check_function, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
+from dynagroup.validation import check_function, check_int
 
 __all__ = [
     "BegunOnce",

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from dynagroup.budget.base import UNLIMITED, Budget, cost_of, fits_of, largest_of
+from dynagroup.distributed import World, as_float64, as_int64
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
-from dynagroup.distributed import World, as_float64, as_int64
 
 if TYPE_CHECKING:
     import torch

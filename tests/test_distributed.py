@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynagroup import AlignmentError, ConfigError
-from dynagroup.testing import run_ranks
 from dynagroup.distributed import DistributedWorld, SingleProcess, current_world
+from dynagroup.testing import run_ranks
 
 WEIGHTS = st.one_of(st.floats(1e-10, 1e12), st.integers(0, 2**53))
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.validation import (
     a_list,
     a_mapping,
@@ -21,7 +22,6 @@ from dynagroup.validation import (
     either,
     nothing,
 )
-from dynagroup.errors import ConfigError, StateError
 
 SCHEMA = {"epoch": an_int(), "segments": a_list(a_list(an_int(), length=2)), "order": either(nothing(), a_text())}
 STATE = {"kind": "Loader", "version": 1, "identity": {"seed": 0}, "epoch": 2, "segments": [[2, 3]], "order": None}

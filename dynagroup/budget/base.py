@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.validation import LARGEST
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
+from dynagroup.validation import LARGEST
 
 __all__ = [
     "AdditiveCap",

@@ -12,11 +12,11 @@ import numpy as np
 from dynagroup.budget.base import UNLIMITED, AllOf, BoolArray, Budget, cost_of, fits_of, largest_of
 from dynagroup.budget.limits import LIMITS, CostLimits, Limits
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.validation import a_mapping, a_number, a_text, an_int, either, nothing
+from dynagroup.distributed import World
 from dynagroup.errors import StateError
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, Streams
-from dynagroup.distributed import World
+from dynagroup.validation import a_mapping, a_number, a_text, an_int, either, nothing
 
 __all__ = ["LearningBudget", "OomReport"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynagroup.validation import Check, a_list, a_number, an_int, either, nothing
-from dynagroup.errors import ConfigError
 from dynagroup.distributed import World
+from dynagroup.errors import ConfigError
+from dynagroup.validation import Check, a_list, a_number, an_int, either, nothing
 
 __all__ = ["COST_UNIT", "LIMITS", "NO_COST", "CostLimits", "Limits"]
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, positive
-from dynagroup.validation import check_choice
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, round_up, said
+from dynagroup.validation import check_choice
 
 __all__ = ["TokenBudget", "as_budget"]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.validation import check_int, check_number
 from dynagroup.errors import ConfigError
 from dynagroup.plan.work import CPU_PER_STEP, Work
+from dynagroup.validation import check_int, check_number
 
 if TYPE_CHECKING:
     import torch

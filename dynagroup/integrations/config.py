@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.oom.train import OomMode
 from dynagroup.update.schedule import BatchSizeSchedule, ScalingRule, checked_samples
-from dynagroup.distributed import World
 
 __all__ = ["DynagroupConfig"]
 

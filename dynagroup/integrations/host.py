@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dynagroup.budget.base import Budget
+from dynagroup.distributed import SingleProcess, World, current_world
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.plan.work import Work
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.weigh import mean_items, predicts_next_token
-from dynagroup.distributed import SingleProcess, World, current_world
 
 __all__ = [
     "data_parallel_world",

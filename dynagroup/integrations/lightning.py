@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.callbacks import Callback
 
+from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
-from dynagroup.distributed import rank_and_size
 
 if TYPE_CHECKING:
     import torch

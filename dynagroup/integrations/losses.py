@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dynagroup.device import is_out_of_memory
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
-from dynagroup.distributed import World
 
 __all__ = ["is_a_mean"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynagroup.budget.base import Budget
+from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.distributed import rank_and_size
 
 __all__ = ["batches_that_fit"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.validation import Check, a_list, a_text
 from dynagroup.errors import StateError
 from dynagroup.shapes import IntArray
+from dynagroup.validation import Check, a_list, a_text
 
 __all__ = ["a_pack", "pack", "pack_groups", "some_groups", "unpack", "unpack_groups"]
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from dynagroup.budget.base import Budget
-from dynagroup.validation import check_choice, check_flag, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
@@ -17,6 +16,7 @@ from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS
 from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
 from dynagroup.update.weigh import Weigh
+from dynagroup.validation import check_choice, check_flag, check_int
 
 __all__ = ["OnlineConfig", "as_hint", "check_budget", "check_sources", "checked_kwargs"]
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from dynagroup.validation import Check, a_flag, a_list, a_number, an_int, warn_user
 from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, quantile
 from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds.base import Feed
@@ -22,6 +21,7 @@ from dynagroup.online.records import Queued, RefinedWindow, Take
 from dynagroup.shapes import units_of
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.weigh import Share
+from dynagroup.validation import Check, a_flag, a_list, a_number, an_int, warn_user
 
 __all__ = ["FreeRunner", "Knobs", "Runner", "UpdateRunner", "placed"]
 

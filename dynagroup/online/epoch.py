@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynagroup.budget.base import Budget, padded_streams
-from dynagroup.validation import warn_user
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.codec import pack, unpack
 from dynagroup.online.engine import FreeRunner, Knobs, Runner, UpdateRunner
@@ -27,6 +26,7 @@ from dynagroup.online.requests import Order
 from dynagroup.online.workers import split_queued
 from dynagroup.shapes import IntArray
 from dynagroup.update.sizes import Cursor, UpdateSizes
+from dynagroup.validation import warn_user
 
 __all__ = ["FEEDS", "EpochRun", "Known"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.errors import AlignmentError
 from dynagroup.distributed import World
+from dynagroup.errors import AlignmentError
 
 __all__ = ["Exchange", "fingerprint"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.distributed import World
 from dynagroup.errors import StateError
 from dynagroup.online.codec import pack, unpack
 from dynagroup.shapes import IntArray, Streams
-from dynagroup.distributed import World
 
 __all__ = ["LearnedLengths"]
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
+from dynagroup.distributed import World
 from dynagroup.online.align import Uneven
 from dynagroup.online.config import WINDOW_BYTES, OnlineConfig
 from dynagroup.online.refine import LengthOf, Oversize, RefinementCollator
@@ -18,7 +19,6 @@ from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.work import Work
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.weigh import Weigh
-from dynagroup.distributed import World
 
 __all__ = ["OnlineDataLoader"]
 

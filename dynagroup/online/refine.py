@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
-from dynagroup.validation import check_choice, check_function
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
@@ -24,6 +23,7 @@ from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
 from dynagroup.update.notice import width_of
 from dynagroup.update.weigh import Weigh, weigher
+from dynagroup.validation import check_choice, check_function
 
 __all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]
 

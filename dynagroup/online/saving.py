@@ -7,6 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from dynagroup.errors import StateError
+from dynagroup.online.codec import a_pack, unpack
+from dynagroup.online.epoch import FEEDS
+from dynagroup.online.feeds.handed_out import HandedOutFeed
+from dynagroup.online.feeds.updates import UpdateFeed
+from dynagroup.online.requests import UpdateMark
+from dynagroup.plan.position import MOST_RANKS
+from dynagroup.shapes import IntArray
 from dynagroup.validation import (
     Check,
     a_flag,
@@ -18,14 +26,6 @@ from dynagroup.validation import (
     either,
     nothing,
 )
-from dynagroup.errors import StateError
-from dynagroup.online.codec import a_pack, unpack
-from dynagroup.online.epoch import FEEDS
-from dynagroup.online.feeds.handed_out import HandedOutFeed
-from dynagroup.online.feeds.updates import UpdateFeed
-from dynagroup.online.requests import UpdateMark
-from dynagroup.plan.position import MOST_RANKS
-from dynagroup.shapes import IntArray
 
 __all__ = ["SCHEMA", "checked_states"]
 

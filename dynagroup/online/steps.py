@@ -9,7 +9,7 @@ from typing import Any
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.validation import Check
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.online.config import OnlineConfig, as_hint, check_budget, check_sources, checked_kwargs
@@ -29,7 +29,7 @@ from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
 from dynagroup.update.weigh import loss_scale
-from dynagroup.distributed import World
+from dynagroup.validation import Check
 
 __all__ = ["OnlineSteps", "Parts"]
 

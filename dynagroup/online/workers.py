@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from dynagroup.validation import warn_user
+from dynagroup.distributed import World
 from dynagroup.online.datasets import IndexedDataset, StreamDataset
 from dynagroup.online.records import Planned, Queued, RefinedWindow, WindowRequest
 from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import Order
 from dynagroup.update.feed import ENDED_EARLY, answers_of
-from dynagroup.distributed import World
+from dynagroup.validation import warn_user
 
 __all__ = ["RequestQueue", "Windows", "Workers", "split_queued"]
 

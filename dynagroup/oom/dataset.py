@@ -10,8 +10,8 @@ import numpy as np
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.oom.tasks import Common, Pooling, classification, embedding, generation
 from dynagroup.distributed import World
+from dynagroup.oom.tasks import Common, Pooling, classification, embedding, generation
 
 __all__ = [
     "classify_dataset",

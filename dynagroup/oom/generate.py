@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.validation import check_int
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.cache import cache_samples, is_cache, take_cache
@@ -19,6 +18,7 @@ from dynagroup.oom.retry import give_up, run_ranges
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.vision import VisionTokens
 from dynagroup.shapes import BatchShape
+from dynagroup.validation import check_int
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.oom.identity import identity_of
 from dynagroup.oom.inference import Pass
 from dynagroup.oom.output import Output
 from dynagroup.oom.results import Kind
-from dynagroup.distributed import World, current_world
 
 __all__ = ["Job"]
 

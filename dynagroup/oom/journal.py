@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynagroup.validation import differences
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.results import Kind
+from dynagroup.validation import differences
 
 __all__ = ["Journal"]
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynagroup.validation import a_mapping, an_int, differences
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.journal import Journal
 from dynagroup.oom.results import Kind, read_results, write_results
+from dynagroup.validation import a_mapping, an_int, differences
 
 __all__ = ["Output"]
 

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.recompute import RecomputeBudget
+from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.memory.trace.build import checkpoint_layers
 from dynagroup.oom.fields import shape_of
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.shapes import BatchShape
-from dynagroup.distributed import World, current_world
 
 __all__ = ["RecomputeWhereNeeded", "recomputed_steps"]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.validation import check_int
 from dynagroup.device import is_out_of_memory
 from dynagroup.errors import BudgetError
 from dynagroup.oom.fields import describe, shape_of
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.shapes import BatchShape
+from dynagroup.validation import check_int
 
 __all__ = ["Outcome", "attempt", "free_memory", "give_up", "halves", "run_ranges", "run_with_oom_retry"]
 

@@ -14,7 +14,6 @@ import numpy as np
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
-from dynagroup.validation import check_choice, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_texts, limit_of
 from dynagroup.memory import MemoryRegressor, Workload
@@ -27,6 +26,7 @@ from dynagroup.oom.positions import longest_input
 from dynagroup.oom.results import TEXTS, VECTORS
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
+from dynagroup.validation import check_choice, check_int
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.validation import check_choice, check_int
 from dynagroup.device import PeakWatch
+from dynagroup.distributed import DistributedWorld, SingleProcess, World
 from dynagroup.oom.attempts import PartRunner
 from dynagroup.oom.gradients import find_ddp
 from dynagroup.oom.parts import ComputeLoss, Part, Update
@@ -19,7 +19,7 @@ from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.vote import finish
 from dynagroup.update.step import Step
 from dynagroup.update.weigh import Weigh, predicts_next_token, weigher
-from dynagroup.distributed import DistributedWorld, SingleProcess, World
+from dynagroup.validation import check_choice, check_int
 
 if TYPE_CHECKING:
     import torch

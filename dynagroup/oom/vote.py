@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from dynagroup.budget.limits import COST_UNIT, NO_COST
+from dynagroup.distributed import World
 from dynagroup.errors import BudgetError
 from dynagroup.oom.attempts import PartRunner
 from dynagroup.oom.gradients import GradientExchange, broadcast_buffers
 from dynagroup.oom.parts import Update, Verdict
-from dynagroup.distributed import World
 
 __all__ = ["finish"]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.validation import check_flag, check_int, check_number
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan.position import MOST_RANKS
+from dynagroup.validation import check_flag, check_int, check_number
 
 __all__ = ["balanced_partitions"]
 

@@ -11,13 +11,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.validation import check_int
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches, fixed_batches, shapes_of
 from dynagroup.plan.order import epoch_order
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.validation import check_int
 
 __all__ = ["Comparison", "Way", "compare", "grouped_batches"]
 

@@ -11,7 +11,6 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from dynagroup.budget.base import Budget, padded_streams
-from dynagroup.validation import check_choice
 from dynagroup.plan.alike import AlikeWindow
 from dynagroup.plan.batches import Batches, longest_first
 from dynagroup.plan.boxes import orders_of
@@ -21,6 +20,7 @@ from dynagroup.plan.rounding import RoundBatch
 from dynagroup.plan.runs import EXACT_UP_TO, OrderedWindow, SortedWindow, fewest
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams, round_up
+from dynagroup.validation import check_choice
 
 __all__ = [
     "DEFAULT_WORK",

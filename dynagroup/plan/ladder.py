@@ -9,12 +9,12 @@ import numpy as np
 
 from dynagroup.budget.base import BoolArray, Budget
 from dynagroup.budget.tokens import as_budget
-from dynagroup.validation import check_int
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
 from dynagroup.plan.runs import SortedWindow
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
+from dynagroup.validation import check_int
 
 __all__ = ["ShapeLadder"]
 

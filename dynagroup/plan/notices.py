@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dynagroup.validation import warn_user
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
+from dynagroup.validation import warn_user
 
 __all__ = ["JUDGED", "PlanNotices"]
 

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, fits_of, largest_of
-from dynagroup.validation import check_choice, warn_user
 from dynagroup.errors import BudgetError
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
+from dynagroup.validation import check_choice, warn_user
 
 __all__ = ["Oversize", "check_oversize", "oversize_mask", "refuse_oversize", "warn_of_oversize"]
 

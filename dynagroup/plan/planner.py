@@ -18,6 +18,7 @@ import numpy as np
 from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
+from dynagroup.distributed import World
 from dynagroup.fingerprint import described, hashed
 from dynagroup.plan.batches import longest_first
 from dynagroup.plan.config import PlanConfig
@@ -27,7 +28,6 @@ from dynagroup.plan.position import Position, Segment
 from dynagroup.plan.rows import Rows, arrange, cut_rows, num_batches, prove
 from dynagroup.plan.windows import EpochWindows, Window
 from dynagroup.shapes import TOKENS, IntArray, Streams
-from dynagroup.distributed import World
 
 __all__ = ["Planner"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
-from dynagroup.validation import Check, a_list, an_int
 from dynagroup.errors import StateError
+from dynagroup.validation import Check, a_list, an_int
 
 __all__ = ["MOST_RANKS", "POSITION", "Position", "Progress", "Segment", "Trail"]
 

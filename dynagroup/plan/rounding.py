@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dynagroup.validation import LARGEST, check_int
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import IntArray
+from dynagroup.validation import LARGEST, check_int
 
 __all__ = ["RoundBatch", "allowed_sizes", "friendly_size", "multiple_of", "smaller_size"]
 

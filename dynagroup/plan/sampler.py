@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from dynagroup.budget.base import Budget
-from dynagroup.validation import check_int, warn_user
+from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.config import PlanConfig
@@ -28,7 +28,7 @@ from dynagroup.plan.saving import checked_states, sampler_state
 from dynagroup.plan.source import OrderSource, check_alike
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import IntArray
-from dynagroup.distributed import rank_and_size
+from dynagroup.validation import check_int, warn_user
 
 __all__ = ["LengthAwareBatchSampler"]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.validation import Check, a_text, an_int, anything, check_seal, check_state, either, nothing, seal_of
 from dynagroup.errors import StateError
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.position import POSITION, Position
 from dynagroup.plan.source import OrderSource
+from dynagroup.validation import Check, a_text, an_int, anything, check_seal, check_state, either, nothing, seal_of
 
 __all__ = ["checked_states", "sampler_state"]
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
-from dynagroup.validation import check_int
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches
@@ -18,6 +17,7 @@ from dynagroup.plan.position import MOST_RANKS
 from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import IntArray, Streams
+from dynagroup.validation import check_int
 
 __all__ = ["shard_micro_batches"]
 

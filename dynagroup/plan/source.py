@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from dynagroup.distributed import current_world
 from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import IntArray
-from dynagroup.distributed import current_world
 
 __all__ = ["OrderSource", "check_alike"]
 

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.budget.base import Budget, Layout, padded_streams
-from dynagroup.validation import check_number
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import BatchShape, Streams, round_up
+from dynagroup.validation import check_number
 
 __all__ = ["CPU_PER_STEP", "Work", "check_work"]
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from dynagroup.budget.base import Budget
-from dynagroup.validation import warn_user
+from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError
 from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.notice import Planned, unplanned
@@ -20,7 +20,7 @@ from dynagroup.update.plans import PlannedUpdate
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
 from dynagroup.update.weigh import Share, Weigh, loss_scale, weigher
-from dynagroup.distributed import World
+from dynagroup.validation import warn_user
 
 __all__ = ["Course", "Notes", "Taken"]
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dynagroup.validation import check_function
 from dynagroup.errors import ConfigError
 from dynagroup.update.plans import PlannedUpdate
+from dynagroup.validation import check_function
 
 __all__ = ["ENDED_EARLY", "PlannedFeed", "answers_of"]
 

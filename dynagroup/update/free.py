@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dynagroup.validation import check_int
 from dynagroup.errors import StateError
 from dynagroup.plan.plan import PlannedWindow
 from dynagroup.plan.planner import Planner
@@ -16,6 +15,7 @@ from dynagroup.plan.position import Position, Trail
 from dynagroup.update.place import Place
 from dynagroup.update.plans import PlannedUpdate, Updates, as_planned
 from dynagroup.update.sizes import Cursor, Walk
+from dynagroup.validation import check_int
 
 __all__ = ["FreeUpdates"]
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, Generic, TypeVar
 
-from dynagroup.validation import check_int
+from dynagroup.distributed import World, current_world, rank_and_size
 from dynagroup.errors import ConfigError
 from dynagroup.update.clock import StepClock
 from dynagroup.update.saving import Saved
 from dynagroup.update.sizes import MOST_EPOCHS, Cursor, Walk, first_cursor
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
-from dynagroup.distributed import World, current_world, rank_and_size
+from dynagroup.validation import check_int
 
 __all__ = ["StepLoader"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dynagroup.budget.base import Budget
-from dynagroup.validation import warn_user
 from dynagroup.plan.advice import FEW_BATCHES, MUCH_PADDING, dear_steps
 from dynagroup.plan.notices import JUDGED
 from dynagroup.shapes import TOKENS, said
 from dynagroup.update.stats import LoaderStats
+from dynagroup.validation import warn_user
 
 __all__ = ["PaddingNotice", "Planned", "unplanned", "width_of"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dynagroup.validation import Check, a_mapping, a_number, an_int, either, nothing
 from dynagroup.plan.position import POSITION, Position
 from dynagroup.update.sizes import MOST_EPOCHS, Cursor
+from dynagroup.validation import Check, a_mapping, a_number, an_int, either, nothing
 
 __all__ = ["PLACE", "Begun", "Place"]
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from dynagroup.budget.base import Budget
-from dynagroup.validation import Check, a_list, an_int, check_flag, check_int, either, nothing
+from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
@@ -28,7 +28,7 @@ from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.sizes import MOST_EPOCHS, Cursor, Walk
 from dynagroup.update.step import Step
 from dynagroup.update.weigh import Weigh, weigher
-from dynagroup.distributed import World
+from dynagroup.validation import Check, a_list, an_int, check_flag, check_int, either, nothing
 
 __all__ = ["PlannedDataLoader"]
 

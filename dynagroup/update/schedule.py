@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal, TypeAlias
 
-from dynagroup.validation import check_choice, check_int, check_number
 from dynagroup.errors import ConfigError
+from dynagroup.validation import check_choice, check_int, check_number
 
 __all__ = [
     "BatchSizeSchedule",

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dynagroup.distributed import World
 from dynagroup.plan.work import Work
 from dynagroup.update.moments import Moments
-from dynagroup.distributed import World
 
 __all__ = ["LoaderStats"]
 

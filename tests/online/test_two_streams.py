@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from dynagroup import OnlineDataLoader, RefinementCollator, TokenBudget
+from dynagroup.distributed import SingleProcess
 from dynagroup.errors import BudgetError
 from dynagroup.online.learned import LearnedLengths
 from dynagroup.shapes import Streams
 from dynagroup.testing import assert_conserves
-from dynagroup.distributed import SingleProcess
 
 PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype(int).tolist()
 

@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.demo.corpus import train_tokenizer
+from dynagroup.distributed import SingleProcess
 from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.oom import (
     LearningBudget,
@@ -36,7 +37,6 @@ from dynagroup.oom.journal import Journal
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.work import Work
 from dynagroup.testing import run_ranks
-from dynagroup.distributed import SingleProcess
 from tests import models
 from tests.allocator import Allocator
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.validation import seal_of
+from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.plan import planner as planner_module
 from dynagroup.plan import sampler as sampler_module
@@ -29,7 +29,7 @@ from dynagroup.plan.rounding import friendly_size, multiple_of
 from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
-from dynagroup.distributed import World
+from dynagroup.validation import seal_of
 from tests import strategies
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 300).astype(np.int32).clip(max=1024)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.validation import seal_of
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
 from dynagroup.memory.extras import needed
@@ -28,6 +27,7 @@ from dynagroup.memory.run import MONOMIALS, Layout, Phases
 from dynagroup.memory.words import assumed
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
+from dynagroup.validation import seal_of
 
 if TYPE_CHECKING:
     import xgboost

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dynagroup.budget.base import Budget
-from dynagroup.validation import Check
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.online.config import OnlineConfig
 from dynagroup.online.records import Planned, Queued, Refined
@@ -18,7 +18,7 @@ from dynagroup.online.workers import Windows, Workers
 from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.sizes import Cursor, UpdateSizes
 from dynagroup.update.stats import LoaderStats
-from dynagroup.distributed import World
+from dynagroup.validation import Check
 
 __all__ = ["Feed", "Source"]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.validation import a_list, an_int
 from dynagroup.errors import StateError
 from dynagroup.online.align import hand_out
 from dynagroup.online.feeds.base import Source
@@ -15,6 +14,7 @@ from dynagroup.online.feeds.mapped import MapFeed
 from dynagroup.online.records import Planned, Queued
 from dynagroup.online.requests import Rank
 from dynagroup.shapes import IntArray
+from dynagroup.validation import a_list, an_int
 
 __all__ = ["HandedOutFeed"]
 

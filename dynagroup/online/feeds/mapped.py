@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.validation import a_list, an_int, either, nothing
 from dynagroup.online.codec import a_pack, pack, pack_groups, some_groups, unpack, unpack_groups
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.feeds.base import Feed, Source
@@ -17,6 +16,7 @@ from dynagroup.online.records import Planned, Queued, Refined
 from dynagroup.online.requests import Rank
 from dynagroup.online.workers import Windows
 from dynagroup.shapes import IntArray
+from dynagroup.validation import a_list, an_int, either, nothing
 
 __all__ = ["MapFeed"]
 

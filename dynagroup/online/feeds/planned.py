@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dynagroup.validation import a_list, an_int, either, nothing
 from dynagroup.online.feeds.base import Source
 from dynagroup.online.feeds.mapped import MapFeed
 from dynagroup.online.records import Planned, Queued
 from dynagroup.online.requests import Order, Rank, exact_plans, exact_window, rough_plans
 from dynagroup.shapes import IntArray
+from dynagroup.validation import a_list, an_int, either, nothing
 
 __all__ = ["ExactFeed", "PlanFeed", "RoughFeed"]
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dynagroup.validation import a_list, a_mapping, an_int, anything
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.feeds.base import Feed, Source
 from dynagroup.online.records import Queued, Refined, RefinedWindow
 from dynagroup.shapes import IntArray
+from dynagroup.validation import a_list, a_mapping, an_int, anything
 
 __all__ = ["StreamFeed"]
 
