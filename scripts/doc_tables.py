@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.pages.write import write  # noqa: E402
+from benchmarks.pages import write  # noqa: E402
 
 if __name__ == "__main__":
     write()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BertForMaskedLM, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
-from benchmarks.pages.planning import packing_rows
+from benchmarks.pages import packing_rows
 from dynagroup import TokenBudget, text_dataloader
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.packing import check_packing, mask_bytes, packing_collator

@@ -1,1 +1,0 @@
-"""The figures that README and docs show, made from the files in ``benchmarks/results``."""
