@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.fingerprint import hashed
 
 __all__ = [
     "Check",
@@ -29,12 +27,8 @@ __all__ = [
     "check_choice",
     "check_int",
     "check_number",
-    "check_seal",
-    "check_state",
-    "differences",
     "either",
     "nothing",
-    "seal_of",
     "warn_user",
 ]
 
@@ -260,71 +254,3 @@ def a_mapping(fields: Mapping[str, Check] | None = None, *, values: Check | None
             (fields[key] if fields is not None else values or anything())(element, f"{place}[{key!r}]")
 
     return check
-
-
-def check_state(
-    state: Any, kind: str, version: int, schema: Mapping[str, Check], identity: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """``state``, if it is whole, of this kind and version, and of this run. Changes nothing.
-
-    Args:
-        kind: class that saved it; stands in ``state["kind"]``.
-        schema: what the fields beside ``kind``, ``version`` and ``identity`` must be.
-        identity: settings and data of this run, JSON-able; those saved must be the same.
-
-    Raises:
-        StateError: names what is missing, damaged, or differs (the value then, the value now).
-
-    >>> state = {"kind": "K", "version": 1, "identity": {"seed": 0}, "epoch": 2}
-    >>> check_state(state, "K", 1, {"epoch": an_int()}, {"seed": 0})["epoch"]
-    2
-    """
-    if isinstance(state, Mapping) and state.get("kind", kind) != kind:
-        raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
-    needed = ("kind", "version", "identity", *schema)
-    missing = [key for key in needed if key not in state] if isinstance(state, Mapping) else list(needed)
-    if missing:
-        raise StateError(f"this is no state of {kind}: {', '.join(missing)} missing")
-    if state["version"] != version:
-        raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {version}")
-    if not isinstance(state["identity"], Mapping):
-        raise StateError(f"the state is damaged: its identity is {state['identity']!r}")
-    differing = differences(state["identity"], identity)
-    if differing:
-        raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
-    a_mapping({**schema, "kind": anything(), "version": anything(), "identity": anything()})(state, "state")
-    return state
-
-
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
-    """What differs between two identities, in words.
-
-    >>> differences({"seed": 0, "window": 8}, {"seed": 1, "window": 8})
-    ['seed: 0 then, 1 now']
-    """
-    names = list(keys) if keys is not None else sorted({*theirs, *ours})
-    return [
-        f"{name}: {theirs.get(name)!r} then, {ours.get(name)!r} now"
-        for name in names
-        if name not in theirs or name not in ours or theirs[name] != ours[name]
-    ]
-
-
-def seal_of(state: Mapping[str, Any]) -> str:
-    """A hash of all that a state holds; what is no JSON (a stream's own state may be anything) counts by its type.
-
-    It tells a state that was cut, mixed from two, or edited from one that is whole; it proves nothing against forging.
-    """
-    return hashed(json.dumps({**state, "seal": None}, sort_keys=True, default=lambda value: type(value).__name__))
-
-
-def check_seal(state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not as it was saved.
-
-    Raises:
-        StateError: it was changed, or is made of two.
-    """
-    if state["seal"] != seal_of(state):
-        raise StateError(
-            "the state is damaged: it is not what was saved, its seal differs; load the checkpoint before it"
-        )

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynagroup.errors import ConfigError, StateError
+from dynagroup.state import check_state
 from dynagroup.validation import (
     a_list,
     a_mapping,
@@ -18,7 +19,6 @@ from dynagroup.validation import (
     check_choice,
     check_int,
     check_number,
-    check_state,
     either,
     nothing,
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.results import Kind
-from dynagroup.validation import differences
+from dynagroup.state import differences
 
 __all__ = ["Journal"]
 

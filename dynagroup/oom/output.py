@@ -12,7 +12,8 @@ from typing import Any
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.journal import Journal
 from dynagroup.oom.results import Kind, read_results, write_results
-from dynagroup.validation import a_mapping, an_int, differences
+from dynagroup.state import differences
+from dynagroup.validation import a_mapping, an_int
 
 __all__ = ["Output"]
 

@@ -268,12 +268,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         Raises:
             StateError: the state is damaged, or belongs to other lengths, another budget or other settings.
         """
-        states = [state_dict] if isinstance(state_dict, Mapping) else state_dict
-        if not isinstance(states, (list, tuple)) or not states:
-            raise StateError(
-                f"a state, or the list of all ranks' states, was expected, but {state_dict!r:.80} was given"
-            )
-        planner, position, state = checked_states(self._planner, self._order, states)
+        planner, position, state = checked_states(self._planner, self._order, state_dict)
         self._planner = planner
         self._epoch, self._advance = state["epoch"], 0
         self._progress.resume(position, state["steps"])

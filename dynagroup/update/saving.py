@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import StateError
-from dynagroup.validation import Check, a_text, anything, check_seal, check_state, seal_of
+from dynagroup.state import check_seal, check_state, seal_of
+from dynagroup.validation import Check, a_text, anything
 
 __all__ = ["Saved"]
 

@@ -16,7 +16,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import ClosedForm, Measurement, Measurements, MemoryRegressor, ProfiledMemory, Workload
 from dynagroup.memory.learned.features import FEATURES, MONOTONE
 from dynagroup.shapes import BatchShape
-from dynagroup.validation import seal_of
+from dynagroup.state import seal_of
 
 KNOWN = Workload(
     mode="train", num_layers=24, num_encoder_layers=0, hidden_size=896, num_heads=14, num_kv_heads=2, head_size=64,

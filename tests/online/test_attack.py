@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 
 from dynagroup import StateError
+from dynagroup.state import seal_of
 from dynagroup.testing import run_ranks
-from dynagroup.validation import seal_of
 from tests.online.attack import EPOCHS, Attack, leg, run
 from tests.torchrun import torchrun
 

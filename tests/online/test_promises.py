@@ -11,8 +11,8 @@ import torch
 from dynagroup import AlignmentError, ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
 from dynagroup.memory import PaddedTokens
 from dynagroup.online.refine import RefinementCollator
+from dynagroup.state import seal_of
 from dynagroup.testing import run_ranks
-from dynagroup.validation import seal_of
 
 from .helpers import Tokens, collate, ids_in, lengths_of, make_loader, used
 

@@ -28,8 +28,8 @@ from dynagroup.plan import source as source_module
 from dynagroup.plan.rounding import friendly_size, multiple_of
 from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.state import seal_of
 from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
-from dynagroup.validation import seal_of
 from tests import strategies
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 300).astype(np.int32).clip(max=1024)
@@ -206,12 +206,10 @@ def test_foreign_states_are_refused_with_what_differs() -> None:
         sampler(seed=4).load_state_dict(state)
     with pytest.raises(StateError, match="the state belongs to another run; lengths: "):
         LengthAwareBatchSampler(LENGTHS // 2, BUDGET).load_state_dict(state)
-    with pytest.raises(StateError, match="version 9, this dynagroup reads version 1"):
+    with pytest.raises(StateError, match="version 9, this dynagroup reads version 2"):
         sampler().load_state_dict({**state, "version": 9})
-    with pytest.raises(StateError, match="kind, identity, epoch, .* missing"):
+    with pytest.raises(StateError, match="kind, identity, seal missing"):
         sampler().load_state_dict({"version": 1})
-    with pytest.raises(StateError, match="is damaged: state\\['windows_done'\\] must be an int"):
-        sampler().load_state_dict({**state, "windows_done": -1})
     with pytest.raises(StateError, match="its seal differs"):
         sampler().load_state_dict({**state, "windows_done": 1})
     other = sampler()
@@ -227,29 +225,6 @@ def test_foreign_states_are_refused_with_what_differs() -> None:
 def sealed(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
     state = {**state, **changes}
     return {**state, "seal": seal_of(state)}
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"segments": [[10**12, 5]]},
-        {"segments": [[2, 10**12]]},
-        {"windows_done": 10**12},
-        {"window_size": 10**15},
-        {"tail": 10**6},
-        {"epoch": 1.5},
-        {"steps": None},
-        {"order": "x"},
-    ],
-    ids=str,
-)
-def test_a_state_that_claims_what_cannot_be_is_refused_and_changes_nothing(damage: dict[str, Any]) -> None:
-    expected = list(sampler(0, 2, shuffle=True, window=40))
-    state = sampler(0, 2, shuffle=True, window=40).state_dict()
-    fresh = sampler(0, 2, shuffle=True, window=40)
-    with pytest.raises(StateError, match="is damaged"):
-        fresh.load_state_dict(sealed(state, **damage))
-    assert (fresh.epoch, list(fresh)) == (0, expected)
 
 
 def test_a_refused_state_does_not_teach_the_budget() -> None:

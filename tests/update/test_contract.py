@@ -20,10 +20,10 @@ from transformers import GPT2LMHeadModel
 from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
 from dynagroup.budget.base import Layout
 from dynagroup.oom.packed import packed_borders
+from dynagroup.state import seal_of
 from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
 from dynagroup.update.schedule import linear_ramp
 from dynagroup.update.stats import LoaderStats
-from dynagroup.validation import seal_of
 from tests import models
 from tests.online.helpers import Tokens, collate, collate_packed, lengths_of
 

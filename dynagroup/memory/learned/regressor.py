@@ -27,7 +27,7 @@ from dynagroup.memory.run import MONOMIALS, Layout, Phases
 from dynagroup.memory.words import assumed
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
-from dynagroup.validation import seal_of
+from dynagroup.state import seal_of
 
 if TYPE_CHECKING:
     import xgboost

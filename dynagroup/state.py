@@ -1,0 +1,159 @@
+"""The one envelope around every saved state: kind, version, identity of the run, and a seal over all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dynagroup.errors import StateError
+from dynagroup.fingerprint import hashed
+from dynagroup.validation import Check, a_mapping, anything
+
+__all__ = ["agreed", "check_seal", "check_state", "differences", "listed", "opened", "seal_of", "sealed"]
+
+VERSION = 2
+ENVELOPE = ("kind", "version", "identity", "seal")
+LATER = "load the checkpoint before it"
+
+
+def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A state to save: ``fields``, and around them what :func:`opened` compares. All of it JSON-able.
+
+    Args:
+        kind: class that saves it.
+        identity: data and settings that the fields depend on.
+
+    >>> state = sealed("Loader", {"seed": 0}, {"epoch": 2})
+    >>> opened(state, "Loader", {"seed": 0})[0]["epoch"]
+    2
+    """
+    state = {"kind": kind, "version": VERSION, "identity": dict(identity), **fields}
+    return {**state, "seal": seal_of(state)}
+
+
+def listed(states: Any) -> list[Any]:
+    """One state, or the list of all ranks' states, as a list.
+
+    Raises:
+        StateError: it is neither.
+    """
+    found = [states] if isinstance(states, Mapping) else states
+    if not isinstance(found, (list, tuple)) or not found:
+        raise StateError(f"a state, or the list of all ranks' states, was expected, but {states!r:.80} was given")
+    return list(found)
+
+
+def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """One state, or the list of all ranks' states, each as :func:`sealed` made it. Changes nothing.
+
+    Raises:
+        StateError: one is damaged, of another kind or version, or of another run; what differs, then and now.
+    """
+    found = listed(states)
+    for state in found:
+        _check(state, kind, identity)
+    return found
+
+
+def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("learned",)) -> Mapping[str, Any]:
+    """The first of the ranks' states, if all say the same; ``besides`` what may differ by rank.
+
+    Raises:
+        StateError: they were not taken after the same step.
+    """
+    own = dict.fromkeys((*besides, "seal"))
+    if any({**other, **own} != {**states[0], **own} for other in states[1:]):
+        raise StateError("the ranks' states differ: they were not taken after the same step")
+    return states[0]
+
+
+def _check(state: Any, kind: str, identity: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise StateError(f"this is no state of {kind}: {state!r:.80}")
+    if state.get("kind", kind) != kind:
+        raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
+    missing = [name for name in ENVELOPE if name not in state]
+    if missing:
+        raise StateError(f"this is no state of {kind}: {', '.join(missing)} missing")
+    if state["version"] != VERSION:
+        raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {VERSION}")
+    if not isinstance(state["identity"], Mapping):
+        raise StateError(f"the state is damaged: its identity is {state['identity']!r:.80}; {LATER}")
+    differing = differences(state["identity"], identity)
+    if differing:
+        raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
+    if state["seal"] != seal_of(state):
+        raise StateError(f"the state is damaged: it is not what was saved, its seal differs; {LATER}")
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
+    """What differs between two identities, in words.
+
+    >>> differences({"seed": 0, "window": 8}, {"seed": 1, "window": 8})
+    ['seed: 0 then, 1 now']
+    """
+    names = list(keys) if keys is not None else sorted({*theirs, *ours}, key=str)
+    return [
+        f"{name}: {theirs.get(name)!r} then, {ours.get(name)!r} now"
+        for name in names
+        if name not in theirs or name not in ours or theirs[name] != ours[name]
+    ]
+
+
+def seal_of(state: Mapping[str, Any]) -> str:
+    """A hash of all that a state holds; what is no JSON (a dataset's own state may be anything) counts by its type.
+
+    It tells a state that was cut, mixed from two, or edited from one that is whole; it proves nothing against forging.
+    """
+    try:
+        return hashed(json.dumps({**state, "seal": None}, sort_keys=True, default=lambda value: type(value).__name__))
+    except (TypeError, ValueError, RecursionError):  # keys of several types, a list that holds itself
+        return "none"
+
+
+def check_state(
+    state: Any, kind: str, version: int, schema: Mapping[str, Check], identity: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """``state``, if it is whole, of this kind and version, and of this run. Changes nothing.
+
+    Args:
+        kind: class that saved it; stands in ``state["kind"]``.
+        schema: what the fields beside ``kind``, ``version`` and ``identity`` must be.
+        identity: settings and data of this run, JSON-able; those saved must be the same.
+
+    Raises:
+        StateError: names what is missing, damaged, or differs (the value then, the value now).
+
+    >>> from dynagroup.validation import an_int
+    >>> state = {"kind": "K", "version": 1, "identity": {"seed": 0}, "epoch": 2}
+    >>> check_state(state, "K", 1, {"epoch": an_int()}, {"seed": 0})["epoch"]
+    2
+    """
+    if isinstance(state, Mapping) and state.get("kind", kind) != kind:
+        raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
+    needed = ("kind", "version", "identity", *schema)
+    missing = [key for key in needed if key not in state] if isinstance(state, Mapping) else list(needed)
+    if missing:
+        raise StateError(f"this is no state of {kind}: {', '.join(missing)} missing")
+    if state["version"] != version:
+        raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {version}")
+    if not isinstance(state["identity"], Mapping):
+        raise StateError(f"the state is damaged: its identity is {state['identity']!r}")
+    differing = differences(state["identity"], identity)
+    if differing:
+        raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
+    a_mapping({**schema, "kind": anything(), "version": anything(), "identity": anything()})(state, "state")
+    return state
+
+
+def check_seal(state: Mapping[str, Any]) -> None:
+    """Refuse a state that is not as it was saved.
+
+    Raises:
+        StateError: it was changed, or is made of two.
+    """
+    if state["seal"] != seal_of(state):
+        raise StateError(
+            "the state is damaged: it is not what was saved, its seal differs; load the checkpoint before it"
+        )

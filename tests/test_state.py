@@ -1,0 +1,75 @@
+"""One envelope for every saved state: what is damaged, mixed or of another run is refused, in words that say what."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynagroup.errors import StateError
+from dynagroup.state import agreed, listed, opened, sealed
+
+IDENTITY = {"seed": 0}
+STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": None})
+
+
+def test_a_whole_state_of_this_run_passes_also_after_json():
+    assert opened(STATE, "Loader", IDENTITY) == [STATE]
+    assert opened([STATE, json.loads(json.dumps(STATE))], "Loader", IDENTITY) == [STATE, STATE]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"epoch": 3}, "damaged: it is not what was saved"),
+        ({"segments": [[2, 4]]}, "its seal differs"),
+        ({"more": 1}, "its seal differs"),
+        ({3: 1}, "its seal differs"),
+        ({"version": 1}, "has version 1, this dynagroup reads version 2"),
+        ({"kind": "Other"}, "a state of 'Other', not of Loader"),
+        ({"identity": {"seed": 1}}, "another run; seed: 1 then, 0 now"),
+        ({"identity": {}}, "seed: None then, 0 now"),
+        ({"identity": 3}, "its identity is 3"),
+    ],
+)
+def test_what_is_damaged_or_foreign_is_named(change, said):
+    with pytest.raises(StateError, match=said):
+        opened({**STATE, **change}, "Loader", IDENTITY)
+
+
+@pytest.mark.parametrize("key", ["version", "identity", "seal", "epoch"])
+def test_what_is_missing_is_refused(key):
+    cut = {name: value for name, value in STATE.items() if name != key}
+    with pytest.raises(StateError, match="its seal differs" if key == "epoch" else f"{key} missing"):
+        opened([STATE, cut], "Loader", IDENTITY)
+
+
+@pytest.mark.parametrize("states", [None, [], 3, "state"])
+def test_one_state_or_a_list_of_them_is_expected(states):
+    with pytest.raises(StateError, match="a state, or the list of all ranks' states"):
+        listed(states)
+
+
+def test_states_of_several_ranks_must_agree_but_for_what_each_learned():
+    other = sealed("Loader", IDENTITY, {**STATE, "learned": 3})
+    assert agreed([{**STATE, "learned": 2}, other])["learned"] == 2
+    with pytest.raises(StateError, match="not taken after the same step"):
+        agreed([STATE, sealed("Loader", IDENTITY, {**STATE, "epoch": 3})])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(json_values, st.sampled_from([None, *STATE]))
+def test_nothing_but_state_errors_comes_out(value, key):
+    state = value if key is None else {**STATE, key: value}
+    try:
+        assert opened(state, "Loader", IDENTITY) == [state]
+    except StateError:
+        assert state != STATE
