@@ -24,10 +24,11 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "plan": {
         "speed": ("benchmarks.plan", "bench_speed", "plan_speed"),
         "rival": ("benchmarks.plan", "bench_rival", "plan_rival"),
-        "padding": ("benchmarks.plan", "bench_padding", "plan_padding"),
-        "shards": ("benchmarks.cut", "bench_shards", "shards"),
-        "pack": ("benchmarks.pack", "packs", "pack"),
-        "streams": ("benchmarks.streams", "bench_streams", "streams"),
+        "padding": ("benchmarks.predicted", "padding", "plan_padding"),
+        "cut": ("benchmarks.predicted", "cuts", "cut"),
+        "shards": ("benchmarks.predicted", "shards", "shards"),
+        "pack": ("benchmarks.predicted", "packs", "pack"),
+        "streams": ("benchmarks.predicted", "streams", "streams"),
         "growth": ("benchmarks.growth", "growth", "growth"),
     },
     "loader": {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.loader import Nothing, first_of, same
-from benchmarks.plan import lognormal
+from benchmarks.predicted import lognormal
 from benchmarks.ranks import Job
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
 

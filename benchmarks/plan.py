@@ -1,4 +1,4 @@
-"""Planning: how fast, how little memory, how little padding; peers in the same run.
+"""Planning: how fast and how little memory; a peer in the same run.
 
 ``rival`` needs dynabatch; it is left out, and said so, where that is missing.
 """
@@ -8,26 +8,16 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.predicted import lognormal
 from dynagroup.budget.base import Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.config import PlanConfig
-from dynagroup.plan.planner import Planner
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
-
-LENGTHS = Path(__file__).parent / "lengths"
-
-
-def lognormal(count: int, *, mean: float = 500.0, cv: float = 1.0, longest: int = 16384) -> np.ndarray:
-    sigma = np.sqrt(np.log(1 + cv**2))
-    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
-    return np.clip(drawn, 1, longest).astype(np.int32)
 
 
 def seconds(run: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
@@ -110,47 +100,3 @@ def bench_rival() -> dict[str, Any]:
             "times_faster_token_budget": theirs["median_s"] / token["median_s"],
         }
     return figures
-
-
-def fixed(order: np.ndarray, size: int) -> list[np.ndarray]:
-    return [order[k : k + size] for k in range(0, len(order), size)]
-
-
-def efficiency(lengths: np.ndarray, batches: list[np.ndarray]) -> tuple[float, int]:
-    padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
-    return float(lengths.sum(dtype=np.int64) / padded), len(batches)
-
-
-def group_by_length(lengths: np.ndarray, size: int) -> list[np.ndarray]:
-    import torch
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-
-    sampler = LengthGroupedSampler(size, lengths=lengths.tolist(), generator=torch.Generator().manual_seed(0))
-    return fixed(np.asarray(list(sampler)), size)
-
-
-def bench_padding() -> dict[str, Any]:
-    """One row a length file: (real tokens / padded tokens, steps); 16 of the longest samples set the peak for all."""
-    figures = {}
-    for path in sorted(LENGTHS.glob("*.npz")):
-        tokens = np.random.default_rng(0).permutation(np.load(path)["tokens"][:20_000]).astype(np.int32)
-        budget = TokenBudget(16 * int(tokens.max()))
-        rows = {
-            "fixed_16_shuffled": efficiency(tokens, fixed(np.arange(len(tokens)), 16)),
-            "hf_group_by_length_16": efficiency(tokens, group_by_length(tokens, 16)),
-        }
-        for name, config in {
-            "dynagroup_whole_set": PlanConfig(),
-            "dynagroup_window_50_batches": PlanConfig(shuffle=True, window=50 * batch_size(tokens, budget)),
-            "dynagroup_shuffle": PlanConfig(shuffle=True),
-            "dynagroup_update_of_256": PlanConfig(samples_per_update=256),
-        }.items():
-            made = Planner({"tokens": tokens}, budget, config).plan()
-            rows[name] = (made.statistics["efficiency"], made.num_steps)
-        figures[path.stem] = {"samples": len(tokens), "cv": float(tokens.std() / tokens.mean()), **rows}
-    return figures
-
-
-def batch_size(tokens: np.ndarray, budget: TokenBudget) -> int:
-    """Samples that a batch of this budget has on average."""
-    return round(Planner({"tokens": tokens}, budget, PlanConfig()).batch_size)
