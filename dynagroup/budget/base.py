@@ -71,6 +71,10 @@ class Budget(Protocol):
         """The collate function rounds the longest sample of a batch up to a multiple of this."""
         return 1
 
+    def padded_to(self, tokens: int, /) -> int:
+        """How many tokens the collate function makes of a row, or of a packed batch, of so many: at most."""
+        return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
     def fits(self, shape: BatchShape, /) -> BoolArray:
         """Which of these K shapes fit: bool (K,)."""
         ...
@@ -270,6 +274,9 @@ class AllOf(Budget):
     @property
     def pad_to_multiple_of(self) -> int:
         return math.lcm(*(p.pad_to_multiple_of for p in self.parts))
+
+    def padded_to(self, tokens: int, /) -> int:
+        return max(super().padded_to(tokens), *(p.padded_to(tokens) for p in self.parts))
 
     @property
     def fingerprint(self) -> str:

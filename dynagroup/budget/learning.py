@@ -139,6 +139,9 @@ class LearningBudget(Budget):
     def pad_to_multiple_of(self) -> int:
         return 1 if self.budget is None else self.budget.pad_to_multiple_of
 
+    def padded_to(self, tokens: int, /) -> int:
+        return tokens if self.budget is None else self.budget.padded_to(tokens)
+
     @property
     def fingerprint(self) -> str:
         base = "everything" if self.budget is None else self.budget.fingerprint

@@ -86,6 +86,10 @@ class ShapeLadder(Budget):
     def fingerprint(self) -> str:
         return f"ShapeLadder{described(self.shapes)}"
 
+    def padded_to(self, tokens: int, /) -> int:
+        place = int(np.searchsorted(self._rungs, tokens))
+        return int(self._rungs[place]) if place < len(self._rungs) else super().padded_to(tokens)
+
     def fits(self, shape: BatchShape, /) -> BoolArray:
         return shape.num_samples <= self.largest(shape.longest[TOKENS])
 

@@ -154,7 +154,9 @@ class Planner:
                 rows = self._cut(window, remaining, epoch, size)
                 ranks = size
             used = np.zeros(len(window.indices), np.bool_)
-            used[rows.batches.take(rows.table[:done].ravel()).order] = True
+            taken = rows.table[:done].ravel()
+            taken = taken[taken < len(rows.batches) - len(rows.repeated)]  # a repeat's own place may still be to come
+            used[rows.batches.take(taken).order] = True
             remaining = remaining[~used[remaining]]
             rows = replace(rows, table=rows.table[done:])
         yield self._finish(window, rows)

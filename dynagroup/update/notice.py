@@ -71,11 +71,11 @@ def unplanned(batch: Any, *, samples: int, planned: Mapping[str, Planned], budge
     >>> unplanned(batch, samples=2, planned={"tokens": Planned(5, 8), "target": Planned(6, 7)}, budget=TokenBudget(99))
     '2 samples came out 9 target tokens wide, but the longest of them was planned with 6'
     """
-    packed, pad = budget.layout == "packed", budget.pad_to_multiple_of
+    packed = budget.layout == "packed"
     for stream, (longest, total) in planned.items():
         shown = _sum_of(batch, stream) if packed else width_of(batch, samples, stream)
         least = total if packed else longest
-        if shown is None or least <= shown <= -(-least // pad) * pad:
+        if shown is None or least <= shown <= budget.padded_to(least):
             continue
         tokens = "tokens" if said(stream) == TOKENS else f"{said(stream)} tokens"
         if packed:
@@ -101,9 +101,11 @@ def _sum_of(batch: Any, stream: str) -> int | None:
 
 
 def _shapes_shown(batch: Any, stream: str) -> Iterator[tuple[int, ...]]:
+    if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
+        return
     name = said(stream)
     for field_name in dict.fromkeys((name, SHOWN_IN.get(name, SHOWN_IN["source"] if stream == TOKENS else name))):
         try:
             yield tuple(batch[field_name].shape)
-        except (TypeError, KeyError, IndexError, AttributeError):
+        except (TypeError, KeyError, AttributeError):
             continue

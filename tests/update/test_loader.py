@@ -18,6 +18,7 @@ from dynagroup import (
     ConfigError,
     LengthAwareBatchSampler,
     OnlineDataLoader,
+    ShapeLadder,
     StateError,
     TokenBudget,
 )
@@ -331,6 +332,24 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once():
     assert len(warned_by(LENGTHS, collate=padded_to(8))) == 1, "padded further than the budget was told"
     assert warned_by(LENGTHS) == []
     assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8)) == []
+
+
+def test_a_batch_padded_to_its_rung_is_what_was_planned():
+    ladder = ShapeLadder(LENGTHS, BUDGET, num_shapes=4)
+
+    def on_rungs(rows):
+        width = ladder.shape_for(max(map(len, rows)))[1]
+        return {"input_ids": torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])}
+
+    assert warned_by(LENGTHS, ladder, on_rungs) == []
+    assert warned_by(LENGTHS, ladder & TokenBudget(10**6), on_rungs) == []
+    assert len(warned_by(LENGTHS[::-1], ladder, on_rungs)) == 1
+
+
+def test_a_batch_that_is_a_tensor_is_not_asked_for_names():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(loader_of(data=torch.arange(53), collate=torch.stack, samples_per_update=8))
 
 
 @pytest.mark.parametrize(
