@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from itertools import islice
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
+from dynagroup.tokenizer import LONGEST, check_text, is_chat, limit_of, refuse_chat
 from dynagroup.validation import check_function, check_int
 
-__all__ = [
-    "BegunOnce",
-    "as_streams",
-    "as_texts",
-    "count_ids",
-    "limit_of",
-    "measure_lengths",
-    "named_tokenizer",
-    "with_tokens",
-]
+__all__ = ["as_streams", "count_ids", "measure_lengths", "with_tokens"]
 
-LONGEST = int(np.iinfo(np.int32).max)
-TEXTS_PER_CALL = (
-    1000  # as many as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
-)
+TEXTS_PER_CALL = 1000
+"""As many as ``datasets`` hands to a batched function; fast tokenizers work in parallel inside a call."""
 
 
 def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
@@ -56,9 +46,9 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
     num_samples = len(streams[TOKENS])
     for name, values in streams.items():
         if len(values) != num_samples:
+            tokens = said(next(key for key in named if key == TOKENS))
             raise ConfigError(
-                f"lengths[{name!r}] has {len(values)} samples, but lengths[{said(next(k for k in named if k == TOKENS))!r}] has "
-                f"{num_samples}: sample "
+                f"lengths[{name!r}] has {len(values)} samples, but lengths[{tokens!r}] has {num_samples}: sample "
                 f"{min(len(values), num_samples)} is missing; every sample needs a length in every stream, or 0"
             )
     return streams
@@ -79,54 +69,44 @@ def with_tokens(named: Mapping[str, Any]) -> dict[str, Any]:
     return {TokensCalled(name) if name == first != TOKENS else name: values for name, values in named.items()}
 
 
-def _as_array(values: ArrayLike, name: str) -> NDArray[np.generic]:
+def _as_array(values: ArrayLike, name: str) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-    except ValueError:  # ragged lists
-        array = np.empty(0)
-        ragged = True
-    else:
-        ragged = False
-    if ragged or array.ndim != 1:
-        found = "ragged lists" if ragged else f"an array of shape {array.shape}"
+        found = f"an array of shape {array.shape}"
+    except (RuntimeError, TypeError, ValueError) as error:  # ragged lists; tensors of a device, of bfloat16
+        array, found = np.empty(()), str(error)
+    if array.ndim != 1:
         raise ConfigError(
             f"lengths[{name!r}] must be one number a sample, but is {found}; "
             "measure_lengths() measures texts and token lists"
         )
-    return array.astype(np.int32) if array.size == 0 else array
+    return array
 
 
-def _as_int32(array: NDArray[np.generic], name: str) -> NDArray[np.int32]:
-    kind = array.dtype.kind
-    if kind in "iu":
-        legal = len(array) == 0 or (int(array.min()) >= 0 and int(array.max()) <= LONGEST)  # pyright: ignore[reportArgumentType]
-    elif kind == "f":
-        legal = bool(_whole(array).all())
-    else:
-        legal = False
-    if not legal:
-        _refuse(array, name)
+def _as_int32(array: NDArray[Any], name: str) -> NDArray[np.int32]:
+    legal = _are_lengths(array)
+    if not legal.all():
+        index = int(np.argmin(legal))
+        raise ConfigError(
+            f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {array[index:].tolist()[0]!r}; "
+            "correct or filter out that sample"
+        )
     return array.astype(np.int32, copy=False)
 
 
-def _whole(array: NDArray[np.generic]) -> NDArray[np.bool_]:
-    return (array >= 0) & (array <= LONGEST) & (np.floor(array) == array)  # pyright: ignore
-
-
-def _refuse(array: NDArray[np.generic], name: str) -> None:
+def _are_lengths(array: NDArray[Any]) -> NDArray[np.bool_]:
     if array.dtype.kind in "iuf":
-        index = int(np.argmin(_whole(array)))
-    else:
-        index = next((i for i, value in enumerate(array.tolist()) if not _is_length(value)), 0)
-    raise ConfigError(
-        f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {array.tolist()[index]!r}; "
-        "correct or filter out that sample"
-    )
+        numbers = array.astype(np.float64)  # in float16 and float32 the limit itself would be rounded up
+        return (numbers >= 0) & (numbers <= LONGEST) & (np.floor(array) == array)
+    if array.dtype.kind == "O":
+        return np.fromiter(map(_is_length, array), np.bool_, len(array))
+    return np.zeros(len(array), np.bool_)
 
 
-def _is_length(value: object) -> bool:
-    whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-    return whole and 0 <= value <= LONGEST and value == int(value)  # type: ignore[operator,arg-type]
+def _is_length(value: Any) -> bool:
+    number = value.item() if isinstance(value, (np.integer, np.floating)) else value
+    whole = isinstance(number, (int, float)) and not isinstance(number, bool)
+    return whole and 0 <= number <= LONGEST and number == int(number)
 
 
 @overload
@@ -178,28 +158,24 @@ def measure_lengths(
     Lengths of a ``datasets.Dataset`` are cached where ``datasets`` caches its transforms.
 
     Raises:
-        ConfigError: a text is None or not a string, a length is not a whole number (names the sample and its value), or
-            arguments do not go together.
+        ConfigError: a text is None, not a string or no UTF-8, a length is not a whole number (names the sample and its
+            value), or arguments do not go together.
 
     >>> measure_lengths([[5, 6, 7], [], [8]]).tolist()
     [3, 0, 1]
     >>> measure_lengths(["a b", "c"], length_of=lambda text: len(text.split())).tolist()
     [2, 1]
     """
-    _check_arguments(data, column, num_proc)
+    _check_arguments(data, tokenizer, column, num_proc, length_of)
     data, column = _by_position(data, column)
     max_length = limit_of(max_length)
     disable = None if progress else True  # tqdm: None is silent where output is no terminal
     if length_of is not None:
-        check_function("length_of", length_of, "from a sample to its length")
-        if tokenizer is not None:
-            raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
         found = _measure_with(data, length_of, num_proc or 0, disable)
     elif _is_hf_dataset(data):
         found = _measure_hf(data, tokenizer, column, max_length, num_proc)
     elif tokenizer is not None:
-        texts = data if column is None else _Field(data, column)
-        found = _measure_texts(texts, tokenizer, max_length, num_proc, disable)
+        found = _measure_texts(data, tokenizer, column, max_length, num_proc, disable)
     else:
         found = _measure_ids(data, column or "input_ids", disable)
     streams = as_streams(found)
@@ -208,114 +184,15 @@ def measure_lengths(
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
 
 
-def limit_of(max_length: Any) -> int | None:
-    """How many tokens of a text are read at most; None for all, also where a tokenizer says so by 10**30.
-
-    Raises:
-        ConfigError: it is no such number.
-
-    >>> limit_of(512), limit_of(10**30), limit_of(None)
-    (512, None, None)
-    """
-    if max_length is None or (isinstance(max_length, (int, np.integer)) and max_length > LONGEST):
-        return None
-    return check_int("max_length", max_length)
-
-
-def count_ids(ids: Any) -> int | None:
-    """Tokens of one row of ids, or None for what is no such row: a pair of ids and label, a batch of one, a list of texts.
-
-    >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7)))
-    (3, None, None)
-    """
-    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sized) or getattr(ids, "ndim", 1) != 1:
-        return None
-    nested = isinstance(ids, (list, tuple)) and len(ids) > 0 and (_holds_more(ids[0]) or _holds_more(ids[-1]))
-    return None if nested else len(ids)
-
-
-def _holds_more(item: Any) -> bool:
-    return isinstance(item, (str, bytes, Mapping, list, tuple)) or getattr(item, "ndim", 0) > 0
-
-
-def as_texts(texts: Any) -> Sequence[Any]:
-    """Texts that an index finds by position. Labels, as a Series of pandas has them, would find others.
-
-    Raises:
-        ConfigError: it is one text, a table, or has no length; says what to give instead.
-
-    >>> as_texts({"a": 1, "b": 2}.keys())
-    ['a', 'b']
-    """
-    if isinstance(texts, (str, bytes)):
-        raise ConfigError(f"`texts` must be a sequence of texts, but is one {type(texts).__name__}; put it into a list")
-    if _is_hf_dataset(texts) or isinstance(texts, Mapping) or hasattr(texts, "columns"):
-        raise ConfigError(
-            f"`texts` must be a sequence of texts, but is a whole {type(texts).__name__}; give one column of it, e.g. "
-            "texts['text']"
-        )
-    if not isinstance(texts, Sized):
-        raise ConfigError(
-            f"`texts` must have a length, but is {type(texts).__name__}; give list(texts), or for a stream OnlineDataLoader"
-        )
-    by_position = hasattr(texts, "__getitem__") and not hasattr(texts, "iloc")
-    return cast("Sequence[Any]", texts) if by_position else list(cast("Iterable[Any]", texts))
-
-
-class BegunOnce:
-    """A tokenizer that adds no special tokens to texts that bring its first one, as its ``apply_chat_template`` does not.
-
-    Args:
-        tokenizer: a transformers tokenizer; one that would not begin such a text twice is called as it is.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, texts: Sequence[str], **options: Any) -> Mapping[str, list[list[int]]]:
-        """``input_ids`` and ``attention_mask`` of every text."""
-        begun = [bool(self._first) and text.startswith(self._first) for text in texts]
-        if not any(begun):
-            return self._tokenizer(texts, **options)
-        found: dict[str, list[list[int]]] = {"input_ids": [[]] * len(texts), "attention_mask": [[]] * len(texts)}
-        for adds in {not is_begun for is_begun in begun}:
-            at = [i for i, is_begun in enumerate(begun) if is_begun != adds]
-            encoded = self._tokenizer([texts[i] for i in at], add_special_tokens=adds, **options)
-            for name, values in found.items():
-                for i, ids in zip(at, encoded[name], strict=True):
-                    values[i] = ids
-        return found
-
-    @cached_property
-    def _first(self) -> str:
-        """The first token as it is written, if a text that begins with it would be begun twice; else an empty text."""
-        written, number = (getattr(self._tokenizer, name, None) for name in ("bos_token", "bos_token_id"))
-        return written if written and self._tokenizer([written])["input_ids"][0][:2] == [number] * 2 else ""
-
-
-def named_tokenizer(name: str) -> Any:
-    """The transformers tokenizer of that name or folder.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except ImportError:  # a tokenizer's own package: its message says which
-        raise
-    except Exception as error:  # whatever a hub, a folder's files or a tokenizer's own code raise
-        raise ConfigError(
-            f"no tokenizer found for {name!r}; give the name of a transformers tokenizer, or a folder with its files"
-        ) from error
-
-
-def _check_arguments(data: Any, column: Any, num_proc: int | None) -> None:
+def _check_arguments(data: Any, tokenizer: Any, column: Any, num_proc: int | None, length_of: Any) -> None:
     if column is not None and not isinstance(column, str):
         raise ConfigError(f"`column` must be the name of a column, but is {column!r}")
     if num_proc is not None:
         check_int("num_proc", num_proc)
+    if length_of is not None:
+        check_function("length_of", length_of, "from a sample to its length")
+        if tokenizer is not None:
+            raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
     if isinstance(data, (str, bytes, Mapping)):
         raise ConfigError(f"`data` must be a sequence of samples, but is one {type(data).__name__}; put it into a list")
     if not isinstance(data, Sized):
@@ -339,72 +216,50 @@ def _by_position(data: Any, column: str | None) -> tuple[Any, str | None]:
     return (list(data) if hasattr(data, "iloc") else data), column
 
 
-class _Field(Sequence[Any]):
-    """One field of samples that are mappings."""
-
-    def __init__(self, data: Any, field: str) -> None:
-        self._data, self._field = data, field
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: Any) -> Any:
-        sample = self._data[index]
-        try:
-            return sample[self._field]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"sample {index} must be a mapping with {self._field!r}, but is {sample!r:.200}; name the field with `column`"
-            ) from error
-
-
-def _chunks(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(values)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
-
-
-def _check_texts(texts: Sequence[Any], first: int) -> None:
-    for index, text in enumerate(texts, first):
-        if not isinstance(text, str):
-            chat = isinstance(text, list) and len(text) > 0 and isinstance(text[0], Mapping)
-            way_out = "tokenizer.apply_chat_template(messages, tokenize=False, ...) makes one of a chat" if chat else ""
-            raise ConfigError(
-                f"text {index} must be a string, but is {text!r}; {way_out or 'correct or filter out that sample'}"
-            )
-
-
-def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
-    _check_texts(texts, first)
-    if not texts:
-        return []
-    shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
-    return [len(ids) for ids in tokenizer(list(texts), **shorten)["input_ids"]]
+# Texts
 
 
 def _measure_texts(
-    texts: Any, tokenizer: Callable[..., Any], max_length: int | None, num_proc: int | None, disable: bool | None
+    data: Any,
+    tokenizer: Callable[..., Any],
+    column: str | None,
+    max_length: int | None,
+    num_proc: int | None,
+    disable: bool | None,
 ) -> ArrayLike:
     from tqdm.auto import tqdm
 
+    texts = iter(data) if column is None else _field(data, column)
     if num_proc is not None and num_proc > 1:
-        return _measure_in_processes(texts, tokenizer, max_length, num_proc)
+        from datasets import Dataset
+
+        checked = [check_text(text, index) for index, text in enumerate(texts)]
+        return _map_counts(Dataset.from_dict({"text": checked}), "text", tokenizer, max_length, num_proc)
     counts: list[int] = []
-    with tqdm(total=len(texts), desc="measuring lengths", unit=" texts", disable=disable) as bar:
-        for chunk in _chunks(texts, TEXTS_PER_CALL):
+    with tqdm(total=len(data), desc="measuring lengths", unit=" texts", disable=disable) as bar:
+        while chunk := list(islice(texts, TEXTS_PER_CALL)):
             counts += _token_counts(chunk, len(counts), tokenizer, max_length)
             bar.update(len(chunk))
     return counts
 
 
-def _measure_in_processes(
-    texts: Any, tokenizer: Callable[..., Any], max_length: int | None, num_proc: int
-) -> NDArray[np.int32]:
-    from datasets import Dataset
+def _field(data: Any, column: str) -> Iterator[Any]:
+    for index, sample in enumerate(data):
+        try:
+            yield sample[column]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"sample {index} must be a mapping with {column!r}, but is {sample!r:.200}; name the field with `column`"
+            ) from error
 
-    texts = list(texts)
-    _check_texts(texts, 0)
-    return _map_counts(Dataset.from_dict({"text": texts}), "text", tokenizer, max_length, num_proc)
+
+def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
+    checked = [check_text(text, index) for index, text in enumerate(texts, first)]
+    shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
+    return [len(ids) for ids in tokenizer(checked, **shorten)["input_ids"]] if checked else []
+
+
+# Columns of a datasets.Dataset
 
 
 def _is_hf_dataset(data: Any) -> bool:
@@ -467,8 +322,12 @@ def _list_lengths(data: Any, column: str) -> NDArray[np.int64]:
     counts = [np.zeros(0, np.int64)]
     for table in data.select_columns([column]).with_format("arrow").iter(batch_size=10 * TEXTS_PER_CALL):
         ids = table.column(0)
-        if not (pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)):
-            raise ConfigError(f"column {column!r} holds {ids.type}, not lists of ids; give a `tokenizer` for texts")
+        is_list = pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)
+        if not is_list or pa.types.is_nested(ids.type.value_type) or pa.types.is_string(ids.type.value_type):
+            raise ConfigError(
+                f"column {column!r} holds {ids.type}, not lists of ids; give a `tokenizer` for texts; "
+                "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of a chat"
+            )
         if ids.null_count:
             index = sum(map(len, counts)) + int(np.argmax(ids.is_null().to_numpy()))
             raise ConfigError(f"sample {index} of column {column!r} is None; correct or filter out that sample")
@@ -476,44 +335,65 @@ def _list_lengths(data: Any, column: str) -> NDArray[np.int64]:
     return np.concatenate(counts)
 
 
+# Rows of ids
+
+
+def count_ids(ids: Any) -> int | None:
+    """Tokens of one row of ids, or None for what is no such row: a pair of ids and label, a batch of one, a list of texts.
+
+    >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7)))
+    (3, None, None)
+    """
+    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sized) or getattr(ids, "ndim", 1) != 1:
+        return None
+    nested = isinstance(ids, (list, tuple)) and len(ids) > 0 and (_holds_more(ids[0]) or _holds_more(ids[-1]))
+    return None if nested else len(ids)
+
+
+def _holds_more(item: Any) -> bool:
+    return isinstance(item, (str, bytes, Mapping, list, tuple)) or getattr(item, "ndim", 0) > 0
+
+
 def _measure_ids(data: Any, field: str, disable: bool | None) -> list[int]:
     from tqdm.auto import tqdm
 
-    counts: list[int] = []
-    for index, sample in enumerate(tqdm(data, desc="measuring lengths", unit=" samples", disable=disable)):
-        ids = sample.get(field) if isinstance(sample, Mapping) else sample
-        if isinstance(ids, str):
-            raise ConfigError(f"sample {index} is a text ({ids[:40]!r}); give the `tokenizer` that training uses")
-        if not isinstance(ids, Sized):
-            raise ConfigError(
-                f"sample {index} must be a sequence of ids or a mapping with {field!r}, but is {sample!r:.200}; "
-                "name the field with `column`, or give `length_of`"
-            )
-        count = count_ids(ids)
-        if count is None:
-            shape = getattr(ids, "shape", None)
-            found = f"{type(ids).__name__} of shape {tuple(shape)}" if shape is not None else f"{sample!r:.200}"
-            raise ConfigError(
-                f"sample {index} must be one row of ids, but is {found}; take its ids, or give `length_of`"
-            )
-        counts.append(count)
-    return counts
+    rows = enumerate(tqdm(data, desc="measuring lengths", unit=" samples", disable=disable))
+    return [
+        _count_row(sample.get(field) if isinstance(sample, Mapping) else sample, sample, index, field)
+        for index, sample in rows
+    ]
+
+
+def _count_row(ids: Any, sample: Any, index: int, field: str) -> int:
+    if is_chat(ids):
+        refuse_chat(ids, index)
+    if isinstance(ids, str):
+        raise ConfigError(f"sample {index} is a text ({ids[:40]!r}); give the `tokenizer` that training uses")
+    if not isinstance(ids, Sized):
+        raise ConfigError(
+            f"sample {index} must be a sequence of ids or a mapping with {field!r}, but is {sample!r:.200}; "
+            "name the field with `column`, or give `length_of`"
+        )
+    count = count_ids(ids)
+    if count is None:
+        shape = getattr(ids, "shape", None)
+        found = f"{type(ids).__name__} of shape {tuple(shape)}" if shape is not None else f"{sample!r:.200}"
+        raise ConfigError(f"sample {index} must be one row of ids, but is {found}; take its ids, or give `length_of`")
+    return count
+
+
+# Any samples, by a function
 
 
 def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, disable: bool | None) -> Any:
     from torch.utils.data import DataLoader
     from tqdm.auto import tqdm
 
-    # One worker process is only a detour; from two on the dataset is read in parallel, in order.
-    loader = DataLoader(
-        data,
-        batch_size=64,
-        num_workers=workers if workers > 1 else 0,
-        collate_fn=partial(_apply, length_of),
-    )
+    measure = partial(_measure_each, length_of)
+    workers = workers if workers > 1 else 0  # one worker process is only a detour
     found: list[Any] = []
     with tqdm(total=len(data), desc="measuring lengths", unit=" samples", disable=disable) as bar:
-        for chunk in loader:
+        for chunk in DataLoader(data, batch_size=64, num_workers=workers, collate_fn=measure):
             found += chunk
             bar.update(len(chunk))
     if len(found) != len(data):
@@ -521,13 +401,15 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, disa
             f"{len(found)} of {len(data)} samples were measured: the dataset or `length_of` raised StopIteration behind them, or "
             "gives more samples than its len()"
         )
-    if not found or not isinstance(found[0], Mapping):
-        return np.asarray(found) if found else np.zeros(0, np.int32)
+    return _by_stream(found) if found and isinstance(found[0], Mapping) else np.asarray(found or np.zeros(0, np.int32))
+
+
+def _measure_each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
+    return [length_of(sample) for sample in samples]
+
+
+def _by_stream(found: Sequence[Any]) -> dict[str, NDArray[Any]]:
     for index, lengths in enumerate(found):
         if not isinstance(lengths, Mapping) or lengths.keys() != found[0].keys():
             raise ConfigError(f"length_of gave {sorted(found[0])} for sample 0, but {lengths!r} for sample {index}")
     return {name: np.asarray([lengths[name] for lengths in found]) for name in found[0]}
-
-
-def _apply(function: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
-    return [function(sample) for sample in samples]

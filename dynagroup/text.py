@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import BegunOnce, as_texts, limit_of, measure_lengths
+from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.tokenizer import BegunOnce, as_texts, check_text, limit_of
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +120,7 @@ class _Texts(Dataset[str]):
         return len(self._texts)
 
     def __getitem__(self, index: int) -> str:
-        return self._texts[index]
+        return check_text(self._texts[index], index)  # here for `lengths` measured elsewhere
 
 
 def _sort_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,27 +1,70 @@
-"""Lengths: everything legal becomes int32, everything else is refused by name."""
+"""Lengths: everything legal becomes int32, everything else is refused by name; measured, they are what training will see."""
 
 from __future__ import annotations
 
+import copy
+import math
+from typing import Any
+
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
+from datasets import Dataset, load_from_disk
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams, measure_lengths
 
+MOST = 2**31 - 1
+DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "O"]
+EDGES = [
+    0,
+    1,
+    127,
+    2048,
+    MOST - 127,
+    MOST,
+    MOST + 1,
+    2**32,
+    2**63,
+    65504.0,
+    -1,
+    0.5,
+    -0.0,
+    1e30,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 
-@given(st.lists(st.integers(0, 2**31 - 1)), st.sampled_from([list, np.array, torch.tensor, tuple]))
-def test_whole_numbers_survive_unchanged(values: list[int], container):
+
+@given(st.lists(st.sampled_from(EDGES) | st.integers(0, 70_000), min_size=1, max_size=5), st.sampled_from(DTYPES))
+def test_a_number_of_any_type_is_taken_as_it_is_or_refused_by_index(values: list[float], dtype: str):
+    try:
+        with np.errstate(all="ignore"):
+            array = np.array(values, dtype)
+    except (OverflowError, ValueError):  # numpy's own refusal of what the type cannot hold
+        return
+    legal = [0 <= value <= MOST and value == math.floor(value) for value in array.astype("g").tolist()]
+    if all(legal):
+        found = as_streams(array)["tokens"]
+        assert found.dtype == np.int32
+        assert found.tolist() == array.tolist()
+    else:
+        with pytest.raises(ConfigError, match=rf"lengths\['tokens'\]\[{legal.index(False)}\] must be a whole number"):
+            as_streams(array)
+
+
+@given(st.lists(st.integers(0, MOST)), st.sampled_from([list, tuple, np.array, torch.tensor, pd.Series]))
+def test_whole_numbers_of_any_container_survive_unchanged(values: list[int], container):
     tokens = as_streams(container(values))["tokens"]
     assert tokens.dtype == np.int32
     assert tokens.tolist() == values
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64, np.uint64, np.float32, np.float64])
-def test_any_numeric_type_of_whole_numbers_is_taken(dtype):
-    assert as_streams(np.array([0, 3, 200], dtype))["tokens"].tolist() == [0, 3, 200]
 
 
 def test_int32_is_not_copied():
@@ -29,36 +72,17 @@ def test_int32_is_not_copied():
     assert as_streams(lengths)["tokens"] is lengths
 
 
-def test_no_samples_and_zero_lengths_are_legal():
-    assert as_streams([])["tokens"].tolist() == []
-    assert as_streams([0, 0])["tokens"].tolist() == [0, 0]
+@pytest.mark.parametrize("bad", [None, "7", True, b"7", 1j, 2.5, 2**70, float("nan"), np.float16("inf")])
+def test_what_is_no_length_is_named_with_its_index_and_value(bad):
+    for values in ([1, 2, bad], np.array([1, 2, bad], object)):
+        with pytest.raises(ConfigError, match=r"lengths\['patches'\]\[[02]\] must be a whole number from 0 to"):
+            as_streams({"tokens": [1, 2, 3], "patches": values if bad is not True else np.array(values, object)})
 
 
-@pytest.mark.parametrize(
-    ("bad", "shown"),
-    [
-        (-1, "-1"),
-        (2.5, "2.5"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-        (2**31, "2147483648"),
-        (2**70, str(2**70)),
-        (None, "None"),
-        ("7", "'7'"),
-    ],
-)
-def test_what_is_no_length_is_named_with_its_index_and_value(bad, shown):
-    with pytest.raises(ConfigError) as error:
-        as_streams(
-            {"tokens": [1, 2, 3], "patches": np.array([1, 2, bad], dtype=object if isinstance(bad, str) else None)}
-        )
-    assert "lengths['patches'][2]" in str(error.value)
-    assert f"is {shown}" in str(error.value)
-
-
-def test_truth_values_are_no_lengths():
-    with pytest.raises(ConfigError, match=r"\['tokens'\]\[0\].*True"):
-        as_streams(np.array([True, False]))
+@pytest.mark.parametrize("values", [[[1, 2], [3]], [[1, 2], [3, 4]], 5, torch.ones(3, dtype=torch.bfloat16)])
+def test_one_number_a_sample(values):
+    with pytest.raises(ConfigError, match="one number a sample.*measure_lengths"):
+        as_streams(values)
 
 
 def test_streams_of_unequal_length_name_the_first_missing_sample():
@@ -73,14 +97,218 @@ def test_the_first_of_streams_with_other_names_is_what_is_called_tokens():
         as_streams({})
 
 
-def test_max_length_is_a_length_of_text_alone():
-    measured = measure_lengths(
-        [{"t": 300, "p": 5000}], length_of=lambda s: {"tokens": s["t"], "patches": s["p"]}, max_length=128
+TEXTS = ["one two three", "", "one", "two two two two two", "three one"]
+COUNTS = [4, 1, 2, 6, 3]  # a token in front of every text
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A real fast tokenizer: a word a token, and one special token in front."""
+    raw = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "[BOS]": 2, "one": 3, "two": 4, "three": 5}, "[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    raw.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single="[BOS] $A", special_tokens=[("[BOS]", 2)]
     )
-    assert {name: values.tolist() for name, values in measured.items()} == {"tokens": [128], "patches": [5000]}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", bos_token="[BOS]")
 
 
-@pytest.mark.parametrize("values", [[[1, 2], [3]], [[1, 2], [3, 4]], 5])
-def test_one_number_a_sample(values):
-    with pytest.raises(ConfigError, match="one number a sample.*measure_lengths"):
-        as_streams(values)
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer()
+
+
+TABLE = pd.DataFrame({"text": TEXTS, "n": range(5)}, index=range(5, 0, -1))
+DATA = Dataset.from_dict({"text": TEXTS, "label": [0, 1, 2, 3, 4]})
+HOLDERS: dict[str, tuple[Any, str | None]] = {
+    "list": (TEXTS, None),
+    "tuple": (tuple(TEXTS), None),
+    "array": (np.array(TEXTS), None),
+    "mappings": ([{"text": text} for text in TEXTS], "text"),
+    "datasets": (DATA, None),
+    "a column": (DATA["text"], None),
+    "pandas": (TABLE, "text"),
+    "Series": (TABLE["text"], None),
+    "pyarrow": (pa.table({"text": TEXTS}), "text"),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_texts_are_as_long_as_the_tokenizer_says(tokenizer, holder):
+    data, column = HOLDERS[holder]
+    lengths = measure_lengths(data, tokenizer, column)
+    assert lengths.dtype == np.int32
+    assert lengths.tolist() == [len(tokenizer(text)["input_ids"]) for text in TEXTS] == COUNTS
+    assert measure_lengths(data, tokenizer, column, max_length=3).tolist() == [min(n, 3) for n in COUNTS]
+
+
+def test_rows_of_ids_are_counted():
+    rows = [[1, 2], [], [3]]
+    for data in (rows, [{"input_ids": row} for row in rows], Dataset.from_dict({"input_ids": rows})):
+        assert measure_lengths(data).tolist() == [2, 0, 1]
+        assert measure_lengths(data, max_length=10**30).tolist() == [2, 0, 1]  # a tokenizer's limit that nobody set
+        assert measure_lengths(data, max_length=1).tolist() == [1, 0, 1]
+    assert measure_lengths([{"ids": torch.arange(4)}], column="ids").tolist() == [4]
+    assert measure_lengths(Dataset.from_dict({"mine": rows}).select([2, 0]), column="mine").tolist() == [1, 2]
+
+
+def test_processes_measure_the_same(tokenizer):
+    assert measure_lengths(TEXTS * 3, tokenizer, num_proc=2).tolist() == COUNTS * 3
+
+
+def test_no_samples_no_lengths(tokenizer):
+    empty = [
+        measure_lengths([], tokenizer),
+        measure_lengths([]),
+        measure_lengths([], length_of=len),
+        as_streams([])["tokens"],
+    ]
+    assert all(
+        (found.dtype, found.shape) == (np.int32, (0,))
+        for found in [*empty, measure_lengths(DATA.select([]), tokenizer)]
+    )
+
+
+def test_datasets_caches_the_lengths(tmp_path):
+    DATA.save_to_disk(tmp_path / "data")
+    asked: list[int] = []
+
+    class Counting(PreTrainedTokenizerFast):
+        def __call__(self, text: Any, **kwargs: Any) -> Any:
+            asked.append(len(text))
+            return super().__call__(text, **kwargs)
+
+    def measure(max_length: int) -> list[int]:
+        asked.clear()
+        fresh = Counting(tokenizer_object=copy.deepcopy(word_tokenizer().backend_tokenizer), pad_token="[PAD]")
+        return measure_lengths(load_from_disk(tmp_path / "data"), fresh, max_length=max_length).tolist()
+
+    first = measure(4)
+    assert sum(asked) == len(TEXTS) + 1  # one more: the call that settles the tokenizer's truncation
+    assert measure(4) == first
+    assert sum(asked) == 1
+    assert measure(3) != first  # other settings, other cache
+
+
+class Squares(torch.utils.data.Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 150
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"pixels": index * index, "words": index}
+
+
+def pixels(sample: dict[str, Any]) -> int:
+    return sample["pixels"]
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_any_map_style_dataset_with_a_length_function(num_proc):
+    assert measure_lengths(Squares(), length_of=pixels, num_proc=num_proc).tolist() == [i * i for i in range(150)]
+
+
+def test_a_length_function_may_name_several_streams_and_max_length_is_of_the_text():
+    streams = measure_lengths(
+        Squares(), length_of=lambda s: {"tokens": s["words"], "patches": s["pixels"]}, max_length=2
+    )
+    assert {name: values.dtype for name, values in streams.items()} == {"tokens": np.int32, "patches": np.int32}
+    assert (streams["tokens"][3], streams["patches"][3]) == (2, 9)
+    assert measure_lengths(TABLE["text"], length_of=len).tolist() == list(map(len, TEXTS))
+
+
+CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+LONE = "one \ud800 two"
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (None, "text 1005 must be a string, but is None"),
+        (7, "text 1005 must be a string, but is 7"),
+        (b"bytes", "text 1005 must be a string, but is b'bytes'"),
+        (["nested"], r"text 1005 must be a string, but is \['nested'\]"),
+        (CHAT, r"sample 1005 is a chat .*apply_chat_template\(messages, tokenize=False\) makes a text of it"),
+        (LONE, r"text 1005 has a lone surrogate at character 4 \('\\ud800'\).*encode\('utf-8', 'replace'\)"),
+    ],
+)
+def test_what_is_no_text_is_named(tokenizer, bad, said):
+    texts = [*["one"] * 1005, bad, "two"]
+    for data, column, num_proc in ((texts, None, 2), ([{"text": text} for text in texts], "text", None)):
+        with pytest.raises(ConfigError, match=said):
+            measure_lengths(data, tokenizer, column, num_proc=num_proc)
+    if bad is None:  # the only one that a column of texts can hold
+        with pytest.raises(ConfigError, match=said):
+            measure_lengths(Dataset.from_dict({"text": texts}), tokenizer)
+
+
+def test_missing_ids_are_named():
+    with pytest.raises(ConfigError, match="sample 1 of column 'input_ids' is None"):
+        measure_lengths(Dataset.from_dict({"input_ids": [[1], None]}))
+    with pytest.raises(ConfigError, match="sample 1 must be a sequence of ids or a mapping with 'input_ids'"):
+        measure_lengths([{"input_ids": [1]}, {"other": [1]}])
+
+
+NO_ROWS = {
+    "ids and label": ([5, 6, 7], 1),
+    "TensorDataset": (torch.arange(7),),
+    "a tokenizer's batch of one": {"input_ids": torch.ones(1, 7)},
+    "the same as lists": {"input_ids": [[5, 6, 7]]},
+    "two arrays": (np.arange(7), np.arange(7)),
+    "texts": ["a", "text"],
+}
+
+
+@pytest.mark.parametrize("sample", NO_ROWS.values(), ids=NO_ROWS)
+def test_what_is_no_row_of_ids_is_not_counted_as_one(sample):
+    """Its len() is 1 or 2, whatever its tokens are."""
+    said = "sample 1 must be one row of ids, but is .*; take its ids, or give `length_of`"
+    with pytest.raises(ConfigError, match=said):
+        measure_lengths([[5, 6], sample])
+
+
+@pytest.mark.parametrize("values", [[CHAT], [[], CHAT], [["a", "b"]], [[[5, 6, 7]]]])
+def test_a_column_of_lists_that_are_no_ids_is_not_counted(values):
+    with pytest.raises(ConfigError, match="not lists of ids; .*apply_chat_template"):
+        measure_lengths(Dataset.from_dict({"messages": values}), column="messages")
+
+
+def test_chats_are_not_counted_by_their_messages():
+    with pytest.raises(ConfigError, match="sample 0 is a chat .*apply_chat_template"):
+        measure_lengths([CHAT])
+
+
+@pytest.mark.parametrize("bad", [-1, 2.5, float("nan")])
+def test_a_length_function_that_gives_no_length_is_named(bad):
+    with pytest.raises(ConfigError, match=r"\['tokens'\]\[1\] must be a whole number"):
+        measure_lengths([0, 1], length_of=lambda sample: bad if sample else 3)
+
+
+def test_a_stray_stop_iteration_does_not_shorten_the_lengths() -> None:
+    some = iter(range(70))
+    with pytest.raises(ConfigError, match="64 of 100 samples were measured"):
+        measure_lengths(list(range(100)), length_of=lambda sample: next(some))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: measure_lengths("one text", t), "is one str; put it into a list"),
+        (lambda t: measure_lengths((x for x in TEXTS), t), "must have a length, but is generator.*OnlineDataLoader"),
+        (lambda t: measure_lengths(TEXTS), "sample 0 is a text .*give the `tokenizer`"),
+        (lambda t: measure_lengths(TEXTS, t, length_of=len), "give one of them"),
+        (lambda t: measure_lengths(TEXTS, t, max_length=0), "`max_length` must be an int of at least 1, but is 0"),
+        (lambda t: measure_lengths(TEXTS, t, num_proc=-1), "`num_proc` must be an int of at least 1, but is -1"),
+        (lambda t: measure_lengths(Dataset.from_dict({"a": ["x"], "b": ["y"]}), t), r"2 text columns \(\['a', 'b'\]\)"),
+        (lambda t: measure_lengths(Dataset.from_dict({"a": ["x"]}), t, "b"), r"one of \['a'\], but is 'b'"),
+        (lambda t: measure_lengths(Dataset.from_dict({"a": ["x"]}), column="a"), "holds string, not lists of ids"),
+        (lambda t: measure_lengths([{"text": "one"}, "one"], t, "text"), "sample 1 must be a mapping with 'text'"),
+        (lambda t: measure_lengths([{"text": "one"}, {"a": 1}], t, "text"), "sample 1 must be a mapping with 'text'"),
+        (lambda t: measure_lengths(TABLE, t), r"a whole DataFrame: name with `column` .* one of \['text', 'n'\]"),
+        (lambda t: measure_lengths(TABLE, t, "b"), r"a whole DataFrame: .* `column` is 'b'"),
+        (
+            lambda t: measure_lengths([1, 2], length_of=lambda s: {"tokens": 1} if s == 1 else {"other": 1}),
+            "for sample 0, but .* for sample 1",
+        ),
+    ],
+)
+def test_messages_say_the_way_out(tokenizer, call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(tokenizer)

@@ -112,6 +112,15 @@ def test_lengths_measured_before_are_used(tokenizer):
     assert len(loader) == 2
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_text_that_nobody_can_write_is_named_though_it_was_measured_elsewhere(tokenizer, num_workers):
+    loader = text_dataloader(
+        ["1", "2", "3 \udc80"], tokenizer, TokenBudget(3), lengths=[1, 1, 2], num_workers=num_workers
+    )
+    with pytest.raises(ConfigError, match="text 2 has a lone surrogate at character 2"):
+        list(loader)
+
+
 @pytest.mark.parametrize("name", ["batch_size", "sampler", "batch_sampler", "drop_last", "collate_fn"])
 def test_what_the_budget_decides_cannot_be_chosen(tokenizer, name):
     with pytest.raises(ConfigError, match=f"`{name}` cannot be chosen here"):

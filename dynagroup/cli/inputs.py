@@ -69,7 +69,8 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     """
     import numpy as np
 
-    from dynagroup.lengths import LONGEST, as_streams
+    from dynagroup.lengths import as_streams
+    from dynagroup.tokenizer import LONGEST
 
     path = Path(args.data)
     if not path.exists():
@@ -105,7 +106,8 @@ def _holds_texts(values: Any) -> bool:
 
 def _measured(values: Any, args: argparse.Namespace) -> Any:
     """Lengths of what a column holds."""
-    from dynagroup.lengths import measure_lengths, named_tokenizer
+    from dynagroup.lengths import measure_lengths
+    from dynagroup.tokenizer import named_tokenizer
 
     if _holds_texts(values):
         if args.tokenizer is not None:

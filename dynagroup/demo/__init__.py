@@ -122,7 +122,7 @@ def _device(name: str | None) -> torch.device:
 
 def _tokenizer(config: DemoConfig, texts: Sequence[str]) -> Any:
     from dynagroup.demo.corpus import train_tokenizer
-    from dynagroup.lengths import named_tokenizer
+    from dynagroup.tokenizer import named_tokenizer
 
     name = config.tokenizer or config.model
     if name is None:

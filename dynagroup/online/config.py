@@ -154,6 +154,6 @@ def as_hint(hint: Any, num_samples: int) -> np.ndarray:
             f"number, but is an array of {array.dtype} {array.shape}"
         )
     if array.dtype.kind == "f":
-        top = float(np.abs(array).max(initial=1.0)) or 1.0
-        array = array * (2**40 / top)
+        wide = array.astype(np.float64)  # 2**40 is beyond float16
+        array = wide * (2**40 / (float(np.abs(wide).max(initial=1.0)) or 1.0))
     return array.astype(np.int64)

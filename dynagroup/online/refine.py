@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.lengths import LONGEST, with_tokens
+from dynagroup.lengths import with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
+from dynagroup.tokenizer import LONGEST
 from dynagroup.update.notice import width_of
 from dynagroup.update.weigh import Weigh, weigher
 from dynagroup.validation import check_choice, check_function

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import named_tokenizer
 from dynagroup.oom.dataset import embed_dataset
 from dynagroup.oom.tasks import Pooling
+from dynagroup.tokenizer import named_tokenizer
 
 __all__ = ["encode"]
 

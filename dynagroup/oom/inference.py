@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import BegunOnce, measure_lengths
+from dynagroup.lengths import measure_lengths
 from dynagroup.oom.positions import last_position
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
+from dynagroup.tokenizer import BegunOnce
 
 __all__ = ["Pass", "Process", "Results", "evaluating"]
 

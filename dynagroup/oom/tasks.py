@@ -15,7 +15,6 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import as_texts, limit_of
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
@@ -26,6 +25,7 @@ from dynagroup.oom.positions import longest_input
 from dynagroup.oom.results import TEXTS, VECTORS
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
+from dynagroup.tokenizer import as_texts, limit_of
 from dynagroup.validation import check_choice, check_int
 
 if TYPE_CHECKING:
