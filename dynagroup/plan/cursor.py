@@ -1,0 +1,91 @@
+"""Where a run stands: a few integers, from which everything that remains follows."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeAlias
+
+__all__ = ["MOST_RANKS", "Cursor", "Segment", "at_step"]
+
+MOST_RANKS = 1 << 20
+Segment: TypeAlias = tuple[int, int]
+"""(world size, rows taken at that world size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in a run, the same on every rank: in an epoch, in its windows, and in the updates of the run.
+
+    Args:
+        epoch: the epoch under way.
+        steps: steps of it that were taken, over all resumes.
+        window_size: samples sorted together; 0 before an epoch's plan begins, fixed from then on.
+        tail: windows at the epoch's end that are one, so that their rows can be filled; fixed as well.
+        windows_done: windows that were used up.
+        segments: how far the next window (with updates of a set size: the update under way) was used, and by how many ranks.
+        update: updates done since training began.
+        samples_used: samples of this epoch's order that are done or dropped.
+        samples_seen: samples trained on since training began.
+        current: samples that the last update was asked to hold; None before the first.
+        begun_rows: steps taken of the update under way, which the four fields above do not count yet; 0 between two.
+        begun_samples: samples in them.
+        begun_weight: what they weigh.
+
+    >>> cursor = Cursor(window_size=64).after_rows(3, ranks=2).after_rows(1, ranks=4)
+    >>> cursor.segments, cursor.steps, cursor.after_windows(1).windows_done
+    (((2, 3), (4, 1)), 4, 1)
+    """
+
+    epoch: int = 0
+    steps: int = 0
+    window_size: int = 0
+    tail: int = 1
+    windows_done: int = 0
+    segments: tuple[Segment, ...] = ()
+    update: int = 0
+    samples_used: int = 0
+    samples_seen: int = 0
+    current: int | None = None
+    begun_rows: int = 0
+    begun_samples: int = 0
+    begun_weight: float = 0.0
+
+    @property
+    def is_start(self) -> bool:
+        """Whether no window of the epoch was touched."""
+        return not self.windows_done and not self.segments
+
+    def after_rows(self, rows: int, ranks: int) -> Cursor:
+        """Behind so many more rows of the window under way."""
+        if not rows:
+            return self
+        *before, (size, done) = self.segments or ((ranks, 0),)
+        used = (*before, (ranks, done + rows)) if size == ranks else (*self.segments, (ranks, rows))
+        return replace(self, steps=self.steps + rows, segments=used)
+
+    def after_windows(self, windows: int = 1) -> Cursor:
+        """Behind the window under way, which counts for so many; its rows are counted by :meth:`after_rows`."""
+        return replace(self, windows_done=self.windows_done + windows, segments=())
+
+    def state(self) -> dict[str, Any]:
+        """Its fields, JSON-able."""
+        return {**asdict(self), "segments": [list(segment) for segment in self.segments]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Cursor:
+        """What :meth:`state` gave, also after JSON or among other fields."""
+        found = {field.name: state[field.name] for field in fields(cls)}
+        return cls(**{**found, "segments": tuple((ranks, rows) for ranks, rows in state["segments"])})
+
+
+def at_step(borders: Sequence[Cursor], steps: int, ranks: int) -> Cursor:
+    """The place behind so many steps of the epoch.
+
+    Args:
+        borders: places between windows that an iteration came by, where it began first.
+        ranks: that it ran on.
+    """
+    before = borders[bisect_right(borders, steps, key=lambda cursor: cursor.steps) - 1]
+    return before.after_rows(steps - before.steps, ranks)
