@@ -119,7 +119,5 @@ def _pooling(name: str, config: dict[str, Any]) -> Pooling:
 def _read(name: str, file: str) -> Any:
     from transformers.utils.hub import cached_file
 
-    path = cached_file(
-        name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
+    path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))

@@ -18,6 +18,8 @@ _SIDE = 256  # of the squares that weights are summed over
 _AT_ONCE = 2**24  # elements widened to int64 at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype"}  # no matter of the results
+_CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
+_CHANGES |= {"hf_device_map", "max_seq_len_cached"}  # as a model is run, or with the place where it runs
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
 
 
@@ -32,6 +34,7 @@ def identity_of(
     texts = list(texts)
     return {
         "model": f"{type(model).__name__} {_weights(model)}",
+        "model's switches": _switches(model),
         "model's config": _config(getattr(model, "config", None)),
         "model's generation_config": _config(getattr(model, "generation_config", None)),
         "tokenizer": _tokenizer(tokenizer),
@@ -84,6 +87,26 @@ def _tokenizer(tokenizer: Any) -> str:
         rules = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None
     special = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id", "truncation_side")]
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
+
+
+# What weights do not say: which adapter is active, whether it is switched off or merged, its scaling, a temperature. Such
+# settings are plain values of modules. A private one belongs to the framework, except in the layers of peft.
+def _switches(model: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, module in model.named_modules():
+        private = type(module).__module__.partition(".")[0] == "peft"
+        for key, value in sorted(vars(module).items()):
+            if key not in _CHANGES and (private or not key.startswith("_")) and _is_plain(value):
+                digest.update(f"{name}.{key}={value!r};".encode())
+    return f"#{digest.hexdigest()}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _weights(model: Any) -> str:

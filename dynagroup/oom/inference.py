@@ -141,14 +141,13 @@ class Pass:
     def _encode(self, indices: list[int]) -> dict[str, Any]:
         short = {} if self._max_length is None else {"truncation": True, "max_length": self._max_length}
         encoded = self._tokens([self.texts[i] for i in indices], **short)
-        multiple = self._budget.pad_to_multiple_of
         # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
         width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
         padded = self.tokenizer.pad(
             {name: encoded[name] for name in ("input_ids", "attention_mask")},
             **width,
             padding_side=self._padding_side,
-            pad_to_multiple_of=multiple if multiple > 1 else None,
+            pad_to_multiple_of=self._budget.pad_to_multiple_of,
             return_tensors="pt",
         )
         return {name: padded[name].to(self._device) for name in ("input_ids", "attention_mask")}

@@ -150,7 +150,18 @@ def classification(model: Any, tokenizer: Any, texts: Sequence[str], common: Com
 def _without_head(model: Any) -> Any:
     """The part that gives hidden states: a language model's own output is a number for every word of its vocabulary."""
     module = sys.modules.get("transformers.modeling_utils")  # whoever holds such a model has imported it
-    return model.base_model if module is not None and isinstance(model, module.PreTrainedModel) else model
+    inner = _without_adapter(model)
+    return inner.base_model if module is not None and isinstance(inner, module.PreTrainedModel) else model
+
+
+def _without_adapter(model: Any) -> Any:
+    """A model of peft without its outer layer, where its adapters are in the layers beneath, which then still run."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner
+    around = config.is_prompt_learning or type(model.base_model).forward is not tuner.forward
+    return model if around or getattr(config, "alora_invocation_tokens", None) else model.get_base_model()
 
 
 def _field(output: Any, name: str, task: str, way_out: str) -> Any:
@@ -171,22 +182,23 @@ def _forward(
     texts = as_texts(texts)
     learned = LearningBudget()
     max_length = common.max_length or longest_input(model, tokenizer)
+    budget = common.budget_of(model, len(texts), "forward")
+    splitter = BatchSplitter(trim="right", pad_to_multiple_of=budget.pad_to_multiple_of)
     run = Pass(
-        model, tokenizer, texts, _rows_of(outputs, learned), common.budget_of(model, len(texts), "forward"),
+        model, tokenizer, texts, _rows_of(outputs, learned, splitter), budget,
         max_length=max_length, learned=learned, padding_side="right",
         says_max_length=common.max_length is None, progress=common.progress,
     )  # fmt: skip
     return Job(run, VECTORS, {**settings, "max_length": max_length}, common.progress)
 
 
-def _rows_of(outputs: Any, learned: LearningBudget) -> Process:
+def _rows_of(outputs: Any, learned: LearningBudget, splitter: BatchSplitter) -> Process:
     def process(batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:
         import torch
 
         with torch.inference_mode():
             rows = run_with_oom_retry(
-                lambda part: outputs(part).cpu(), batch, split=BatchSplitter(trim="right"), learned=learned,
-                indices=indices,
+                lambda part: outputs(part).cpu(), batch, split=splitter, learned=learned, indices=indices
             )  # fmt: skip
         return torch.cat(rows).numpy()
 

@@ -40,7 +40,7 @@ from dynagroup.testing import run_ranks
 from tests import models
 from tests.allocator import Allocator
 from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
-from tests.oom.texts import TEXTS, small_llama, small_tokenizer
+from tests.oom.texts import TEXTS, adapted, small_llama, small_tokenizer
 from tests.torchrun import HANG_S, ROOT, torchrun
 
 SMALL: Any = {"budget": TokenBudget(40), "progress": False}
@@ -431,6 +431,45 @@ def test_embeddings_are_those_of_one_text_at_a_time(pooling: Any, tokenizer: Any
     want = torch.stack([pick(s) for s in states]).detach().numpy()
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     assert got.dtype == np.float32
+
+
+@pytest.mark.parametrize("adapter", ["lora", "prompt"])
+def test_an_adapted_causal_model_is_embedded_by_its_states_with_its_adapter(adapter: str, tokenizer: Any) -> None:
+    """An adapter that puts tokens before the text is no part of the layers: the model beneath it would run without it."""
+    peft = pytest.importorskip("peft")
+    own: dict[str, Any] = {
+        "lora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    }
+    model = adapted(small_llama(), own[adapter]())
+    if adapter == "prompt":
+        with pytest.raises(ConfigError, match="has `last_hidden_state`, but .*: give the model without its head"):
+            embed_dataset(model, tokenizer, TEXTS[:3], **SMALL)
+        return
+    got = embed_dataset(model, tokenizer, TEXTS, pooling="last", **SMALL)
+    states = [model(**tokenizer(t, return_tensors="pt"), output_hidden_states=True).hidden_states[-1] for t in TEXTS]
+    np.testing.assert_allclose(got, torch.cat([s[:, -1] for s in states]).detach().numpy(), rtol=1e-4, atol=1e-5)
+    with model.disable_adapter():
+        assert not np.allclose(embed_dataset(model, tokenizer, TEXTS, pooling="last", **SMALL), got, atol=1e-3)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 8])
+def test_batches_are_as_wide_as_the_budget_rounds_them(multiple: int, model: Any, tokenizer: Any) -> None:
+    """Also the parts of one that ran out of memory, and texts without a token."""
+    widths: list[int] = []
+    note = lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1])  # noqa: E731
+    handle = model.model.register_forward_pre_hook(note, with_kwargs=True)
+    remove = Allocator(32).in_forward(model.model.layers[0])
+    budget = TokenBudget(48, pad_to_multiple_of=multiple)
+    embed_dataset(model, tokenizer, [*TEXTS, ""], budget=budget, progress=False)
+    remove()
+    assert {width % multiple for width in widths} == {0}
+    assert multiple > 1 or {width % 2 for width in widths} == {0, 1}
+    widths.clear()
+    generate_dataset(model, tokenizer, TEXTS, budget=budget, max_new_tokens=1, progress=False)
+    handle.remove()
+    assert {width % multiple for width in widths} == {0}
+    assert multiple > 1 or {width % 2 for width in widths} == {0, 1}
 
 
 def test_classification_and_normalised_embeddings(tokenizer: Any) -> None:

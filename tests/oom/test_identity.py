@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 from dynagroup.oom.identity import identity_of
-from tests.oom.texts import TEXTS, small_llama, small_tokenizer
+from tests.oom.texts import TEXTS, adapted, small_llama, small_tokenizer
 from tests.torchrun import ROOT
 
 
@@ -106,6 +107,46 @@ def test_another_generation_config_config_or_tokenizer_is_noticed(first: dict[st
     tokenizer = small_tokenizer()
     tokenizer.add_tokens(["w1 w2"])
     assert differing(first, identity(tokenizer=tokenizer)) == ["tokenizer"]
+
+
+@pytest.fixture(scope="module")
+def with_adapters() -> Any:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return adapted(small_llama(), lora, "first", "second")
+
+
+@pytest.mark.parametrize("change", ["another adapter", "both adapters", "switched off", "scaled", "merged"])
+def test_what_is_done_with_adapters_is_noticed(change: str, with_adapters: Any) -> None:
+    model = with_adapters
+    before = identity(model)
+    scalings = [m.scaling for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]
+    assert identity(model) == before
+    with contextlib.ExitStack() as undo:
+        undo.callback(model.set_adapter, "first")
+        if change == "another adapter":
+            model.set_adapter("second")
+        elif change == "both adapters":
+            model.base_model.set_adapter(["first", "second"])
+        elif change == "switched off":
+            undo.enter_context(model.disable_adapter())
+        elif change == "merged":
+            undo.callback(model.unmerge_adapter)
+            model.merge_adapter()
+        else:
+            for scaling in scalings:
+                undo.callback(scaling.update, dict(scaling))
+                scaling["first"] *= 2
+        assert "model's switches" in differing(before, identity(model))
+
+
+def test_plain_settings_of_a_module_are_noticed_and_running_a_model_changes_none(first: dict[str, Any]) -> None:
+    model = small_llama()
+    model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3)
+    model.train()
+    assert identity(model) == first
+    model.temperature = 2.0
+    assert differing(first, identity(model)) == ["model's switches"]
 
 
 def test_other_arguments_are_noticed_also_within_objects(first: dict[str, Any]) -> None:

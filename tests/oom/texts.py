@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,15 @@ def save_encoder(folder: Path, *, max_seq_length: int = 256, pooling: str = "poo
     said = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False, pooling: True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
     return model
+
+
+def adapted(model: Any, config: Any, *names: str) -> Any:
+    """The model with adapters of this kind; the first is active."""
+    import peft
+
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks transformers by an old name
+        model = peft.get_peft_model(model, config, adapter_name=(names or ("default",))[0])
+        for name in names[1:]:
+            model.add_adapter(name, config)
+        model.set_adapter((names or ("default",))[0])
+    return model.eval()
