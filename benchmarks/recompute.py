@@ -2,10 +2,8 @@
 
 Predicted, for a 0.5B model (Qwen2.5's sizes, bfloat16, FlashAttention) on eight ranks, by real lengths cut off where a sample
 no longer fits even recomputed: a forward pass counts one, a backward pass two, recomputing the layers one more. Measured, on
-one core: CPU seconds of forward and backward of a small Llama in float32, over the same samples. Writes
-``benchmarks/results/recompute.json``; two minutes.
-
-    python -m benchmarks.recompute
+one core: CPU seconds of forward and backward of a small Llama in float32, over the same samples. Two
+minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from benchmarks.record import RESULTS, save
 from dynagroup.budget import Budget, MemoryBudget, RecomputeBudget
 from dynagroup.memory.fits import largest_within
 from dynagroup.oom import RecomputeWhereNeeded, recomputed_steps
@@ -119,11 +116,6 @@ def measured() -> dict[str, Any]:
             "measured_time_saved": round(1 - best["where needed"] / best["always"], 4)}  # fmt: skip
 
 
-def main() -> None:
-    found = {"predicted": predicted(), "measured": measured()}
-    print(found["measured"])
-    save(RESULTS, "recompute", found, "torch", "transformers")
-
-
-if __name__ == "__main__":
-    main()
+def run() -> dict[str, Any]:
+    """What is predicted for a GPU, and what this CPU shows."""
+    return {"predicted": predicted(), "measured": measured()}

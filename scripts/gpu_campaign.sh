@@ -10,4 +10,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
-exec "$python" -m benchmarks.gpu "$@"
+exec "$python" -m benchmarks gpu --device cuda "$@"

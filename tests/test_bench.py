@@ -14,7 +14,7 @@ PARTS = [(command, part) for command, parts in COMMANDS.items() for part in part
 @pytest.mark.parametrize(("command", "part"), PARTS)
 def test_every_part_is_there(command, part):
     module, function, _ = COMMANDS[command][part]
-    assert callable(getattr(import_module(module), function))
+    assert callable(getattr(import_module(f"benchmarks.{module}"), function))
 
 
 def test_every_part_writes_a_result_of_its_own():

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import train
-from benchmarks.gpu.__main__ import PARTS, main
-from benchmarks.gpu.collect import collected, fit_of
+from benchmarks import train
+from benchmarks.__main__ import COMMANDS, collected, main
 from benchmarks.methods import METHODS, Job
+from benchmarks.price import fit_of
 from dynagroup.plan.work import Work
 
 ROOT = Path(__file__).parent.parent
+PARTS = list(COMMANDS["gpu"])
 
 
 BARE = """
@@ -27,8 +28,8 @@ for name in ("xgboost", "scipy", "datasets", "pyarrow", "trl", "accelerate", "ma
 def no_network(*args, **kwargs):
     raise OSError("the campaign asked for the network")
 socket.socket.connect = socket.create_connection = no_network
-from benchmarks.gpu.__main__ import main
-sys.exit(main(["--dry", "--out", sys.argv[1]]))
+from benchmarks.__main__ import main
+sys.exit(main(["gpu", "--dry", "--out", sys.argv[1]]))
 """
 """The campaign on a machine that has torch and transformers alone, and no network."""
 
@@ -54,7 +55,7 @@ def test_a_part_runs_dry_and_says_so(part, campaign):
 class Clock:
     """A device on which time passes as told."""
 
-    dry, minutes = False, 8.5
+    dry, is_gpu, minutes = False, True, 8.5
 
     def __init__(self):
         self.passed = 0.0
@@ -74,16 +75,16 @@ def test_training_ends_in_time_and_keeps_what_it_has(seconds_a_turn, monkeypatch
     turns = []
 
     class Turn:
-        def __init__(self, name, method, job, machine, case):
-            self.machine, self.turns = machine, []
+        def __init__(self, name, method, job, machine, *model):
+            self.machine, self.timed = machine, []
 
-        def turn(self, seconds):
+        def turn(self, seconds=0.0):
             self.machine.passed += seconds_a_turn
-            self.turns.append(seconds)
+            self.timed.append(seconds)
             turns.append(seconds)
 
         def figures(self):
-            return {"turns": len(self.turns)}
+            return {"turns": len(self.timed)}
 
     monkeypatch.setattr(train, "Run", Turn)
     monkeypatch.setattr(train, "tokens_that_fit", lambda machine, size, recomputed: 40_000 if recomputed else 16_384)
@@ -101,17 +102,17 @@ def test_a_batch_that_the_device_has_no_room_for_makes_the_next_ones_smaller(mon
     tried = []
 
     class Turn:
-        def __init__(self, name, method, job, machine, case):
-            self.job, self.turns = job, []
+        def __init__(self, name, method, job, *model):
+            self.job = job
 
-        def turn(self, seconds):
+        def turn(self):
             tried.append(self.job.tokens)
             if self.job.tokens > 12_500:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(train, "Run", Turn)
     monkeypatch.setattr(train, "tokens_that_fit", lambda machine, size, recomputed: 16_384)
-    assert train._job_that_fits(Clock(), train.Case("0.5B", "CV 1.0")).tokens == 12_288
+    assert train.job_that_fits(Clock(), train.Case("0.5B", "CV 1.0")).tokens == 12_288
     assert tried == [16_384, 12_288]
 
 
@@ -142,11 +143,11 @@ def test_the_fit_finds_the_price_that_made_the_times():
     assert found["largest_error"] < 1e-6
 
 
-@pytest.mark.parametrize("arguments", [["no_such_part"], ["--dry"]])
+@pytest.mark.parametrize("arguments", [["gpu", "no_such_part"], ["gpu", "--dry"], ["gpu"]])
 def test_what_cannot_be_run_is_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
-    assert "no_such_part" in (said := capsys.readouterr().err) or "--out" in said
+    assert "no_such_part" in (said := capsys.readouterr().err) or "--out" in said or "--device" in said
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.available])

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.models import build
+from benchmarks.machine import Machine, build
 from benchmarks.record import spread
 from dynagroup.device import is_out_of_memory
+from dynagroup.plan.work import Work
 
-__all__ = ["run"]
+__all__ = ["fit_of", "run", "table"]
 
 MODELS = ("135M", "0.5B", "1.5B")
 LENGTHS = (32, 128, 512, 2048, 8192)
@@ -39,10 +40,6 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
     yield figures
 
 
-def _step(model: Any, ids: torch.Tensor) -> None:
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-
-
 def _rows(name: str, machine: Machine, end: float) -> Iterator[dict[str, Any]]:
     """Shapes of few tokens first: what does not fit, or comes too late, is the largest."""
     model = build(name, machine)
@@ -57,6 +54,10 @@ def _rows(name: str, machine: Machine, end: float) -> Iterator[dict[str, Any]]:
         yield {"num_samples": n, "longest": length, **row}
 
 
+def _step(model: Any, ids: torch.Tensor) -> None:
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
 def _row(model: Any, n: int, length: int, machine: Machine) -> dict[str, Any]:
     ids = torch.randint(3, model.config.vocab_size, (n, length), device=machine.device)
     step = partial(_step, model, ids)
@@ -68,3 +69,35 @@ def _row(model: Any, n: int, length: int, machine: Machine) -> dict[str, Any]:
             raise
         return {"left out": "out of memory"}
     return {"seconds": taken["median"], "quartiles": taken["quartiles"]}
+
+
+def fit_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Price and crossover of measured steps, and how far off the fit is: median and largest relative error."""
+    shapes = [(row["num_samples"], row["longest"], row["seconds"]) for row in rows]
+    work = Work.fit(shapes)
+    predicted = np.array([work.per_step + n * float(work.of_lengths(longest)) for n, longest, _ in shapes])
+    seconds = np.array([s for _, _, s in shapes])
+    errors = np.abs(predicted / seconds * np.median(seconds / predicted) - 1)
+    return {
+        "per_step": work.per_step, "crossover": work.crossover,
+        "median_error": float(np.median(errors)), "largest_error": float(errors.max()),
+    }  # fmt: skip
+
+
+def table(figures: dict[str, Any]) -> str:
+    from dynagroup.plan.report import format_table
+
+    timed = {name: [row for row in found.get("rows", []) if "seconds" in row] for name, found in figures.items()}
+    fits = {name: fit_of(rows) for name, rows in timed.items() if len(rows) >= 3}
+    lines = [
+        [
+            name,
+            f"{f['per_step']:,.0f}",
+            f"{f['crossover']:,.0f}",
+            f"{f['median_error']:.1%}",
+            f"{f['largest_error']:.0%}",
+        ]
+        for name, f in fits.items()
+    ]
+    head = ["model", "price of a step (linear tokens)", "crossover (tokens)", "median error", "largest"]
+    return format_table(head, lines)

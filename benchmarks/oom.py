@@ -1,81 +1,63 @@
 """Real out-of-memory errors on a GPU: recovery, equality of results, and what is left in memory.
 
-    python scripts/gpu_oom.py            # on a CUDA device; writes benchmarks/results/gpu_oom.json
-    python scripts/gpu_oom.py --dry      # without one: the same checks against an allocator stand-in; writes nothing
-
-The process's share of the device is lowered with ``torch.cuda.set_per_process_memory_fraction`` until the batch fails.
+The process's share of the device is lowered with ``torch.cuda.set_per_process_memory_fraction`` until the batch fails. Without a
+GPU (``--dry``) the same checks run against a stand-in that counts tokens in one layer.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from benchmarks.record import RESULTS, save  # noqa: E402
-from dynagroup.oom import LearningBudget, OomSafeBackward, generate_with_oom_retry, run_with_oom_retry  # noqa: E402
+from benchmarks.machine import Machine
+from dynagroup.oom import LearningBudget, OomSafeBackward, generate_with_oom_retry, run_with_oom_retry
+
+__all__ = ["figures", "run"]
 
 VOCAB = 8192
 
 
-class Device:
-    """A limit on memory: the real one of a CUDA process, or a stand-in that counts tokens in one layer."""
+class Limited:
+    """A limit on memory: the real one of a CUDA process, or a stand-in."""
 
-    def __init__(self, dry: bool) -> None:
-        self.device = torch.device("cpu" if dry else "cuda")
-        self._dry, self._limit = dry, float("inf")
-        self.failures = 0
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.dry, self.device = machine, not machine.is_gpu, machine.device
+        self._limit = float("inf")
 
     def watch(self, model: Any) -> None:
-        if self._dry:
+        if self.dry:
             model.model.layers[1].register_forward_pre_hook(self._claim, with_kwargs=True)
 
     def _claim(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[0] * hidden.shape[1] > self._limit:
-            self.failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory (stand-in)")
 
     def limit_to(self, tokens: float, used_bytes: int) -> None:
         """Leave memory for about so many tokens' worth of the peak that ``used_bytes`` was."""
-        if self._dry:
-            self._limit = tokens
-            return
-        free_all()
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, used_bytes / total), self.device)
+        self._limit = tokens
+        if not self.dry:
+            self.machine.free()
+            torch.cuda.set_per_process_memory_fraction(min(1.0, used_bytes / self.machine.total_bytes), self.device)
 
     def lift(self) -> None:
         self._limit = float("inf")
-        if not self._dry:
+        if not self.dry:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def peak_of(self, run: Callable[[], Any]) -> tuple[Any, int, int]:
         """(what it returns, bytes allocated before, peak bytes)"""
-        if self._dry:
-            return run(), 0, 0
-        free_all()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        return run(), before, torch.cuda.max_memory_allocated(self.device)
+        self.machine.free()
+        before = 0 if self.dry else torch.cuda.memory_allocated(self.device)
+        return run(), before, self.machine.peak_bytes()
 
 
 def num_steps(dry: bool) -> int:
     return 2 if dry else 10
-
-
-def free_all() -> None:
-    import gc
-
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def llama(device: torch.device, dtype: torch.dtype, dry: bool) -> Any:
@@ -104,7 +86,7 @@ def batch_of(seed: int, device: torch.device, num_samples: int, longest: int, *,
     return {name: value.to(device) for name, value in batch.items()}
 
 
-def check_generation(device: Device, dry: bool) -> dict[str, Any]:
+def check_generation(device: Limited, dry: bool) -> dict[str, Any]:
     model = llama(device.device, torch.float32, dry).eval()
     device.watch(model)
     batch = batch_of(0, device.device, *((8, 16) if dry else (64, 1024)), left=True)
@@ -123,7 +105,7 @@ def check_generation(device: Device, dry: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_forward_leaves_nothing(device: Device, dry: bool) -> dict[str, Any]:
+def check_forward_leaves_nothing(device: Limited, dry: bool) -> dict[str, Any]:
     model = llama(device.device, torch.float32, dry).eval()
     device.watch(model)
     batch = batch_of(1, device.device, *((8, 16) if dry else (64, 1024)))
@@ -139,7 +121,7 @@ def check_forward_leaves_nothing(device: Device, dry: bool) -> dict[str, Any]:
     return {"num_parts": len(parts), "largest_difference": difference, "bytes_left_over": left_over}
 
 
-def train(device: Device, dry: bool, limit: Callable[[], None]) -> tuple[torch.Tensor, int]:
+def train(device: Limited, dry: bool, limit: Callable[[], None]) -> tuple[torch.Tensor, int]:
     model = llama(device.device, torch.float32, dry).train()
     device.watch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -163,7 +145,7 @@ def train(device: Device, dry: bool, limit: Callable[[], None]) -> tuple[torch.T
     return parameters, backward.learned.report.num_ooms
 
 
-def check_training(device: Device, dry: bool) -> dict[str, Any]:
+def check_training(device: Limited, dry: bool) -> dict[str, Any]:
     (whole, _), before, peak = device.peak_of(lambda: train(device, dry, lambda: None))
     start = time.perf_counter()
     parts, num_ooms = train(device, dry, lambda: device.limit_to(40, before + int(0.75 * (peak - before))))
@@ -176,19 +158,18 @@ def check_training(device: Device, dry: bool) -> dict[str, Any]:
 CHECKS = {"generation": check_generation, "forward": check_forward_leaves_nothing, "training": check_training}
 
 
-def progress(dry: bool) -> Iterator[dict[str, Any]]:
-    """What was found so far, after every check; one that breaks is written down, and the others go on."""
+def run(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Generation, forward and training under a limit that makes them fail; a check that breaks is written down."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    device = Device(dry)
-    found: dict[str, Any] = {}
+    device, found = Limited(machine), {}
     for name, check in CHECKS.items():
         try:
-            found[name] = check(device, dry)
+            found[name] = check(device, device.dry)
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
         device.lift()
-        print(name, found[name])
         yield found
+    prove(found)  # a failure is the part's; what was found stays
 
 
 def prove(found: dict[str, Any]) -> None:
@@ -203,23 +184,7 @@ def prove(found: dict[str, Any]) -> None:
     assert found["training"]["largest_difference"] < 1e-4
 
 
-def figures(dry: bool) -> dict[str, Any]:
+def figures(machine: Machine) -> dict[str, Any]:
     """All checks; raises where one does not hold."""
-    *_, found = progress(dry)
-    prove(found)
+    *_, found = run(machine)
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true", help="on the CPU, against an allocator stand-in")
-    dry = parser.parse_args().dry
-    if not dry and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device; give --dry to try the checks against a stand-in")
-    found = figures(dry)
-    if not dry:
-        save(RESULTS, "gpu_oom", {**found, "device": torch.cuda.get_device_name()}, "transformers")
-
-
-if __name__ == "__main__":
-    main()
