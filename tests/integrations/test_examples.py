@@ -16,7 +16,7 @@ def losses_of(script: str, ranks: int) -> list[float]:
 
 def alone() -> list[float]:
     torch.set_num_threads(1)
-    return runpy.run_path(str(ROOT / "scripts" / "train_plain.py"))["main"]()
+    return runpy.run_path(str(ROOT / "examples" / "train_plain.py"))["main"]()
 
 
 def test_the_plain_loop_learns():
@@ -33,7 +33,7 @@ def test_two_ranks_learn_what_one_process_learns(script):
 def test_images_fit_both_budgets_and_are_learned_from():
     pytest.importorskip("PIL")
     torch.set_num_threads(1)
-    losses, shapes = runpy.run_path(str(ROOT / "scripts" / "train_images.py"))["main"](epochs=2, num_workers=1)
+    losses, shapes = runpy.run_path(str(ROOT / "examples" / "train_images.py"))["main"](epochs=2, num_workers=1)
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert max(tokens for tokens, _ in shapes) <= 400

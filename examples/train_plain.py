@@ -1,6 +1,6 @@
 """Plain PyTorch with batches that fit: one process, or several with torchrun.
 
-usage: python scripts/train_plain.py        or: torchrun --nproc-per-node 2 scripts/train_plain.py
+usage: python examples/train_plain.py        or: torchrun --nproc-per-node 2 examples/train_plain.py
 """
 
 from __future__ import annotations

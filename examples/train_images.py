@@ -3,7 +3,7 @@
 A real image processor runs in the workers; how many image tokens a sample has is known only afterwards. The model is a small
 Qwen2-VL with random weights, and the images are generated.
 
-usage: python scripts/train_images.py
+usage: python examples/train_images.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FSDP2 with batches that fit. Every rank takes equally many steps, which sharded parameters need.
 
-usage: torchrun --nproc-per-node 2 scripts/train_fsdp2.py
+usage: torchrun --nproc-per-node 2 examples/train_fsdp2.py
 """
 
 from __future__ import annotations
