@@ -10,7 +10,7 @@ from dynagroup.errors import ConfigError
 __all__ = ["needed"]
 
 
-def needed(module: str, purpose: str) -> Any:
+def needed(module: str, purpose: str, extra: str = "memory") -> Any:
     """A module of the optional packages, or an error that says how to get it.
 
     Raises:
@@ -20,4 +20,4 @@ def needed(module: str, purpose: str) -> Any:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ConfigError(f"{purpose} needs {package}: pip install dynagroup[memory]") from error
+        raise ConfigError(f"{purpose} needs {package}: pip install dynagroup[{extra}]") from error

@@ -11,16 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.extras import needed
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.run import max_affine
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
 
 __all__ = ["ProfiledMemory"]
 
 FloatArray = NDArray[np.float64]
 LEAST_ROWS = 4
-MOST_PHASES = 4
-STARTS = 12
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class ProfiledMemory:
             )
         columns = _columns(measurements.shapes(), streams)
         size = np.maximum(measurements.batch_bytes(), 1.0)
-        phases, error = _fit_phases(columns, size)
+        phases, error = max_affine(columns, size)
         static = max(row.static_bytes for row in rows)
         reach = tuple(max(row.longest.get(name, 0) for row in rows) for name in streams)
         return cls(int(static), streams, tuple(tuple(map(float, p)) for p in phases), float(error), reach)
@@ -135,39 +133,3 @@ def _columns(shape: BatchShape, streams: tuple[str, ...]) -> FloatArray:
     if len(lengths) == 2:
         found.append(n * lengths[0] * lengths[1])
     return np.stack(found, axis=1)
-
-
-def _fit_phases(columns: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
-    """Max-affine regression: give every row to a phase, fit each phase to its rows, and again, from several starts."""
-    best: tuple[float, int, FloatArray] | None = None
-    rng = np.random.default_rng(0)
-    orders = [columns[:, k] for k in range(1, columns.shape[1])] + [size]
-    for count in range(1, MOST_PHASES + 1):
-        if best is not None and (best[0] < 1e-3 or 2 * count > len(size)):
-            break
-        for start in range(1 if count == 1 else STARTS):
-            by = orders[start] if start < len(orders) else rng.normal(size=len(size))
-            owner = (np.argsort(np.argsort(by)) * count) // len(size)
-            phases, error = _alternate(columns, size, owner, count)
-            if best is None or error < 0.8 * best[0]:
-                best = (error, count, phases)
-    assert best is not None
-    return best[2], best[0]
-
-
-def _alternate(columns: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int) -> tuple[FloatArray, float]:
-    nnls = needed("scipy.optimize", "fitting a profile").nnls
-    scale = columns.max(axis=0)
-    scale[scale == 0] = 1.0
-    phases = np.zeros((count, columns.shape[1]))
-    for _ in range(25):
-        for k in range(count):
-            mine = owner == k
-            if mine.any():  # relative errors count: small batches matter as much as large ones
-                phases[k] = nnls(columns[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
-        again = (columns @ phases.T).argmax(axis=1)
-        if (again == owner).all():
-            break
-        owner = again
-    error = np.abs((columns @ phases.T).max(axis=1) / size - 1).max()
-    return phases, float(error)

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
+from dynagroup.memory.extras import needed
 
 __all__ = [
+    "max_affine",
     "ELEMENT_BYTES",
     "MASK_ALIGNMENT",
     "MONOMIALS",
@@ -103,3 +105,50 @@ class Run(Protocol):
     def num_ranks(self) -> int | None: ...
     @property
     def layout(self) -> Layout | None: ...
+
+
+MOST_PHASES = 4
+STARTS = 12
+
+
+def max_affine(columns: NDArray[np.float64], size: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Max-affine regression: phases (P, columns) with factors of at least 0 whose largest is close to ``size`` (K,), and how
+    far off it is at most, as a share.
+
+    Alternating minimisation from several starts: give every row to a phase, fit each phase to its rows by non-negative least
+    squares of relative errors, give every row to its largest phase, and again. One phase more only if it helps by a fifth.
+    """
+    best: tuple[float, int, NDArray[np.float64]] | None = None
+    rng = np.random.default_rng(0)
+    orders = [columns[:, k] for k in range(1, columns.shape[1])] + [size]
+    for count in range(1, MOST_PHASES + 1):
+        if best is not None and (best[0] < 1e-3 or 2 * count > len(size)):
+            break
+        for start in range(1 if count == 1 else STARTS):
+            by = orders[start] if start < len(orders) else rng.normal(size=len(size))
+            owner = (np.argsort(np.argsort(by)) * count) // len(size)
+            phases, error = _alternate(columns, size, owner, count)
+            if best is None or error < 0.8 * best[0]:
+                best = (error, count, phases)
+    assert best is not None
+    return best[2], best[0]
+
+
+def _alternate(
+    columns: NDArray[np.float64], size: NDArray[np.float64], owner: NDArray[np.int64], count: int
+) -> tuple[NDArray[np.float64], float]:
+    nnls = needed("scipy.optimize", "fitting a profile").nnls
+    scale = columns.max(axis=0)
+    scale[scale == 0] = 1.0
+    phases = np.zeros((count, columns.shape[1]))
+    for _ in range(25):
+        for k in range(count):
+            mine = owner == k
+            if mine.any():  # relative errors count: small batches matter as much as large ones
+                phases[k] = nnls(columns[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
+        again = (columns @ phases.T).argmax(axis=1)
+        if (again == owner).all():
+            break
+        owner = again
+    error = np.abs((columns @ phases.T).max(axis=1) / size - 1).max()
+    return phases, float(error)

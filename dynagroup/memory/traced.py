@@ -98,7 +98,7 @@ class TracedMemory:
                 ``gradient_checkpointing``, ``sharding``, ``num_ranks``, ...
 
         Raises:
-            ConfigError: an argument is wrong, or peft is missing.
+            ConfigError: an argument is wrong, peft is missing, or the model can neither be traced nor simulated.
         """
         from dynagroup.memory.trace.build import as_meta_model, as_run_model
         from dynagroup.memory.trace.program import prepare, static_bytes
@@ -114,7 +114,7 @@ class TracedMemory:
         if optimizer is not None:
             trained = next((p.dtype for p in model.parameters() if p.requires_grad), None)
             known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained or "float32").removeprefix("torch."))
-        workload = Workload.from_model(model, mode, inputs=inputs, **known)
+        workload = Workload.from_model(model, mode, trace=False, **known).traced(model, inputs)
         static = static_bytes(prepare(as_meta_model(model, workload), workload), workload)
         found = cls(static, workload, told=told)
         return found if measured is None else found.corrected(measured)

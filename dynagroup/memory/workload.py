@@ -172,10 +172,23 @@ class Workload:
         if unknown:
             raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(names)}")
         workload = cls(**describe(model_or_config, mode, known))
-        return workload.traced(model_or_config, inputs) if trace else workload
+        if not trace:
+            return workload
+        try:
+            return workload.traced(model_or_config, inputs)
+        except ConfigError as error:
+            warnings.warn(
+                f"the memory of this model is estimated from its sizes, because {error}; trace=False keeps this quiet",
+                stacklevel=2,
+            )
+            return workload
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
-        """This workload with the phases of its model; with a warning and without them where it cannot be traced."""
+        """This workload with the phases of its model.
+
+        Raises:
+            ConfigError: it can neither be traced nor simulated.
+        """
         from dynagroup.memory.trace.phases import trace_phases
 
         try:
@@ -184,13 +197,10 @@ class Workload:
             return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))
         except Exception as error:  # whatever the model's own code raises
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            warnings.warn(
-                f"the memory of this model is estimated from its sizes, because it cannot be traced ({reason}). "
-                "`inputs=` helps where only the arguments are wrong, MemoryRegressor.fit(measure(...)) is exact, "
-                "and trace=False keeps this quiet",
-                stacklevel=3,
-            )
-            return self
+            raise ConfigError(
+                f"this model cannot be traced ({reason}). `inputs=` helps where only the arguments are wrong; else fit measured "
+                "batches: MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...)))"
+            ) from error
 
     def replace(self, **changes: Any) -> Workload:
         """This workload with some fields changed. What was traced is forgotten where it no longer holds."""

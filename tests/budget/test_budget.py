@@ -246,6 +246,18 @@ def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts
         assert made <= least or len(batch) == 1
 
 
+def test_a_cap_on_other_units_is_not_shown_the_padding_of_a_packed_row() -> None:
+    """The row is padded to a multiple of 8 in tokens; a cap on tokens counts samples as they are, whatever the row adds."""
+    both = (
+        TokenBudget(64, layout="packed", pad_to_multiple_of=8) & AdditiveCap("tokens", 20) & AdditiveCap("patches", 9)
+    )
+    shape = BatchShape.of([3, 3, 3], {"tokens": 8, "patches": 5}, {"tokens": [20, 21, 20], "patches": [9, 9, 10]})
+    assert both.fits(shape).tolist() == [True, False, False]
+    uneven = TokenBudget(24, layout="packed", pad_to_multiple_of=8) & AdditiveCap("patches", 9)
+    rows = BatchShape.of([3, 3], {"tokens": 20, "patches": 9}, {"tokens": [24, 25], "patches": [9, 9]})
+    assert uneven.fits(rows).tolist() == [True, False]
+
+
 @pytest.mark.parametrize(("count", "longest", "fits"), [(2**40, 2**31 - 1, False), (2**40, 2, True), (2**41, 2, False)])
 def test_counts_whose_tokens_pass_64_bits_do_not_come_round_to_few(count, longest, fits):
     assert TokenBudget(2**41).fits(BatchShape.of(count, longest)).tolist() == [fits]

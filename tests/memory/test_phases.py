@@ -1,5 +1,6 @@
 """A traced workload says what simulating the whole model says, for shapes that nobody traced."""
 
+import sys
 import warnings
 from functools import cache
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
-from dynagroup.memory import ClosedForm, MemoryRegressor, Workload, simulate
+from dynagroup.memory import ClosedForm, MemoryRegressor, TracedMemory, Workload, simulate
 from dynagroup.memory.learned.plausible import Plausible, member
 from dynagroup.memory.run import Phases
+from dynagroup.memory.trace import phases
 from dynagroup.shapes import BatchShape
 from tests import models
 
@@ -69,9 +71,9 @@ def test_a_traced_workload_agrees_with_the_whole_model(name):
 
 def test_a_cache_that_slides_stops_growing():
     """The cache of six layers of seven holds 111 positions, whatever the length."""
-    phases = workload_of("gemma generating")[1].phases
-    assert phases.until == 112 - 40
-    at_border, beyond, without = (ClosedForm.traced(p) for p in (phases, Phases(phases.after), Phases(phases.rows)))
+    found = workload_of("gemma generating")[1].phases
+    assert found.until == 112 - 40
+    at_border, beyond, without = (ClosedForm.traced(p) for p in (found, Phases(found.after), Phases(found.rows)))
     short, long = BatchShape.of(16, 20), BatchShape.of(16, 140)
     assert at_border.batch_bytes(short) == without.batch_bytes(short) < beyond.batch_bytes(short)
     assert at_border.batch_bytes(long) == beyond.batch_bytes(long) <= without.batch_bytes(long)
@@ -132,7 +134,7 @@ def test_a_model_that_cannot_be_traced_is_estimated_and_says_why():
             return super().forward(input_ids=input_ids, **kwargs)
 
     model = Odd(LLAMA)
-    with pytest.warns(UserWarning, match="estimated from its sizes, because it cannot be traced"):
+    with pytest.warns(UserWarning, match="estimated from its sizes, because this model cannot be traced"):
         workload = Workload.from_model(model)
     assert workload.phases is None
     assert workload.hidden_size == 64
@@ -153,14 +155,63 @@ def test_a_model_that_reads_images_is_not_traced_without_them():
 
 def test_attention_that_the_model_lacks_is_refused():
     config = models.config(hf.Gemma2Config, **SMALL, layers=3, num_key_value_heads=2, head_dim=16)
-    with pytest.raises(ConfigError, match="`attention` is 'sdpa', but Gemma2ForCausalLM has no fused attention"):
-        Workload.from_model(config, trace=False, attention="sdpa")
+    for ask in (Workload.from_model, TracedMemory.of):
+        for model in (config, hf.Gemma2ForCausalLM(config)):
+            for attention in ("sdpa", "flash"):
+                with pytest.raises(
+                    ConfigError, match=f"`attention` is '{attention}', but Gemma2ForCausalLM has no fused attention"
+                ):
+                    ask(model, attention=attention)
     assert Workload.from_model(config, trace=False).attention == "eager"
 
 
+def test_a_config_of_which_no_model_can_be_built_is_refused():
+    config = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    assert config.pad_token_id >= 2000
+    with pytest.raises(
+        ConfigError, match=r"no model can be built from this ModernBertConfig \(AssertionError: Padding"
+    ):
+        TracedMemory.of(config)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for model in ("gpt2", LLAMA):
+        with pytest.raises(ConfigError, match=r"needs transformers: pip install dynagroup\[hf\]"):
+            TracedMemory.of(model)
+
+
+def test_a_program_that_loops_over_tokens_is_fitted_to_simulations():
+    """A state space model without its kernels: its program is another one for each length."""
+    config = hf.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
+    with pytest.warns(UserWarning, match="fitted to simulations of up to 257 tokens, because the program depends"):
+        memory = TracedMemory.of(config, "forward", dtype="bf16")
+    for row in simulate(config, memory.workload, [(1, 1), (8, 64), (3, 300), (64, 9)]):
+        stated = float(memory.batch_bytes(BatchShape.of(row.num_samples, dict(row.longest)))[0])
+        assert 0.97 < stated / row.batch_bytes < 1.2, (row.num_samples, row.longest)
+
+
+def test_what_can_neither_be_traced_nor_simulated_is_refused_in_bytes():
+    config = hf.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=r"cannot be traced \(.*ProfiledMemory\.fit\(measure"):
+        TracedMemory.of(config, "generate")  # its cache has no length
+    images = hf.LlavaConfig(text_config=models.llama(**SMALL))
+    with pytest.raises(ConfigError, match="reads images, of which text says nothing"):
+        TracedMemory.of(images)
+
+
+@pytest.mark.parametrize("known", [{"autocast": "bfloat16"}, {"autocast": "bfloat16", "gradient_checkpointing": True}])
+def test_three_layers_say_what_many_do_without_tracing_them_all(known, monkeypatch):
+    """Also where autocast's copies of weights end with the forward pass: the whole model is only run to check that."""
+    runs = []
+    inner = phases.trace
+    monkeypatch.setattr(phases, "trace", lambda model, *args, **more: runs.append(model) or inner(model, *args, **more))
+    Workload.from_model(LLAMA, dtype="float32", attention="eager", **known)
+    assert sum(len(model.model.layers) == 7 for model in runs) == 1
+
+
 def one(mode, per_token, per_sample=0.0, **known):
-    phases = [[0.0, per_sample, 0.0, per_token, *[0.0] * 8]]
-    return member(Workload(mode=mode, **known), False, phases)
+    return member(Workload(mode=mode, **known), False, [[0.0, per_sample, 0.0, per_token, *[0.0] * 8]])
 
 
 def test_models_that_disagree_with_what_is_known_do_not_count():

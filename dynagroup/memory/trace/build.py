@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dynagroup.errors import ConfigError
+from dynagroup.memory.extras import needed
 from dynagroup.shapes import TOKENS
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def is_model(value: Any) -> bool:
 
 def as_config(value: Any) -> Any:
     """A transformers config: itself, or read from the name of one."""
-    import transformers
-
+    transformers = needed("transformers", "reading a model's sizes", "hf")
     if isinstance(value, str):
         try:
             return transformers.AutoConfig.from_pretrained(value)
@@ -64,12 +64,13 @@ def as_meta_model(
     With a run (a workload), its dtype and attention implementation are set; without one, ``attention``.
     """
     dtype = run.dtype if run else None
+    asked = run.attention if run else attention
     if run or attention:
-        attention = "eager" if (run.attention if run else attention) == "eager" else "sdpa"
+        attention = "eager" if asked == "eager" else "sdpa"
     if is_model(model_or_config):
         model: Any = _without_data(model_or_config)
         if attention and hasattr(model, "set_attn_implementation"):
-            model.set_attn_implementation(attention)
+            _attend(model, attention, asked)
         return model
     return _from_config(copy.deepcopy(as_config(model_or_config)), dtype, attention)
 
@@ -88,6 +89,7 @@ def as_run_model(model_or_config: Any, *, dtype: str | None, attention: Attentio
         config = copy.deepcopy(as_config(model_or_config))
         config.dtype = dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
         model = _from_config(config, dtype, "eager" if attention == "eager" else "sdpa")
+        check_attention(model, attention)
     if lora is None or lora is False:
         return model
     from dynagroup.memory.trace.adapters import with_adapters
@@ -115,25 +117,45 @@ def _from_config(
     auto = _auto_class(config)
     with torch.device(device):
         try:
-            return auto.from_config(config, **options)
-        except ValueError:
-            if options.pop("attn_implementation", None) != "sdpa":
-                raise
-            return auto.from_config(config, attn_implementation="eager", **options)  # the model has no fused attention
+            try:
+                return auto.from_config(config, **options)
+            except ValueError:
+                if options.pop("attn_implementation", None) != "sdpa":
+                    raise
+                return auto.from_config(config, attn_implementation="eager", **options)  # it has no fused attention
+        except Exception as error:  # whatever the model's own code raises
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            raise ConfigError(
+                f"no model can be built from this {type(config).__name__} ({reason}); correct it, or pass a model"
+            ) from error
+
+
+def check_attention(model: torch.nn.Module, asked: str | None) -> None:
+    """Raises ConfigError where a model cannot attend as it was asked to."""
+    if asked in ("sdpa", "flash") and hasattr(model, "set_attn_implementation"):
+        _attend(model, "sdpa", asked)
+
+
+def _attend(model: Any, attention: str, asked: str | None = None) -> None:
+    try:
+        model.set_attn_implementation(attention)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"`attention` is {asked or attention!r}, but {type(model).__name__} has no fused attention and runs 'eager'; "
+            "leave it out"
+        ) from error
 
 
 def is_encoder(config: Any) -> bool:
     """Whether every token sees all others, and nothing is decoded (BERT and its kin)."""
-    import transformers as hf
-
+    hf = needed("transformers", "reading a model's sizes", "hf")
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     return type(config) in hf.MODEL_FOR_MASKED_LM_MAPPING and not decodes
 
 
 def _auto_class(config: Any) -> Any:
     """The Auto class that trains or generates with this kind of model."""
-    import transformers as hf
-
+    hf = needed("transformers", "reading a model's sizes", "hf")
     kind = type(config)
     order = [hf.AutoModelForSpeechSeq2Seq, hf.AutoModelForSeq2SeqLM, hf.AutoModelForImageTextToText]
     if not getattr(config, "is_encoder_decoder", False):

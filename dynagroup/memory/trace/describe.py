@@ -7,7 +7,7 @@ from typing import Any
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import ELEMENT_BYTES
-from dynagroup.memory.trace.build import as_config, as_meta_model, is_encoder, is_model
+from dynagroup.memory.trace.build import as_config, as_meta_model, check_attention, is_encoder, is_model
 
 __all__ = ["describe"]
 
@@ -81,11 +81,8 @@ def run(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) 
         state = 2.0 * ELEMENT_BYTES[dtype]
     stated = getattr(model.config, "_attn_implementation", None)  # what the model runs, not what was asked for
     attention = stated if stated in ("eager", "sdpa") else "flash" if stated and "flash" in stated else "sdpa"
-    asked = known.get("attention")
-    if asked in ("sdpa", "flash") and attention == "eager" and not is_model(model_or_config):
-        raise ConfigError(
-            f"`attention` is {asked!r}, but {type(model).__name__} has no fused attention and runs 'eager'; leave it out"
-        )
+    if known.get("attention") != attention:
+        check_attention(as_meta_model(model) if is_model(model_or_config) else model, known.get("attention"))
     return {
         "num_parameters": total,
         "trainable_share": sum(n for n, trains in sizes.values() if trains) / max(total, 1) if mode == "train" else 0.0,

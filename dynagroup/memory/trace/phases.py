@@ -8,6 +8,7 @@ raises everything between its own forward and the end of its backward by what it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dynagroup.memory.run import MONOMIALS, Phases, Run, monomials
+from dynagroup.memory.run import MONOMIALS, Phases, Run, max_affine, monomials
 from dynagroup.memory.trace.build import ALIKE_LAYERS as TRACED_LAYERS
 from dynagroup.memory.trace.build import as_meta_model, stacks
 from dynagroup.memory.trace.program import MakeInputs, as_gathered, prepare, trace
@@ -43,7 +44,8 @@ def trace_phases(
     """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
 
     Memory is the largest of the phases. Where attention slides, the program and its cache are others for lengths beyond the
-    window: then there are two sets of them.
+    window: then there are two sets of them. Where the program itself depends on the shape, as one does that loops over
+    tokens, phases are fitted to a few simulations, and a warning says so.
 
     Args:
         model_or_config: a model, a transformers config, or its name.
@@ -54,7 +56,10 @@ def trace_phases(
         ValueError: the program depends on more than the shape, or the model has too few positions to tell.
     """
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
-        padded = _phases(model_or_config, workload, inputs, aligned=False)
+        try:
+            padded = _phases(model_or_config, workload, inputs, aligned=False)
+        except ValueError as error:  # no polynomials at all
+            return _simulated(model_or_config, workload, inputs, error)
         if workload.attention != "sdpa" or workload.layout == "packed" or not aligned:
             return padded
         spared = _phases(model_or_config, workload, inputs, aligned=True)
@@ -78,6 +83,77 @@ def _phases(model_or_config: Any, workload: Run, inputs: MakeInputs | None, alig
     return Phases(_rows(run(_probes(config, two_streams, until))), until, after)
 
 
+# Where a program loops over tokens or over chunks of them, its allocations cannot be told apart by their place. Then whole
+# peaks are fitted: at each short length two numbers of samples give every allocation as a line in n (the program is the
+# same), hence the peak of any n; at the long ones there is one peak. Lengths are one beyond multiples of usual chunks, where
+# rounding up costs most. The closest phases are raised by one factor until none of these peaks lies above them.
+SHORT, LONG, LONG_SAMPLES = (1, 17, 65), (257, 1025, 4097), 2
+LOOPS = 4  # a program so many times as long as that of one token loops over tokens: a minute for a thousand of them
+SAMPLES = (1, 2, 4, 16, 64, 256)
+FITS = 0.25  # how far off the closest phases may be at most before they are raised
+
+
+def _simulated(model_or_config: Any, workload: Run, inputs: MakeInputs | None, error: ValueError) -> Phases:
+    if (workload.encoder_decoder and workload.mode != "generate") or workload.layout == "packed":
+        raise error
+    whole = as_gathered(prepare(as_meta_model(model_or_config, workload), workload, False), workload)
+    positions = _positions(getattr(whole, "config", None)) or LONG[-1]
+    run = _shallow(model_or_config, whole, workload, inputs)
+    rows = [row for length in SHORT if length <= positions for row in _peaks_of(run, length)]
+    one_token = run((1, 1, 0))
+    for length in LONG:
+        if length <= positions:
+            line = run((LONG_SAMPLES, length, 0))
+            rows.append((LONG_SAMPLES, length, float(line.max())))
+            if len(line) > LOOPS * len(one_token):
+                break
+    n, length, size = np.array(rows).T
+    columns = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
+    known = monomials(n, length, np.zeros_like(n))[:, columns]
+    found, off = max_affine(known, size)
+    if off > FITS:
+        raise error
+    warnings.warn(
+        f"the memory of this model is fitted to simulations of up to {int(length.max())} tokens, because {error}; beyond that "
+        "it is a guess",
+        stacklevel=5,
+    )
+    phases = np.zeros((len(found), len(MONOMIALS)))
+    phases[:, columns] = found * (size / (known @ found.T).max(axis=1)).max()
+    return Phases(_rows(phases))
+
+
+def _shallow(model_or_config: Any, whole: torch.nn.Module, workload: Run, inputs: MakeInputs | None) -> Any:
+    """Bytes alive after each allocation of a shape, from three layers where these say what the whole model does."""
+    depth = {index: len(stack) for index, stack in enumerate(stacks(whole))}
+
+    def all_layers(probe: Probe) -> np.ndarray:
+        return np.array(_run(whole, workload, probe, inputs, False, False).timeline, dtype=np.float64)
+
+    if max(depth.values(), default=0) <= TRACED_LAYERS + 1:
+        return all_layers
+    shallow = _cut(model_or_config, workload, aligned=False)
+
+    def three_layers(probe: Probe) -> np.ndarray:
+        deepen = Deepen(shallow, depth, workload)
+        return deepen.raised(_run(shallow, workload, probe, inputs, False, False, watch=deepen))
+
+    probe = (2, 17, 0)
+    try:
+        alike = abs(three_layers(probe).max() / all_layers(probe).max() - 1) < ALIKE
+    except (ValueError, KeyError):
+        alike = False
+    return three_layers if alike else all_layers
+
+
+def _peaks_of(run: Any, length: int) -> list[tuple[int, int, float]]:
+    """(samples, length, peak) of any number of samples: each allocation is a line through those of one and of two."""
+    one, two = run((1, length, 0)), run((2, length, 0))
+    if len(one) != len(two):
+        return [(1, length, float(one.max())), (2, length, float(two.max()))]
+    return [(n, length, float((one + (n - 1) * (two - one)).max())) for n in SAMPLES]
+
+
 def _rows(phases: np.ndarray) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(map(float, row)) for row in phases)
 
@@ -93,13 +169,11 @@ def _traced(
     whole = as_gathered(prepare(as_meta_model(model_or_config, workload), workload, aligned), workload)
     depth = {index: len(stack) for index, stack in enumerate(stacks(whole))}
     if max(depth.values(), default=0) > TRACED_LAYERS + 1:
-        shallow = as_meta_model(model_or_config, workload)
-        for stack in stacks(shallow):
-            del stack[TRACED_LAYERS:]
+        shallow = _cut(model_or_config, workload, aligned)
         n, length, target = probes[-1]
         try:
             phases = fit_phases(
-                as_gathered(prepare(shallow, workload, aligned), workload),
+                shallow,
                 workload,
                 probes,
                 two_streams,
@@ -115,6 +189,14 @@ def _traced(
         except (ValueError, KeyError):
             pass  # the layers are not alike
     return fit_phases(whole, workload, probes, two_streams, inputs=inputs, aligned=aligned)
+
+
+def _cut(model_or_config: Any, workload: Run, aligned: bool) -> torch.nn.Module:
+    """The prepared model with three layers in each stack."""
+    shallow = as_meta_model(model_or_config, workload)
+    for stack in stacks(shallow):
+        del stack[TRACED_LAYERS:]
+    return as_gathered(prepare(shallow, workload, aligned), workload)
 
 
 def _run(
@@ -135,7 +217,7 @@ def _probes(config: Any, two_streams: bool, within: int = PROBED) -> list[Probe]
     """Shapes that tell the monomials apart, within the model's positions. Multiples of 16: kernels pad masks to that."""
     columns = len(MONOMIALS) if two_streams else _ONE_STREAM
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = min(getattr(text, "max_position_embeddings", None) or PROBED, PROBED, within)
+    most = min(_positions(config) or PROBED, PROBED, within)
     most_target = min(getattr(text, "max_target_positions", None) or most, most)
     scaled = [
         (n, max(16, most * length // PROBED // 16 * 16), max(16, most_target * target // PROBED // 16 * 16))
@@ -146,6 +228,11 @@ def _probes(config: Any, two_streams: bool, within: int = PROBED) -> list[Probe]
         if np.linalg.matrix_rank(known / known.max(0)) == columns:
             return scaled[:count]
     raise ValueError(f"{min(most, most_target)} positions are too few to tell how memory grows with the length")
+
+
+def _positions(config: Any) -> int | None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
 
 
 def _sliding_window(config: Any) -> int | None:
