@@ -14,6 +14,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.tokenizer import BegunOnce, as_texts, check_text, limit_of
+from dynagroup.update.dataloader import checked_kwargs
 
 if TYPE_CHECKING:
     import torch
@@ -132,4 +133,4 @@ def _sort_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         if name not in of_sampler and name not in of_loader:
             raise ConfigError(f"`{name}` is an option neither of LengthAwareBatchSampler nor of DataLoader")
     sampler_options = {name: value for name, value in options.items() if name in of_sampler}
-    return sampler_options, {name: value for name, value in options.items() if name not in of_sampler}
+    return sampler_options, checked_kwargs({name: value for name, value in options.items() if name not in of_sampler})

@@ -14,11 +14,12 @@ from dynagroup.online.align import Uneven
 from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS
+from dynagroup.update.dataloader import checked_kwargs
 from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
 from dynagroup.update.weigh import Weigh
 from dynagroup.validation import check_choice, check_flag, check_int
 
-__all__ = ["OnlineConfig", "as_hint", "check_budget", "check_sources", "checked_kwargs"]
+__all__ = ["OnlineConfig", "as_hint", "check_budget", "check_sources", "worker_kwargs"]
 
 WINDOW_BYTES = 1 << 28
 OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "dataset")
@@ -75,11 +76,12 @@ class OnlineConfig:
             raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
 
 
-def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes on to torch's ``DataLoader``, checked."""
     for name in OURS:
         if name in kwargs:
             raise ConfigError(f"`{name}` is not an argument of OnlineDataLoader: the budget decides what a batch is")
-    checked = dict(kwargs)
+    checked = checked_kwargs(kwargs)
     if checked.get("num_workers", 0) > 0:
         checked.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
     return checked

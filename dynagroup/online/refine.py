@@ -5,9 +5,11 @@ No collectives happen here. What comes back is typed: nothing is added to the us
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,9 +24,9 @@ from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
 from dynagroup.tokenizer import LONGEST
-from dynagroup.update.notice import width_of
+from dynagroup.update.notice import total_of, width_of
 from dynagroup.update.weigh import Weigh, weigher
-from dynagroup.validation import check_choice, check_function
+from dynagroup.validation import check_choice, check_function, warn_user
 
 __all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]
 
@@ -97,6 +99,7 @@ class RefinementCollator:
     work: Work = field(default=DEFAULT_WORK, kw_only=True)
     objective: Objective = field(default="time", kw_only=True)
     _warned_wide: bool = field(default=False, init=False, repr=False)
+    _collates_to_measure: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.collate_fn is not None:
@@ -115,18 +118,41 @@ class RefinementCollator:
         request, samples = window.request, window.samples
         if not samples:
             return RefinedWindow(request.number, [], window.resume, window.worker)
-        lengths = self.measure(samples, request.indices)
-        batches, groups = self._divide(lengths, request)
-        refined = self._collate_all(batches, groups, lengths, request, samples)
+        try:
+            refined = self._refine(request, samples)
+        except _WiderThanMeasured as wider:
+            self._learn_to_collate(str(wider))
+            refined = self._refine(request, samples)
         if request.costs is not None:
             refined = _with_joined(refined, request.groups or ())
         return RefinedWindow(request.number, refined, window.resume, window.worker, window.spare)
 
+    def _refine(self, request: WindowRequest, samples: list[Any]) -> list[Refined]:
+        lengths = self.measure(samples, request.indices)
+        batches, groups = self._divide(lengths, request)
+        return self._collate_all(batches, groups, lengths, request, samples, learn=True)
+
+    def _learn_to_collate(self, told: str) -> None:
+        """From now on a sample's length is what the collate function makes of it alone."""
+        self._collates_to_measure = True
+        warn_user(
+            f"{told}: `collate_fn` changes lengths, so every sample is collated by itself to be measured, which takes about "
+            "as long again; to save that, pass `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
+        )
+
+    def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:
+        """What measures samples like this one, and its name."""
+        if self.length_of is not None:
+            return "length_of", self.length_of
+        if self.collate_fn is None or (not self._collates_to_measure and _has_ids(sample)):
+            return "length_of", measure_sample
+        return "collate_fn", partial(_collated_length, self.collate_fn)
+
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """True lengths of these samples: stream -> int32 (N,)."""
-        length_of = self.length_of or measure_sample
+        name, length_of = self._measure_by(samples[0])
         measured = [
-            _asked("length_of", length_of, sample, of=f"sample {index}")
+            _asked(name, length_of, sample, of=f"sample {index}")
             for sample, index in zip(samples, indices, strict=True)
         ]
         if isinstance(measured[0], Mapping):
@@ -192,7 +218,14 @@ class RefinementCollator:
         return bool(self.budget.fits(BatchShape.of_samples({n: v[members] for n, v in lengths.items()}))[0])
 
     def _collate_all(
-        self, batches: Batches, groups: list[int], lengths: Streams, request: WindowRequest, samples: list[Any]
+        self,
+        batches: Batches,
+        groups: list[int],
+        lengths: Streams,
+        request: WindowRequest,
+        samples: list[Any],
+        *,
+        learn: bool = False,
     ) -> list[Refined]:
         shapes = shapes_of(batches, lengths)
         fits = self.budget.fits(shapes).tolist()
@@ -207,11 +240,11 @@ class RefinementCollator:
             chosen = [samples[p] for p in places]
             indices = [request.indices[p] for p in places]
             measured = {name: values[members] for name, values in lengths.items()}
-            batch = self._run_collate(chosen, indices)
+            batch = _run_collate(self.collate_fn, chosen, indices)
             if not fits[number]:
-                self._check_alone(indices, measured)
+                _check_alone(indices, measured, self.oversize)
             else:
-                self._check_width(batch, indices, measured)
+                self._check_width(batch, indices, measured, learn=learn)
             made.append(
                 Refined(
                     batch=batch,
@@ -230,49 +263,75 @@ class RefinementCollator:
             )
         return made
 
-    def _run_collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
-        collate = self.collate_fn
-        if collate is None:
-            from torch.utils.data import default_collate as collate
-        return _asked("collate_fn", collate, samples, of=_batch_of(indices))
-
-    def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
-        if len(indices) > 1:
-            raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
-        if self.oversize == "error":
-            raise BudgetError(
-                f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; "
-                "truncate it, filter it out, raise the budget, or pass oversize='alone'"
-            )
-
-    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams) -> None:
-        """A padded batch is as wide as its longest sample in every stream that it shows, or lengths were measured wrong."""
-        if self.budget.layout == "packed":
-            return
-        widths = {name: width_of(batch, len(indices), name) for name in padded_streams(self.budget, lengths)}
+    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, *, learn: bool) -> None:
+        """A batch is as wide as its longest sample in every stream that it shows (packed: as long as all of them), or lengths
+        were measured wrong."""
+        packed, shape = self.budget.layout == "packed", BatchShape.of_samples(lengths)
+        measured = {
+            name: (shape.total if packed else shape.longest)[name] for name in padded_streams(self.budget, lengths)
+        }
+        shown = {n: total_of(batch, n) if packed else width_of(batch, len(indices), n) for n in measured}
         too_wide = {
-            name: np.array([width])
-            for name, width in widths.items()
-            if width is not None and width > round_up(lengths[name].max(), self.budget.pad_to_multiple_of)
+            name: np.array([tokens])
+            for name, tokens in shown.items()
+            if tokens is not None and tokens > round_up(measured[name][0], self.budget.pad_to_multiple_of)
         }
         if not too_wide:
             return
-        shape = BatchShape.of_samples(lengths)
-        wide = BatchShape(shape.num_samples, {**shape.longest, **too_wide}, shape.total)
-        said_wide = " and ".join(f"{widths[name]} {said(name)}" for name in too_wide)
-        measured = " and ".join(str(shape.longest[name][0]) for name in too_wide)
-        told = (
-            f"collate_fn made a batch {said_wide} wide of dataset indices {shorten(indices)}, whose longest sample "
-            f"measures {measured}"
+        came = " and ".join(f"{shown[name]} {said(name)}" for name in too_wide)
+        least = " and ".join(str(measured[name][0]) for name in too_wide)
+        form, whose = ("long", "which measure") if packed else ("wide", "whose longest sample measures")
+        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {least}"
+        if learn and self.length_of is None and not self._collates_to_measure:
+            raise _WiderThanMeasured(told)
+        longest, total = (
+            (shape.longest, {**shape.total, **too_wide}) if packed else ({**shape.longest, **too_wide}, shape.total)
         )
-        if not self.budget.fits(wide)[0]:
+        if not self.budget.fits(BatchShape(shape.num_samples, longest, total))[0]:
             raise BudgetError(
                 f"{told}: the batch does not fit; correct `length_of`, or give the budget the collate function's "
                 "`pad_to_multiple_of`"
             )
         if not self._warned_wide:
             self._warned_wide = True
-            warnings.warn(f"{told}; correct `length_of`, or give the budget `pad_to_multiple_of`", stacklevel=2)
+            warn_user(f"{told}; correct `length_of`, or give the budget `pad_to_multiple_of`")
+
+
+def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:
+    """Tokens of the batch that the collate function makes of a copy of this sample."""
+    try:
+        sample = copy.deepcopy(sample)
+    except Exception:  # noqa: BLE001 - what cannot be copied is shared
+        pass
+    tokens = total_of(collate_fn([sample]), TOKENS)
+    return measure_sample(sample) if tokens is None else tokens
+
+
+class _WiderThanMeasured(Exception):
+    """A batch shows that the collate function changes lengths, which are measured before it."""
+
+
+def _check_alone(indices: Sequence[int], lengths: Streams, oversize: Oversize) -> None:
+    if len(indices) > 1:
+        raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
+    if oversize == "error":
+        raise BudgetError(
+            f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; "
+            "truncate it, filter it out, raise the budget, or pass oversize='alone'"
+        )
+
+
+def _run_collate(collate: Callable[[list[Any]], Any] | None, samples: list[Any], indices: Sequence[int]) -> Any:
+    if collate is None:
+        from torch.utils.data import default_collate as collate
+    return _asked("collate_fn", collate, samples, of=_batch_of(indices))
+
+
+def _has_ids(sample: Any) -> bool:
+    try:
+        return sample["input_ids"] is not None
+    except (TypeError, KeyError, IndexError):
+        return False
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: str) -> Any:

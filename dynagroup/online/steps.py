@@ -12,7 +12,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described
-from dynagroup.online.config import OnlineConfig, as_hint, check_budget, check_sources, checked_kwargs
+from dynagroup.online.config import OnlineConfig, as_hint, check_budget, check_sources, worker_kwargs
 from dynagroup.online.datasets import is_stream
 from dynagroup.online.epoch import EpochRun, Known
 from dynagroup.online.exchange import Exchange
@@ -84,7 +84,7 @@ class Parts:
         Raises:
             ConfigError: two of them exclude each other.
         """
-        stream, kwargs = is_stream(dataset), checked_kwargs(dataloader_kwargs)
+        stream, kwargs = is_stream(dataset), worker_kwargs(dataloader_kwargs)
         check_sources(
             streams=stream,
             per_update=config.samples_per_update is not None,

@@ -16,7 +16,7 @@ from dynagroup.online.datasets import IndexedDataset, StreamDataset
 from dynagroup.online.records import Planned, Queued, RefinedWindow, WindowRequest
 from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import Order
-from dynagroup.update.feed import ENDED_EARLY, answers_of
+from dynagroup.update.dataloader import ENDED_EARLY, answers_of
 from dynagroup.validation import warn_user
 
 __all__ = ["RequestQueue", "Windows", "Workers", "split_queued"]

@@ -62,7 +62,7 @@ class Notes:
             warn_user(
                 f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
                 "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
-                "processed, or use OnlineDataLoader, which measures after processing (said once)"
+                "processed and collated, or use OnlineDataLoader, which measures them so by itself (said once)"
             )
 
 

@@ -13,15 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dynagroup.errors import ConfigError
+from dynagroup.update.dataloader import ENDED_EARLY, answers_of, checked_kwargs
 from dynagroup.update.plans import PlannedUpdate
-from dynagroup.validation import check_function
 
-__all__ = ["ENDED_EARLY", "PlannedFeed", "answers_of"]
+__all__ = ["PlannedFeed"]
 
-ENDED_EARLY = (
-    "the dataset, `collate_fn` or `weigh` raised StopIteration, which a DataLoader takes for its end, while samples of the "
-    "epoch were left: look there for a next() of what has ended"
-)
 TAKEN = ("batch_size", "batch_sampler", "generator")
 
 
@@ -74,23 +70,6 @@ class _Requests:
                 yield _seeded_indices(indices, int(np.random.SeedSequence(key).generate_state(1)[0]))
 
 
-def answers_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What a DataLoader's workers answer. One that dies while it hands over a batch is a bare EOFError or a lost connection
-    in torch; here it is told like one that dies between batches.
-
-    Raises:
-        RuntimeError: a worker died.
-    """
-    try:
-        yield from loader
-    except (EOFError, ConnectionError) as error:
-        if not getattr(loader, "num_workers", 1) or "in DataLoader worker process" in str(error):  # the dataset's own
-            raise
-        raise RuntimeError(
-            "a DataLoader worker died while it handed over a batch: it was killed, or the machine ran out of memory"
-        ) from error
-
-
 class PlannedFeed:
     """Loads planned updates, one after another, with the user's workers and collate function.
 
@@ -108,8 +87,6 @@ class PlannedFeed:
             raise ConfigError(f"{taken} are decided by PlannedDataLoader: pass `budget`, `sampler` and `seed` instead")
         if kwargs.get("in_order") is False:
             raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
-        if kwargs.get("collate_fn") is not None:
-            check_function("collate_fn", kwargs["collate_fn"], "from samples to a batch")
         self._requests = _Requests(seed)
         # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
         self._generator = torch.Generator()
@@ -117,7 +94,7 @@ class PlannedFeed:
             _SeededDataset(dataset),
             batch_sampler=self._requests,  # type: ignore[arg-type]
             generator=self._generator,
-            **kwargs,
+            **checked_kwargs(kwargs),
         )
 
     @property

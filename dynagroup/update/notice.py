@@ -12,7 +12,7 @@ from dynagroup.shapes import TOKENS, said
 from dynagroup.update.stats import LoaderStats
 from dynagroup.validation import warn_user
 
-__all__ = ["PaddingNotice", "Planned", "unplanned", "width_of"]
+__all__ = ["PaddingNotice", "Planned", "total_of", "unplanned", "width_of"]
 
 SHOWN_IN = {"source": "input_ids", "target": "labels"}  # where collators of transformers put these streams
 
@@ -73,7 +73,7 @@ def unplanned(batch: Any, *, samples: int, planned: Mapping[str, Planned], budge
     """
     packed = budget.layout == "packed"
     for stream, (longest, total) in planned.items():
-        shown = _sum_of(batch, stream) if packed else width_of(batch, samples, stream)
+        shown = total_of(batch, stream) if packed else width_of(batch, samples, stream)
         least = total if packed else longest
         if shown is None or least <= shown <= budget.padded_to(least):
             continue
@@ -92,7 +92,7 @@ def width_of(batch: Any, num_samples: int, stream: str) -> int | None:
     return None
 
 
-def _sum_of(batch: Any, stream: str) -> int | None:
+def total_of(batch: Any, stream: str) -> int | None:
     """Tokens of a stream that a packed batch has."""
     for shape in _shapes_shown(batch, stream):
         if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):

@@ -173,11 +173,21 @@ def check_rows(by_rank):
             assert len({weight.total for _, _, weight, *_ in row}) == 1, "ranks know different totals"
 
 
+def check_accumulation(by_rank, accumulation):
+    """Every update of an epoch has as many steps as were asked for; only the last may have fewer."""
+    for steps in by_rank[0].values():
+        ends = [number for number, (_, ends, *_) in enumerate(steps) if ends]
+        assert not steps or ends[-1] == len(steps) - 1
+        assert ends[:-1] == list(range(accumulation - 1, len(steps) - 1, accumulation)), "an update is short"
+
+
 def run(seed):
     """One attack: three legs, each saved anywhere in some epoch and resumed on other ranks; the last runs to the end."""
     attack = Attack(seed)
     whole = run_ranks(attack.sizes[0], lambda world: leg(attack, world, None, None, None)[0])
     check_rows(whole)
+    if "accumulation" in attack.options:
+        check_accumulation(whole, attack.options["accumulation"])
     attack.steps = min(len(steps) for steps in whole[0].values())
     came: dict[int, Counter[int]] = {}
     states, epoch, stops, taken = None, attack.random.randrange(EPOCHS), [], 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import BudgetError, ConfigError, TokenBudget
+from dynagroup import BudgetError, ConfigError, OnlineDataLoader, TokenBudget
 from dynagroup.online.align import quantile
 from dynagroup.online.config import OnlineConfig
 from dynagroup.online.exchange import Exchange
@@ -22,7 +22,7 @@ from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step, pin
 from dynagroup.update.weigh import Share, count_label_tokens, weigher
 
-from .helpers import collate, make_loader
+from .helpers import collate, collate_packed, make_loader
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -116,11 +116,70 @@ def test_a_collate_that_raises_names_the_samples():
         RefinementCollator(failing, TokenBudget(100))(samples(3, 4))
 
 
-def test_a_batch_wider_than_measured_is_refused_where_it_does_not_fit():
+def ids_of(sample):
+    return len(sample["input_ids"])
+
+
+def test_a_batch_wider_than_length_of_says_is_refused_where_it_does_not_fit():
     with pytest.raises(BudgetError, match="94 tokens wide.*measures 4"):
-        RefinementCollator(wide, TokenBudget(100))(samples(3, 4))
+        RefinementCollator(wide, TokenBudget(100), ids_of)(samples(3, 4))
     with pytest.warns(UserWarning, match="pad_to_multiple_of"):
-        RefinementCollator(slightly_wide, TokenBudget(100))(samples(3, 4))
+        RefinementCollator(slightly_wide, TokenBudget(100), ids_of)(samples(3, 4))
+    with pytest.raises(BudgetError, match="30 tokens long.*which measure 24"):
+        RefinementCollator(longer_packed, TokenBudget(24, layout="packed"), ids_of)(samples(8, 8, 8))
+
+
+def longer_packed(batch):
+    """Packs, with two tokens more in front of every sample."""
+    return collate_packed([{name: torch.cat([ids[:2], ids]) for name, ids in sample.items()} for sample in batch])
+
+
+def from_text(batch):
+    """Tokenizes in the collate function, takes the text out of the samples, and puts five tokens in front."""
+    return collate(samples(*(5 + len(sample.pop("text")) for sample in batch)))
+
+
+class Raw:
+    """Texts that nobody has tokenized."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return {"text": "x" * (1 + 7 * index % 30)}
+
+
+IDS = samples(*range(1, 61))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("data", "collate_fn", "layout"),
+    [(Raw(), from_text, "padded"), (IDS, wide, "padded"), (IDS, longer_packed, "packed")],
+    ids=["text", "wider", "packed"],
+)
+@pytest.mark.filterwarnings("ignore:collate_fn made a batch")
+def test_what_a_collate_function_adds_is_measured(data, collate_fn, layout, num_workers):
+    """Without `length_of` every batch fits as it comes, in every epoch, also where samples have no ids before."""
+    loader = OnlineDataLoader(
+        data, TokenBudget(600, layout=layout), collate_fn=collate_fn, window=16, num_workers=num_workers, shuffle=True
+    )
+    for _ in range(2):
+        steps = list(loader)
+        assert sorted(i for step in steps for i in step.indices) == list(range(60))
+        assert all(step.batch["input_ids"].numel() <= 600 for step in steps)
+    assert loader.stats.padded_tokens == loader.stats.real_tokens or layout == "padded"
+
+
+def test_samples_are_collated_by_themselves_only_where_that_changes_their_length():
+    asked = []
+
+    def counted(batch):
+        asked.append(len(batch))
+        return collate(batch)
+
+    steps = list(OnlineDataLoader(IDS, TokenBudget(600), collate_fn=counted, window=16))
+    assert sorted(asked) == sorted(len(step.indices) for step in steps), "each batch once, and nothing else"
 
 
 def test_oversize_samples_come_alone_or_are_refused():
