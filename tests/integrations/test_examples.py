@@ -27,7 +27,7 @@ def test_the_plain_loop_learns():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_plain.py", "train_fsdp2.py"])
 def test_two_ranks_learn_what_one_process_learns(script):
-    assert losses_of(f"scripts/{script}", 2) == pytest.approx(alone(), abs=2e-3)
+    assert losses_of(f"examples/{script}", 2) == pytest.approx(alone(), abs=2e-3)
 
 
 def test_images_fit_both_budgets_and_are_learned_from():
