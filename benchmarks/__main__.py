@@ -51,7 +51,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "rivals": ("train", "rivals", "train_rivals"),
         "trainer": ("trainer", "adapter", "trainer"),
         "quality": ("quality", "quality", "quality"),
-        "objective": ("objective", "objectives", "objective"),
+        "objective": ("train", "objective", "objective"),
     },
     "generate": {
         "wrapper": ("generate", "wrapper", "oom_wrapper"),

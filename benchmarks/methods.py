@@ -18,7 +18,7 @@ import numpy as np
 from dynagroup import LengthAwareBatchSampler, ShapeLadder, TokenBudget
 from dynagroup.budget.base import Budget
 from dynagroup.budget.recompute import RecomputeBudget
-from dynagroup.plan.work import Work
+from dynagroup.plan.work import CPU_PER_STEP, Work
 
 __all__ = ["METHODS", "RECOMPUTE", "Job", "Method", "updates_of"]
 
@@ -274,6 +274,7 @@ METHODS: dict[str, Method] = {
     "lhotse DynamicBucketingSampler": Method(_lhotse, same_updates=False, needs="lhotse"),
     "dynagroup": Method(_planned()),
     "dynagroup, default work": Method(_planned(work=Work())),
+    "dynagroup, a CPU's work": Method(_planned(work=Work(per_step=CPU_PER_STEP))),
     "dynagroup, fewest batches": Method(_planned(objective="fewest")),
     "dynagroup, free updates": Method(_free, same_updates=False),
     "dynagroup, packed": Method(_planned("packed"), packed=True),

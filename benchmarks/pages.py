@@ -409,9 +409,10 @@ def quality_summary() -> str:
 
 def objective() -> Table:
     ways = {"fewest batches": "fewest", "least time": "time", "least time, a step costs 128": "time, a step costs 128"}
-    cell = "{WAY[samples_per_s]:.0f} ({WAY[padding]:.0%}, {WAY[steps]})"
+    cell = "{WAY[samples_per_s][median]:.0f} ({WAY[padding]:.0%}, {WAY[batches_per_update]:.1f})"
     cells = {head: cell.replace("WAY", way) for head, way in ways.items()}
-    return table(rows_of(figures("objective")), {"samples/s (padding, steps)": "{key}", **cells})
+    rows = [{"key": name, **found["methods"]} for name, found in figures("objective").items()]
+    return table(rows, {"samples/s (padding, batches an update)": "{key}", **cells})
 
 
 # Running out of memory, inference, faults
