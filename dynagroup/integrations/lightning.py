@@ -6,7 +6,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning.pytorch.callbacks import Callback
+try:
+    from lightning.pytorch.callbacks import Callback
+except ModuleNotFoundError as error:
+    missing = f"dynagroup.integrations.lightning needs {error.name}: pip install 'dynagroup[lightning]'"
+    raise ModuleNotFoundError(missing, name=error.name) from error
 
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError

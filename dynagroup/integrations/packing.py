@@ -11,15 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from dynagroup.errors import ConfigError
+from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.inference import evaluating
 
 __all__ = ["check_packed_training", "check_packing", "mask_bytes", "packing_collator"]
 
-LINEAR = (
-    "flash_attention",
-    "flex_attention",
-    "dynagroup_varlen",
-)  # keep samples apart without a mask of tokens times tokens
+LINEAR = ("flash_attention", "flex_attention", NAME)  # keep samples apart without a mask of tokens times tokens
 MOST_MASK_BYTES = 2**30
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
@@ -49,7 +46,8 @@ def packing_collator(model: Any, *, max_tokens: int | None = None, **options: An
 
 
 def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = None) -> None:
-    """Run two short samples packed and one by one: the model must answer alike. Two forward passes of eight tokens.
+    """Run two short samples packed and one by one: the model must answer alike. Two forward passes of eight tokens; one more
+    compares ``use_varlen_attention`` with the model's own attention, since under it both might be wrong alike.
 
     Args:
         model: a transformers model; in what mode it is stays as it is.
@@ -58,7 +56,8 @@ def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = N
 
     Raises:
         ConfigError: answers differ (no attention that keeps samples apart, a cache, positions that start elsewhere), or
-            attention would build a mask of more than 1 GiB for a batch of ``max_tokens``.
+            attention leaves out what the model adds to it, or would build a mask of more than 1 GiB for a batch of
+            ``max_tokens``.
     """
     import torch
 
@@ -69,6 +68,8 @@ def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = N
             f"tokens would take {need / 1e9:.1f} GB for it; load the model with attn_implementation='flash_attention_2', or call "
             "dynagroup.integrations.varlen.use_varlen_attention(model)"
         )
+    if _attention(model) == NAME:  # it may have been set by its name
+        check_own_attention(model)
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
     if tuple(batch["input_ids"].shape) != (1, sum(SIZES)):
         raise ConfigError(

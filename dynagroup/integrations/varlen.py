@@ -7,59 +7,202 @@ transformers keeps packed samples apart with FlashAttention where that is instal
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from functools import cache
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynagroup.errors import ConfigError
+from dynagroup.oom.inference import evaluating
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NAME", "use_varlen_attention"]
+__all__ = ["NAME", "check_own_attention", "use_varlen_attention"]
 
-NAME = "dynagroup_varlen"
+NAME, PROBE = "dynagroup_varlen", "dynagroup_probe"
+NO_MATTER = {
+    *("position_ids", "position_embeddings", "cache_position", "seq_idx", "cu_seq_lens_k", "max_length_k"),
+    *(
+        "num_items_in_batch",
+        "use_cache",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+    ),
+}
+"""What models hand to their attention, and attention has no use for."""
+PROBE_TOKENS, NEAR = 13, 4
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+INSTEAD = "use attn_implementation='flash_attention_2' where the model has it, or the padded layout"
 
 
 def use_varlen_attention(model: Any) -> Any:
     """Set a transformers model's attention to the packed kind; returns the model.
 
     Its batches must be packed by ``transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)``: one row, with
-    ``position_ids``, ``cu_seq_lens_q`` and the like, and no ``attention_mask``.
+    ``position_ids``, ``cu_seq_lens_q`` and the like, and no ``attention_mask``. Parts of the model that do not read
+    tokens (a vision tower) keep their attention.
 
     Raises:
-        ConfigError: the model cannot be given an attention implementation; later, at its first batch: it has a padding mask,
-            wants dropout in attention where the kernel has none, or does not hand the borders on.
+        ConfigError: the model has no choice of attention, or :func:`check_own_attention` refuses it; later, at a batch: it has
+            a mask, images whose tokens look ahead, dropout where the kernel has none, or does not hand the borders on.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> small = LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
+    >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
     >>> use_varlen_attention(LlamaForCausalLM(small)).config._attn_implementation
     'dynagroup_varlen'
+    """
+    asked = check_own_attention(model)
+    kept = [(part.config, part.config._attn_implementation) for part in _parts(model) if not asked & {*part.modules()}]
+    model.set_attn_implementation(NAME)
+    for config, attention in kept:
+        config._attn_implementation = attention
+    return model
+
+
+# What: one forward pass of a few tokens, in which each layer's attention is computed twice from the same queries, keys and
+#   values: by the model's own function (the "eager" one of its file, with the masks that it makes), and by ours.
+# Why right: these are random and large instead of the layer's, so that what weights as they are do not show (a soft cap over
+#   small scores, a sink of zero) does; windows and chunks are shortened so that a few tokens are longer than they are.
+# Cost: that pass, on the model's device. The model is afterwards as it was.
+def check_own_attention(model: Any) -> set[Any]:
+    """Compare packed attention with the model's own, layer by layer; returns the modules that attend.
+
+    Raises:
+        ConfigError: the two differ (soft caps, sinks, chunks, biases, ...), or cannot be compared.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
             f"`model` must be a transformers model with a choice of attention, but is {type(model).__name__}; "
             "use the padded layout for it"
         )
-    _register()
-    model.set_attn_implementation(NAME)
-    return model
+    name, asked = type(model).__name__, set()
+    if next(model.parameters()).is_meta:
+        raise ConfigError(f"{name} has no weights yet, so its attention cannot be compared; load them first")
+    _register(partial(_attend_both, asked))
+    try:
+        with _shortened(model), evaluating(model):
+            model.set_attn_implementation(PROBE)
+            _run_probe(model)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"packed attention could not be compared with {name}'s own on {PROBE_TOKENS} tokens "
+            f"({type(error).__name__}: {error}); {INSTEAD}"
+        ) from error
+    if not asked:
+        raise ConfigError(f"{name} does not let its attention be chosen by transformers' AttentionInterface; {INSTEAD}")
+    return asked
 
 
-@cache
-def _register() -> None:
+def _register(probe: Callable[..., Any]) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionInterface.register(PROBE, probe)
+    AttentionMaskInterface.register(PROBE, eager_mask)
 
 
-def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+def _run_probe(model: Any) -> None:
+    import torch
+
+    ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
+    with torch.no_grad():
+        model(input_ids=ids[None])
+
+
+def _parts(model: Any) -> list[Any]:
+    return [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+
+
+@contextlib.contextmanager
+def _shortened(model: Any) -> Iterator[None]:
+    """Windows and chunks of a few tokens, and no cache; afterwards all settings are what they were."""
+    configs = {id(c): c for part in model.modules() if hasattr(c := getattr(part, "config", None), "to_dict")}.values()
+    windowed = [part for part in model.modules() if _number(vars(part).get("sliding_window"))]
+    before = [(vars(owner), dict(vars(owner))) for owner in (*configs, *windowed)]
+    sizes = {size for config in configs for name in WINDOWS if (size := _number(getattr(config, name, None)))}
+    for part in windowed:
+        more = min((part.sliding_window - size for size in sizes), key=abs, default=0)  # some count the token itself
+        part.sliding_window = min(part.sliding_window, NEAR + more)
+    for config in configs:
+        for name in WINDOWS:
+            if _number(getattr(config, name, None)) > NEAR:
+                setattr(config, name, NEAR)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    try:
+        yield
+    finally:
+        for settings, old in before:
+            settings.clear()
+            settings.update(old)
+
+
+def _number(value: Any) -> int:
+    """A size, or 0 for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _attend_both(
+    asked: set[Any],
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    import torch
+
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise ConfigError(f"{type(module).__name__} has no attention of its own to compare with; {INSTEAD}")
+    seed = torch.Generator().manual_seed(len(asked))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    drawn = [2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value)]
+    wanted = own(module, *drawn, attention_mask, **options)[0]
+    apart = float((_attend(module, *drawn, None, **options)[0] - wanted).abs().max() / wanted.abs().max())
+    if not apart < 1e-2 if wanted.is_cuda else not apart < 1e-4:
+        raise ConfigError(
+            f"{type(module).__name__} does more than packed attention does: the two are {apart:.1%} apart (it adds to the "
+            f"scores, or limits what a token sees by other than a window); {INSTEAD}"
+        )
+    asked.add(module)
+    return wanted.to(query.dtype), None
+
+
+def _no_mask(
+    batch_size: int,
+    q_length: int,
+    *args: Any,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> None:
+    import torch
+
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ConfigError(
             "packed attention was given a padded batch; collate with "
             "DataCollatorWithFlattening(return_flash_attn_kwargs=True), or use the padded layout"
         )
+    if mask_function is not None and q_length > 1:
+        places = torch.arange(q_length, device=device)
+        ahead = mask_function(torch.arange(batch_size, device=device)[:, None], 0, places[:-1], places[1:])
+        if bool(ahead.any()) and not bool(ahead.all()):
+            raise ConfigError(
+                "some tokens look ahead and others do not, as tokens of an image do: packed attention knows no such mask; "
+                "use the padded layout"
+            )
 
 
 def _attend(
@@ -67,7 +210,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -78,6 +221,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers' attention functions have it."""
+    _refuse_unknown(module, {**kwargs, "attention_mask": attention_mask})
     if query.shape[2] != key.shape[2]:
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
     if cu_seq_lens_q is None:
@@ -90,6 +234,17 @@ def _attend(
     else:
         out = one_by_one(q, k, v, cu_seq_lens_q, causal=causal, scale=scaling, window=sliding_window, dropout=dropout)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
+    unknown = [
+        name for name, value in options.items() if name not in NO_MATTER and value is not None and value is not False
+    ]
+    if unknown:
+        raise ConfigError(
+            f"{type(module).__name__} gives its attention {', '.join(f'`{name}`' for name in unknown)}, which packed attention "
+            f"does not understand; {INSTEAD}"
+        )
 
 
 def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:
@@ -123,7 +278,8 @@ def kernel(
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (window - 1 if window else -1, 0 if causal else -1)}
+    near = window - 1 if window else -1
+    options: dict[str, Any] = {"window_size": (near, 0 if causal else near)}
     if "window_size" not in known:  # torch 2.10
         if window is not None:
             raise ConfigError("sliding windows in packed attention need torch 2.11 or later")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+import torch
 
 pytest.importorskip("transformers")
-from transformers import Trainer  # noqa: E402
+from transformers import BartForConditionalGeneration, Trainer  # noqa: E402
 
+from dynagroup import TokenBudget  # noqa: E402
+from dynagroup.integrations.hf import DynagroupTrainer  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
+from tests import models  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import arguments, trained_on, trainer  # noqa: E402
 
@@ -65,3 +72,49 @@ def test_our_trainer_runs_every_sample_however_many_batches_that_takes(tmp_path,
     assert run.state.global_step == run.state.max_steps == 10
     for epoch in (0, 1):
         assert_conserves((seen[update] for update in range(5 * epoch, 5 * epoch + 5)), range(70))
+
+
+def bart():
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    return BartForConditionalGeneration(models.bart(layers=1, max_position_embeddings=128, **ids)).double()
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [(toys.seq2seq, "seq2seq"), (bart, "seq2seq"), (toys.classifier, "classifier")], ids=["T5", "BART", "BERT"]
+)  # fmt: skip
+def test_fact_means_of_accumulated_batches_are_summed_where_a_model_drops_num_items(model, kind, tmp_path):
+    """transformers#47688: the plain Trainer's loss and gradient are ``gradient_accumulation_steps`` times too large, so clipping
+    sets in that much earlier. Ours are those of the update in one batch."""
+
+    def first(fits, steps):
+        args = arguments(
+            tmp_path, max_steps=1, logging_steps=1, gradient_accumulation_steps=steps, per_device_train_batch_size=16 // steps,
+            train_sampling_strategy="sequential",
+        )  # fmt: skip
+        collate = toys.collate_seq2seq if kind == "seq2seq" else toys.collate
+        common = {"train_dataset": toys.samples(kind, 16), "data_collator": collate}
+        run = (
+            DynagroupTrainer(model(), args, dynagroup=TokenBudget(160), **common)
+            if fits
+            else Trainer(model(), args, **common)
+        )
+        assert run.model_accepts_loss_kwargs, "it takes the number of items, and drops it"
+        run.train()
+        return run.state.log_history[0]
+
+    whole, inflated, ours = first(False, 1), first(False, 4), first(True, 4)
+    for figure in ("loss", "grad_norm"):
+        assert ours[figure] == pytest.approx(whole[figure], rel=1e-6)
+    assert inflated["loss"] == pytest.approx(4 * whole["loss"], rel=0.1), "upstream has changed: the probe can go"
+    assert inflated["grad_norm"] > 2.5 * whole["grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"), [("hf", "transformers", "hf"), ("lightning", "lightning", "lightning")]
+)
+def test_a_missing_framework_is_named_with_the_extra_that_brings_it(module, package, extra):
+    code = f"import sys; sys.modules[{package!r}] = None; import dynagroup.integrations.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"dynagroup.integrations.{module} needs {package}" in done.stderr.splitlines()[-1]
+    assert f"pip install 'dynagroup[{extra}]'" in done.stderr.splitlines()[-1]

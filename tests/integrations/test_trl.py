@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
-from dynagroup.integrations.hf import dynagroup_trainer  # noqa: E402
-from tests.integrations import toys  # noqa: E402
+from dynagroup.integrations.hf import DynagroupTrainer, dynagroup_trainer  # noqa: E402
+from tests.integrations import jobs, toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -135,6 +135,15 @@ def test_trainers_that_need_their_own_batches_are_refused():
             with pytest.raises(ConfigError, match=f"TRL's {name} does not go with dynagroup"):
                 refuse_coupled(run)
     refuse_coupled(SimpleNamespace(loss_types=["aot"]))
+
+
+def test_what_other_trainers_note_is_left_alone(tmp_path, monkeypatch):
+    """``_metrics`` is TRL's own where the loss is TRL's; a Trainer of the user's may keep what it likes under that name."""
+    mine = type("Mine", (DynagroupTrainer,), {"_metrics": {"train": "mine"}})
+    monkeypatch.setattr(jobs, "DynagroupTrainer", mine)
+    run = trainer("causal", tmp_path, fits=True, max_steps=1)
+    run.train()
+    assert (type(run), run.state.global_step, run._metrics) == (mine, 1, {"train": "mine"})
 
 
 @pytest.mark.slow
