@@ -125,7 +125,9 @@ def _parts(model: Any) -> list[Any]:
 @contextlib.contextmanager
 def _shortened(model: Any) -> Iterator[None]:
     """Windows and chunks of a few tokens, and no cache; afterwards all settings are what they were."""
-    configs = {id(c): c for part in model.modules() if hasattr(c := getattr(part, "config", None), "to_dict")}.values()
+    configs: list[Any] = [
+        *{id(c): c for part in model.modules() if hasattr(c := getattr(part, "config", None), "to_dict")}.values()
+    ]
     windowed = [part for part in model.modules() if _number(vars(part).get("sliding_window"))]
     before = [(vars(owner), dict(vars(owner))) for owner in (*configs, *windowed)]
     sizes = {size for config in configs for name in WINDOWS if (size := _number(getattr(config, name, None)))}
@@ -136,7 +138,7 @@ def _shortened(model: Any) -> Iterator[None]:
         for name in WINDOWS:
             if _number(getattr(config, name, None)) > NEAR:
                 setattr(config, name, NEAR)
-        if getattr(config, "use_cache", False):
+        if hasattr(config, "use_cache"):
             config.use_cache = False
     try:
         yield
@@ -167,9 +169,9 @@ def _attend_both(
         raise ConfigError(f"{type(module).__name__} has no attention of its own to compare with; {INSTEAD}")
     seed = torch.Generator().manual_seed(len(asked))
     wide = torch.promote_types(query.dtype, torch.float32)
-    drawn = [2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value)]
-    wanted = own(module, *drawn, attention_mask, **options)[0]
-    apart = float((_attend(module, *drawn, None, **options)[0] - wanted).abs().max() / wanted.abs().max())
+    q, k, v = (2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value))
+    wanted = own(module, q, k, v, attention_mask, **options)[0]
+    apart = float((_attend(module, q, k, v, **options)[0] - wanted).abs().max() / wanted.abs().max())
     if not apart < 1e-2 if wanted.is_cuda else not apart < 1e-4:
         raise ConfigError(
             f"{type(module).__name__} does more than packed attention does: the two are {apart:.1%} apart (it adds to the "
