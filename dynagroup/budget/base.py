@@ -17,25 +17,27 @@ from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
-from dynagroup.validation import LARGEST
+from dynagroup.validation import check_int
 
 __all__ = [
     "AdditiveCap",
     "AllOf",
     "BoolArray",
     "Budget",
+    "FloatArray",
     "Layout",
     "UNLIMITED",
     "cost_of",
     "fits_of",
     "largest_of",
+    "padded_squares",
     "padded_streams",
     "padded_tokens",
-    "positive",
     "real_tokens",
 ]
 
 BoolArray: TypeAlias = NDArray[np.bool_]
+FloatArray: TypeAlias = NDArray[np.float64]
 
 UNLIMITED = np.iinfo(np.int64).max // 4
 
@@ -95,7 +97,7 @@ class Budget(Protocol):
         """
         return None
 
-    def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
+    def cost(self, shape: BatchShape, /) -> FloatArray:
         """What this budget limits, for each shape, apart from what every batch costs: float64 (K,). It never falls when a
         sample is added or lengthened. Padded tokens, unless a budget knows better."""
         return np.asarray(padded_tokens(shape, self), dtype=np.float64)
@@ -121,23 +123,24 @@ def padded_streams(budget: Budget, names: Iterable[str]) -> tuple[str, ...]:
 def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Tokens that a device multiplies for each shape: with padding, or without it in a packed layout; all padded streams
     added. int64 (K,)."""
-    if budget.layout == "packed":
-        return real_tokens(shape, budget)
-    streams = padded_streams(budget, shape.longest)
-    widths = [round_up(shape.longest[name], budget.pad_to_multiple_of) for name in streams]
-    return shape.num_samples * np.sum(widths, axis=0)
+    return real_tokens(shape, budget) if budget.layout == "packed" else shape.num_samples * sum(_widths(shape, budget))
 
 
 def padded_squares(shape: BatchShape, budget: Budget) -> IntArray:
     """Padded tokens of each shape, each times its sample's padded length, of all padded streams: what attention costs.
     int64 (K,)."""
-    widths = [round_up(shape.longest[n], budget.pad_to_multiple_of) for n in padded_streams(budget, shape.longest)]
-    return shape.num_samples * np.sum([width * width for width in widths], axis=0)
+    return shape.num_samples * sum(width * width for width in _widths(shape, budget))
 
 
 def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Tokens of each shape's samples, of all padded streams: int64 (K,)."""
     return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)
+
+
+def _widths(shape: BatchShape, budget: Budget) -> list[IntArray]:
+    """Padded length of each padded stream."""
+    names = padded_streams(budget, shape.longest)
+    return [round_up(shape.longest[name], budget.pad_to_multiple_of) for name in names]
 
 
 def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
@@ -146,28 +149,16 @@ def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
     Raises:
         ConfigError: it is no bool for each of the shapes, or is made by ``if``, ``and``, ``or`` or ``not`` of arrays.
     """
-    answers: Any = _asked(budget, "fits", shape)
-    if getattr(answers, "shape", None) != (len(shape),) or np.asarray(answers).dtype != np.bool_:
-        raise ConfigError(
-            f"{type(budget).__name__}.fits must answer for all shapes at once, a bool array of shape ({len(shape)},): the "
-            f"numbers of a shape are arrays, one entry a batch (combine them by & and |, not by if, and, or); it gave {answers!r}"
-        )
-    return answers
+    return _answer(budget, "fits", shape, (len(shape),), "b", "shapes at once, a bool array")
 
 
-def cost_of(budget: Budget, shape: BatchShape) -> NDArray[np.float64]:
+def cost_of(budget: Budget, shape: BatchShape) -> FloatArray:
     """What a budget, which may be of the user's own, says that these K shapes cost: float64 (K,).
 
     Raises:
         ConfigError: as :func:`fits_of`, for a number for each of the shapes.
     """
-    answers: Any = _asked(budget, "cost", shape)
-    if getattr(answers, "shape", None) != (len(shape),) or np.asarray(answers).dtype.kind not in "iuf":
-        raise ConfigError(
-            f"{type(budget).__name__}.cost must answer for all shapes at once, a float array of shape ({len(shape)},): the "
-            f"numbers of a shape are arrays, one entry a batch; it gave {answers!r}"
-        )
-    return answers
+    return _answer(budget, "cost", shape, (len(shape),), "iuf", "shapes at once, a float array")
 
 
 def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
@@ -176,37 +167,29 @@ def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
     Raises:
         ConfigError: as :func:`fits_of`, for an integer for each length.
     """
-    answers: Any = _asked(budget, "largest", longest)
-    if answers is not None and (
-        getattr(answers, "shape", None) != longest.shape or np.asarray(answers).dtype.kind not in "iu"
-    ):
-        raise ConfigError(
-            f"{type(budget).__name__}.largest must answer for all lengths at once, an int array of shape {longest.shape}, or "
-            f"None where samples and tokens do not say it all; it gave {answers!r}"
-        )
-    return answers
+    return _answer(budget, "largest", longest, longest.shape, "iu", "lengths at once (or None), an int array")
 
 
-def _asked(budget: Budget, method: str, about: Any) -> Any:
+def _answer(budget: Budget, method: str, about: Any, size: tuple[int, ...], kinds: str, wanted: str) -> Any:
+    asked = f"{type(budget).__name__}.{method}"
     try:
-        return getattr(budget, method)(about)
+        answer: Any = getattr(budget, method)(about)
     except ValueError as error:
         if "truth value of an array" not in str(error):
             raise
         raise ConfigError(
-            f"{type(budget).__name__}.{method} uses `if`, `and`, `or`, `not`, `min` or `max` on an array: it is asked about "
-            "many batches at once, and the numbers of a shape have one entry a batch. Choose by np.where(condition, a, b), "
-            "combine conditions by & and | (each in parentheses), compare by np.minimum and np.maximum"
+            f"{asked} uses `if`, `and`, `or`, `not`, `min` or `max` on an array: it is asked about many batches at once, and "
+            "the numbers of a shape have one entry a batch. Choose by np.where(condition, a, b), combine conditions by & and "
+            "| (each in parentheses), compare by np.minimum and np.maximum"
         ) from error
-
-
-def positive(name: str, value: float, kind: type = int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer) if kind is int else (int, float, np.number)):
-        raise ConfigError(f"`{name}` must be a positive {kind.__name__}, but is {value!r}")
-    if not value > 0 or math.isinf(value):
-        raise ConfigError(f"`{name}` must be greater than 0 and finite, but is {value!r}")
-    if kind is int and value > LARGEST:  # 64-bit arithmetic would overflow
-        raise ConfigError(f"`{name}` must be at most 2**62, but is {value!r}")
+    if answer is None and method == "largest":
+        return None
+    if getattr(answer, "shape", None) != size or np.asarray(answer).dtype.kind not in kinds:
+        raise ConfigError(
+            f"{asked} must answer for all {wanted} of shape {size}: the numbers of a shape are arrays, one entry a batch "
+            f"(combine them by & and |, not by if, and, or); it gave {answer!r}"
+        )
+    return answer
 
 
 @dataclass(frozen=True)
@@ -233,7 +216,7 @@ class AdditiveCap(Budget):
     def __post_init__(self) -> None:
         if not isinstance(self.stream, str) or not self.stream:
             raise ConfigError(f"`stream` must be the name of a length stream, but is {self.stream!r}")
-        positive("limit", self.limit)
+        check_int("limit", self.limit)
 
     def pads(self, stream: str, /) -> bool:
         return stream != self.stream
@@ -260,16 +243,23 @@ class AllOf(Budget):
                 raise ConfigError(
                     f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), but was given {budget!r}"
                 )
-        parts = tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,)))
-        layouts = {p.layout for p in parts if not isinstance(p, AdditiveCap)}
-        if len(layouts) > 1:
+        combined = cls(tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,))))
+        if len({p.layout for p in combined._others}) > 1:
             raise ConfigError("a batch is either padded or packed: budgets of both layouts cannot be combined with `&`")
-        return cls(parts)
+        return combined
+
+    @property
+    def _others(self) -> list[Budget]:
+        """The parts that are no mere caps."""
+        return [p for p in self.parts if not isinstance(p, AdditiveCap)]
+
+    @property
+    def _end_to_end(self) -> frozenset[str]:
+        return frozenset(p.stream for p in self.parts if isinstance(p, AdditiveCap))
 
     @property
     def layout(self) -> Layout:
-        layouts: list[Layout] = [p.layout for p in self.parts if not isinstance(p, AdditiveCap)]
-        return layouts[0] if layouts else "padded"
+        return self._others[0].layout if self._others else "padded"
 
     @property
     def pad_to_multiple_of(self) -> int:
@@ -283,40 +273,35 @@ class AllOf(Budget):
         return " & ".join(p.fingerprint for p in self.parts)
 
     def pads(self, stream: str, /) -> bool:
-        others = [p for p in self.parts if not isinstance(p, AdditiveCap)]
-        return stream not in self._end_to_end and (not others or any(p.pads(stream) for p in others))
+        return stream not in self._end_to_end and (not self._others or any(p.pads(stream) for p in self._others))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
         """The streams that a part is shown: those that are laid end to end are not for who takes all for padded. A part that
-        would round up by less than the collate function does, which follows all parts, is shown what that makes."""
+        would round up by less than the collate function does, which follows all parts, is shown what that makes; a cap is
+        not, because it counts units without their padding."""
         if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
             shape = self._padded(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape
 
     def _padded(self, shape: BatchShape) -> BatchShape:
-        multiple, names = self.pad_to_multiple_of, padded_streams(self, shape.longest)
         if self.layout == "packed":
-            tokens = np.sum([shape.total[name] for name in names], axis=0)
-            total = {**shape.total, TOKENS: shape.total[TOKENS] + round_up(tokens, multiple) - tokens}
-            return BatchShape(shape.num_samples, shape.longest, total)
-        longest = {**shape.longest, **{name: round_up(shape.longest[name], multiple) for name in names}}
-        return BatchShape(shape.num_samples, longest, shape.total)
+            tokens = real_tokens(shape, self)
+            more = round_up(tokens, self.pad_to_multiple_of) - tokens
+            return BatchShape(shape.num_samples, shape.longest, {**shape.total, TOKENS: shape.total[TOKENS] + more})
+        widths = dict(zip(padded_streams(self, shape.longest), _widths(shape, self), strict=True))
+        return BatchShape(shape.num_samples, {**shape.longest, **widths}, shape.total)
 
-    def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
+    def cost(self, shape: BatchShape, /) -> FloatArray:
         """Of the part that predicts memory, or else of the first that is not a mere cap."""
-        parts = sorted((p for p in self.parts if not isinstance(p, AdditiveCap)), key=lambda p: not p.knows_memory)
+        parts = sorted(self._others, key=lambda p: not p.knows_memory)
         return cost_of(parts[0], self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
     def bind(self, lengths: Streams, /) -> AllOf:
         padded = {name: values for name, values in lengths.items() if name not in self._end_to_end}
         return AllOf(tuple(p.bind(padded if p.counts_every_stream else lengths) for p in self.parts))
-
-    @property
-    def _end_to_end(self) -> frozenset[str]:
-        return frozenset(p.stream for p in self.parts if isinstance(p, AdditiveCap))
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         padded = longest if self.layout == "packed" else round_up(longest, self.pad_to_multiple_of)

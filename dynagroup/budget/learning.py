@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, AllOf, BoolArray, Budget, cost_of, fits_of, largest_of
-from dynagroup.budget.limits import LIMITS, CostLimits, Limits
+from dynagroup.budget.base import UNLIMITED, AllOf, BoolArray, Budget, FloatArray, cost_of, fits_of, largest_of
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
-from dynagroup.errors import StateError
+from dynagroup.errors import ConfigError
+from dynagroup.memory.fits import largest_within
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, Streams
-from dynagroup.validation import a_mapping, a_number, a_text, an_int, either, nothing
+from dynagroup.state import opened, sealed
+from dynagroup.validation import check_int, check_number
 
-__all__ = ["LearningBudget", "OomReport"]
+__all__ = ["COST_UNIT", "NO_COST", "LearningBudget", "Limits", "OomReport"]
 
-_VERSION = 1
+COST_UNIT = 2**20  # costs travel between ranks as integers
+NO_COST = 2**62
 _EVERYTHING = TokenBudget(UNLIMITED)
 
 
@@ -48,6 +51,113 @@ class OomReport:
             f"{self.num_ooms} out-of-memory errors, {self.num_retries} parts run again, {self.num_skipped} samples "
             f"skipped, {self.wasted_s:.1f} s wasted, headroom {headroom}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Costs up to ``limit`` are allowed, if they are below ``wall``, the lowest that has failed; inf: none is refused."""
+
+    limit: float = math.inf
+    wall: float = math.inf
+
+    @property
+    def refuse_nothing(self) -> bool:
+        return math.isinf(self.limit) and math.isinf(self.wall)
+
+    def allow(self, cost: Any) -> Any:
+        """Whether each cost is allowed."""
+        return (cost <= self.limit) & (cost < self.wall)
+
+
+# A failure at cost c is a wall: nothing of cost c or more is tried again, and the limit falls to a share of it, because costs
+# are predictions. Passes near the limit raise it again, one small step each time so many of them came in a row, and never to
+# the wall; a measured peak that nearly fills the device stops the rise before an error does. Cost: a comparison a batch.
+class _Lessons:
+    """What has been learned. A budget shares it with those that are bound to lengths."""
+
+    def __init__(self, backoff: float, growth: float, patience: int, full: float) -> None:
+        self._backoff, self._growth, self._patience, self._full = backoff, growth, patience, full
+        self._numbers: MutableSequence[float] = [math.inf] * 4
+        """Limit and wall that are known, then those that plans follow."""
+        self._first = math.inf
+        """The first cost that failed or filled the device."""
+        self._calm = 0
+        """Batches near the limit that have passed since it moved."""
+        self._num_batches = 0
+        self._curve: list[tuple[int, float]] = []
+        self.waste: dict[str, Any] = {"num_ooms": 0, "num_retries": 0, "num_skipped": 0, "wasted_s": 0.0}
+
+    @property
+    def known(self) -> Limits:
+        return Limits(float(self._numbers[0]), float(self._numbers[1]))
+
+    @property
+    def applied(self) -> Limits:
+        return Limits(float(self._numbers[2]), float(self._numbers[3]))
+
+    @property
+    def report(self) -> OomReport:
+        return OomReport(**self.waste, curve=tuple((at, limit / self._first) for at, limit in self._curve))
+
+    def apply(self, world: World | None) -> None:
+        if world is not None and world.size > 1:
+            own = [int(min(float(number) * COST_UNIT, NO_COST)) for number in self._numbers[:2]]
+            lowest = [-n for n in world.all_max([-n for n in own])]
+            self._know(*(math.inf if n == NO_COST else n / COST_UNIT for n in lowest))
+        self._numbers[2], self._numbers[3] = self._numbers[0], self._numbers[1]
+
+    def _know(self, limit: float, wall: float) -> None:
+        self._numbers[0], self._numbers[1] = limit, wall
+
+    def failed(self, cost: float) -> None:
+        known = self.known
+        self._move(cost, min(known.limit, self._backoff * cost), min(known.wall, cost))
+        self._calm = 0
+
+    def passed(self, cost_of_batch: Callable[[], float], share: float | None) -> None:
+        """A batch passed, at this measured share of the device's memory; its cost is asked for only where it counts."""
+        self._num_batches += 1
+        known, full = self.known, share is not None and share > self._full
+        if math.isinf(known.limit) and not full:
+            return
+        cost = cost_of_batch()
+        if full:
+            self._calm = 0
+            self._move(cost, min(cost, known.limit), known.wall)
+        elif cost >= self._backoff * known.limit:
+            self._calm += 1
+            if self._calm >= self._patience:
+                self._calm = 0
+                self._grow(known, share)
+
+    def _grow(self, known: Limits, share: float | None) -> None:
+        if self._growth * known.limit < known.wall and (share is None or share * self._growth <= self._full):
+            self._move(known.limit, self._growth * known.limit, known.wall)
+
+    def _move(self, cost: float, limit: float, wall: float) -> None:
+        self._first = cost if math.isinf(self._first) else self._first
+        if (limit, wall) != (self.known.limit, self.known.wall):
+            self._know(limit, wall)
+            self._curve.append((self._num_batches, limit))
+
+    def share_memory(self) -> None:
+        import torch
+
+        if isinstance(self._numbers, list):
+            self._numbers = torch.tensor(self._numbers, dtype=torch.float64).share_memory_()  # type: ignore[assignment]
+
+    def state(self) -> dict[str, Any]:
+        numbers = [None if math.isinf(n) else float(n) for n in (*self._numbers, self._first)]  # JSON knows no infinity
+        curve = [[at, limit] for at, limit in self._curve]
+        return {"numbers": numbers, "calm": self._calm, "num_batches": self._num_batches, "curve": curve, **self.waste}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        *numbers, self._first = (math.inf if n is None else float(n) for n in state["numbers"])
+        for place, number in enumerate(numbers):  # in place: they may be shared
+            self._numbers[place] = number
+        self._calm, self._num_batches = state["calm"], state["num_batches"]
+        self._curve = [(at, limit) for at, limit in state["curve"]]
+        self.waste = {name: state[name] for name in self.waste}
 
 
 class LearningBudget(Budget):
@@ -83,6 +193,8 @@ class LearningBudget(Budget):
     [True, False, False]
     """
 
+    counts_every_stream: ClassVar[bool] = True
+
     def __init__(
         self,
         budget: Budget | None = None,
@@ -92,11 +204,14 @@ class LearningBudget(Budget):
         patience: int = 32,
         full: float = 0.95,
     ) -> None:
+        if not 0 < backoff < 1:
+            raise ConfigError(f"`backoff` must lie between 0 and 1, but is {backoff!r}")
+        if not growth >= 1:
+            raise ConfigError(f"`growth` must be at least 1, but is {growth!r}")
+        check_int("patience", patience)
+        check_number("full", full)
         self.budget = budget
-        self._limits = CostLimits(backoff=backoff, growth=growth, patience=patience, full=full)
-        self._waste = _Waste()
-
-    counts_every_stream: ClassVar[bool] = True
+        self._lessons = _Lessons(backoff, growth, patience, full)
 
     @classmethod
     def within(cls, budget: Budget) -> LearningBudget | None:
@@ -145,26 +260,26 @@ class LearningBudget(Budget):
     @property
     def fingerprint(self) -> str:
         base = "everything" if self.budget is None else self.budget.fingerprint
-        applied = self._limits.applied
+        applied = self._lessons.applied
         return base if applied.refuse_nothing else f"{base}, cost <= {applied.limit!r} and < {applied.wall!r}"
 
     @property
     def has_learned(self) -> bool:
         """Whether anything speaks against any batch yet."""
-        return not self._limits.known.refuse_nothing
+        return not self._lessons.known.refuse_nothing
 
     @property
     def limits(self) -> Limits:
         """The costs that are allowed by what has been learned so far."""
-        return self._limits.known
+        return self._lessons.known
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = np.ones(len(shape), dtype=np.bool_) if self.budget is None else fits_of(self.budget, shape)
-        return ok & self._within(self._limits.applied, shape)
+        return ok & self._within(self._lessons.applied, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
         """Which shapes nothing learned so far speaks against, whatever the budget itself says: bool (K,)."""
-        return self._within(self._limits.known, shape)
+        return self._within(self._lessons.known, shape)
 
     def apply(self, world: World | None = None) -> None:
         """Plan by what has been learned so far. For between epochs.
@@ -172,7 +287,7 @@ class LearningBudget(Budget):
         Args:
             world: ranks that plan together: the lowest limits of all of them count. Collective.
         """
-        self._limits.apply(world)
+        self._lessons.apply(world)
 
     def _within(self, limits: Limits, shape: BatchShape) -> BoolArray:
         return np.ones(len(shape), np.bool_) if limits.refuse_nothing else limits.allow(self.cost(shape))
@@ -181,16 +296,21 @@ class LearningBudget(Budget):
         return self.budget is None or self.budget.pads(stream)
 
     def bind(self, lengths: Streams, /) -> LearningBudget:
-        return self._around(None if self.budget is None else self.budget.bind(lengths))
+        """What one learns the other knows."""
+        other = LearningBudget(None if self.budget is None else self.budget.bind(lengths))
+        other._lessons = self._lessons
+        return other
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         most = None if self.budget is None else largest_of(self.budget, longest)
-        applied = self._limits.applied
+        applied = self._lessons.applied
         if most is None or applied.refuse_nothing:
             return most
-        return _bisect(lambda count: self._within(applied, BatchShape.of(count, longest)), most)
+        return np.minimum(
+            most, largest_within(lambda n: self._within(applied, BatchShape.of(n, longest)), len(longest), most)
+        )
 
-    def cost(self, shape: BatchShape, /) -> np.ndarray:
+    def cost(self, shape: BatchShape, /) -> FloatArray:
         """What the budget predicts for each shape: float64 (K,), never falling when a sample is added or lengthened."""
         return _EVERYTHING.cost(shape) if self.budget is None else cost_of(self.budget, shape)
 
@@ -201,37 +321,35 @@ class LearningBudget(Budget):
 
     def record_failed_cost(self, cost: float) -> None:
         """The same, for a cost that ranks have agreed on."""
-        self._limits.failed(cost)
+        self._lessons.failed(cost)
 
-    def record_waste(
-        self, *, num_ooms: int = 0, wasted_s: float = 0.0, num_retries: int = 0, num_skipped: int = 0
-    ) -> None:
-        """Count what recovery cost."""
-        waste = self._waste
-        waste.num_ooms += num_ooms
-        waste.wasted_s += wasted_s
-        waste.num_retries += num_retries
-        waste.num_skipped += num_skipped
+    def record_waste(self, **more: float) -> None:
+        """Count what recovery cost: ``num_ooms``, ``num_retries``, ``num_skipped``, ``wasted_s``."""
+        for name, value in more.items():
+            self._lessons.waste[name] += value
 
     def record_pass(self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None) -> None:
         """A batch of this shape (one row) passed, with this measured peak of the device's memory, if known."""
         share = None if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
-        self._limits.passed(lambda: float(self.cost(shape)[0]), share)
+        self._lessons.passed(lambda: float(self.cost(shape)[0]), share)
 
     @property
     def report(self) -> OomReport:
         """OOMs, retries, wasted seconds and the headroom over time."""
-        return OomReport(**asdict(self._waste), curve=self._limits.curve)
+        return self._lessons.report
 
     def share_memory(self) -> LearningBudget:
         """Keep what is learned in shared memory, so that worker processes started from now on follow it at once."""
-        self._limits.share_memory()
+        self._lessons.share_memory()
         return self
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {"budget": None if self.budget is None else self.budget.fingerprint}
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned, for a checkpoint."""
-        own = None if self.budget is None else self.budget.fingerprint
-        return {"version": _VERSION, "budget": own, **self._limits.state(), **asdict(self._waste)}
+        return sealed("LearningBudget", self._identity, self._lessons.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what a run with the same budget had learned.
@@ -240,50 +358,4 @@ class LearningBudget(Budget):
             StateError: the state is damaged, of another version, or of another budget: its costs have another meaning. Then
                 nothing has changed.
         """
-        if not isinstance(state, Mapping):
-            raise StateError(f"this is no state of a LearningBudget: {state!r}")
-        own = None if self.budget is None else self.budget.fingerprint
-        if state.get("version") != _VERSION or state.get("budget", "") != own:
-            raise StateError(
-                f"state of version {state.get('version')} for budget {state.get('budget')!r} does not belong to version "
-                f"{_VERSION} and budget {own!r}; start without it, or with the budget it was learned for"
-            )
-        a_mapping(_SCHEMA)(state, "learned")
-        self._limits.restore(state)
-        for field in fields(self._waste):
-            setattr(self._waste, field.name, state[field.name])
-
-    def _around(self, budget: Budget | None) -> LearningBudget:
-        """Another base, the same lesson: what one learns the other knows."""
-        other = LearningBudget(budget)
-        other._limits, other._waste = self._limits, self._waste
-        return other
-
-
-@dataclass
-class _Waste:
-    """What recovery has cost, as :class:`OomReport` says it."""
-
-    num_ooms: int = 0
-    num_retries: int = 0
-    num_skipped: int = 0
-    wasted_s: float = 0.0
-
-
-_SCHEMA = {
-    "version": an_int(),
-    "budget": either(nothing(), a_text()),
-    **LIMITS,
-    "wasted_s": a_number(0.0),
-    **{name: an_int() for name in ("num_ooms", "num_retries", "num_skipped")},
-}
-
-
-def _bisect(fits: Any, most: IntArray) -> IntArray:
-    """The largest count up to ``most`` that fits, 0 where none does; ``fits`` is monotone."""
-    low, high = np.zeros_like(most), np.array(most)
-    while (low < high).any():
-        middle = (low + high + 1) // 2
-        ok = fits(middle) & (middle > low)
-        low, high = np.where(ok, middle, low), np.where(ok | (middle <= low), high, middle - 1)
-    return low
+        self._lessons.restore(opened(state, "LearningBudget", self._identity)[0])

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynagroup.budget.base import BoolArray, Budget, positive
+from dynagroup.budget.base import BoolArray, Budget, FloatArray
 from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.fingerprint import described
 from dynagroup.memory.fits import largest_within, parsed_bytes
 from dynagroup.memory.learned.regressor import MemoryRegressor
-from dynagroup.memory.protocols import BytesMemoryModel, MemoryModel
+from dynagroup.memory.protocols import BytesMemoryModel, LargestTable, MemoryModel
 from dynagroup.memory.run import Layout, Mode
-from dynagroup.memory.table import LargestTable
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
+from dynagroup.validation import check_int, check_number
 
 __all__ = ["MemoryBudget"]
-
-FloatArray: TypeAlias = NDArray[np.float64]
 
 
 class MemoryBudget(Budget):
@@ -62,17 +60,16 @@ class MemoryBudget(Budget):
         headroom: float = 0.9,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        positive("batch_size", batch_size)
-        for name, value in longest.items() if isinstance(longest, Mapping) else [("longest", longest)]:
-            if value is not None:
-                positive(name, value)
+        check_int("batch_size", batch_size)
+        units = longest if longest is None or isinstance(longest, Mapping) else {TOKENS: longest}
+        for name, value in (units or {}).items():
+            check_int(name if isinstance(longest, Mapping) else "longest", value)
         if model is not None and not hasattr(model, "relative"):
             raise ConfigError(
                 f"`model` must predict memory, but is {type(model).__name__}; for a model of transformers: "
                 "MemoryBudget.from_model(model), or MemoryRegressor.pretrained(Workload.from_model(model))"
             )
-        units = longest if longest is None or isinstance(longest, Mapping) else {"tokens": longest}
-        self._set(_FirstBatch(batch_size, units, model, pad_to_multiple_of), headroom, pad_to_multiple_of)
+        self._set(_FirstBatch(batch_size, units, model or _usual(), pad_to_multiple_of), headroom, pad_to_multiple_of)
 
     @classmethod
     def from_bytes(
@@ -83,11 +80,11 @@ class MemoryBudget(Budget):
         Raises:
             ConfigError: an argument is wrong. BudgetError: static memory alone exceeds the limit.
         """
-        positive("limit_bytes", limit_bytes)
+        limit_bytes = check_int("limit_bytes", limit_bytes)
         if not isinstance(model, BytesMemoryModel):
             raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")
         budget = cls.__new__(cls)
-        budget._set(_DeviceBytes(int(limit_bytes), model), headroom, pad_to_multiple_of)
+        budget._set(_DeviceBytes(limit_bytes, model), headroom, pad_to_multiple_of)
         if model.static_bytes >= headroom * limit_bytes:
             raise BudgetError(
                 f"static memory ({model.static_bytes:,} bytes) alone exceeds {headroom:.0%} of limit_bytes={limit_bytes:,}; "
@@ -121,7 +118,8 @@ class MemoryBudget(Budget):
                 :meth:`~dynagroup.memory.TracedMemory.of`.
 
         Raises:
-            ConfigError: an argument is wrong. BudgetError: parameters, gradients and optimizer state alone do not fit.
+            ConfigError: an argument is wrong, or the model can neither be traced nor simulated.
+            BudgetError: parameters, gradients and optimizer state alone do not fit.
 
         ``print`` it to check what it took for granted.
 
@@ -133,13 +131,13 @@ class MemoryBudget(Budget):
         """
         from dynagroup.device import free_bytes
 
-        _check_share(headroom, pad_to_multiple_of)
+        _check(headroom, pad_to_multiple_of)
         limit = free_bytes() if memory is None else parsed_bytes(memory)
         traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
         return cls.from_bytes(limit, model=traced, headroom=headroom, pad_to_multiple_of=pad_to_multiple_of)
 
-    def _set(self, limit: _Limit, headroom: float, pad_to_multiple_of: int) -> None:
-        _check_share(headroom, pad_to_multiple_of)
+    def _set(self, limit: _DeviceBytes | _FirstBatch, headroom: float, pad_to_multiple_of: int) -> None:
+        _check(headroom, pad_to_multiple_of)
         self._limit, self.headroom, self._multiple = limit, headroom, pad_to_multiple_of
 
     @property
@@ -153,7 +151,7 @@ class MemoryBudget(Budget):
     @property
     def model(self) -> MemoryModel:
         """What predicts memory."""
-        return self._limit.predictor
+        return self._limit.model
 
     @property
     def limit(self) -> str:
@@ -170,7 +168,7 @@ class MemoryBudget(Budget):
 
     def predicted(self, shape: BatchShape, /) -> FloatArray:
         """Predicted memory as a share of the limit (a device's bytes, or what the hardest batch takes): float64 (K,)."""
-        return self._limit.static_share + self._limit.grown_share(self._padded(shape))
+        return self._limit.static_share + self.cost(shape)
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Predicted memory that grows with the batch, as a share of the limit: float64 (K,)."""
@@ -203,10 +201,10 @@ class MemoryBudget(Budget):
           static   3.68 MB whatever the batch
           batch    1.8 GB: samples by tokens of the longest: 434 of 128, 99 of 512, 44 of 1,024
         """
-        facts = {**self._limit.told(self), "padding": f"to multiples of {self._multiple}" if self._multiple > 1 else ""}
-        return "\n".join(
-            [f"{type(self).__name__}: {facts.pop('at most')}", *(f"  {k:<7}  {v}" for k, v in facts.items() if v)]
-        )
+        at_most, facts = self._limit.told(self)
+        padding = f"to multiples of {self._multiple}" if self._multiple > 1 else ""
+        lines = [f"  {name:<7}  {text}" for name, text in {**facts, "padding": padding}.items() if text]
+        return "\n".join([f"{type(self).__name__}: {at_most}", *lines])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MemoryBudget) and self.fingerprint == other.fingerprint
@@ -215,69 +213,30 @@ class MemoryBudget(Budget):
         return hash(self.fingerprint)
 
     def _padded(self, shape: BatchShape) -> BatchShape:
-        if self._multiple == 1:
-            return shape
         longest = {name: round_up(values, self._multiple) for name, values in shape.longest.items()}
-        return BatchShape(shape.num_samples, longest, shape.total)
+        return shape if self._multiple == 1 else BatchShape(shape.num_samples, longest, shape.total)
 
 
-def _check_share(headroom: float, pad_to_multiple_of: int) -> None:
-    positive("pad_to_multiple_of", pad_to_multiple_of)
-    positive("headroom", headroom, float)
-    if headroom > 1:
-        raise ConfigError(f"`headroom` is the share of the limit that may be used, at most 1.0, but is {headroom!r}")
-
-
-class _Limit(Protocol):
-    """What batches are held against. Shapes come with their padding."""
-
-    @property
-    def predictor(self) -> MemoryModel: ...
-
-    @property
-    def static_share(self) -> float:
-        """Of the limit: what every batch takes."""
-        return 0.0
-
-    @property
-    def knows_streams(self) -> bool:
-        """Whether streams beside tokens count."""
-        return False
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def bind(self, lengths: Streams) -> _Limit: ...
-
-    def told(self, budget: MemoryBudget) -> dict[str, str]:
-        """What the budget goes by, in words: "at most" first."""
-        ...
-
-    def grown_share(self, padded: BatchShape) -> FloatArray:
-        """Of the limit: what grows with the batch."""
-        ...
-
-    def fits(self, padded: BatchShape, headroom: float) -> BoolArray: ...
+def _check(headroom: float, pad_to_multiple_of: int) -> None:
+    check_int("pad_to_multiple_of", pad_to_multiple_of)
+    check_number("headroom", headroom, most=1.0)
 
 
 @dataclass(frozen=True)
-class _DeviceBytes(_Limit):
-    """The bytes that a device has."""
+class _DeviceBytes:
+    """The limit is the bytes that a device has. Shapes come with their padding."""
 
     limit_bytes: int
     model: BytesMemoryModel
-
-    @property
-    def predictor(self) -> BytesMemoryModel:
-        return self.model
+    knows_streams: ClassVar[bool] = False
 
     @property
     def static_share(self) -> float:
-        return self.predictor.static_bytes / self.limit_bytes
+        return self.model.static_bytes / self.limit_bytes
 
     @property
     def fingerprint(self) -> str:
-        return f"limit_bytes={self.limit_bytes}, model={_described(self.predictor)}"
+        return f"limit_bytes={self.limit_bytes}, model={described(self.model)}"
 
     def __str__(self) -> str:
         return f"{self.limit_bytes:,} bytes"
@@ -285,44 +244,43 @@ class _DeviceBytes(_Limit):
     def bind(self, lengths: Streams) -> _DeviceBytes:
         return self
 
-    def told(self, budget: MemoryBudget) -> dict[str, str]:
+    def told(self, budget: MemoryBudget) -> tuple[str, dict[str, str]]:
         room, model, static = budget.headroom * self.limit_bytes, self.model, self.model.static_bytes
         traced = model if isinstance(model, TracedMemory) else None
         longest = (traced.told.positions if traced else None) or max(SHOWN)
-        return {
-            "at most": f"{_gb(room)} ({budget.headroom:g} of {self.limit_bytes:,} bytes)", "model": str(model),
-            "run": traced.assumes if traced else "", "static": f"{_gb(static)} whatever the batch",
+        return f"{_gb(room)} ({budget.headroom:g} of {self.limit_bytes:,} bytes)", {
+            "model": str(model),
+            "run": traced.assumes if traced else "",
+            "static": f"{_gb(static)} whatever the batch",
             "batch": f"{_gb(room - static)}: {_largest_batches(budget, longest)}",
-        }  # fmt: skip
+        }
 
     def grown_share(self, padded: BatchShape) -> FloatArray:
-        return self.predictor.batch_bytes(padded) / self.limit_bytes
+        return self.model.batch_bytes(padded) / self.limit_bytes
 
     def fits(self, padded: BatchShape, headroom: float) -> BoolArray:
-        return self.predictor.static_bytes + self.predictor.batch_bytes(padded) <= headroom * self.limit_bytes
+        return self.model.static_bytes + self.model.batch_bytes(padded) <= headroom * self.limit_bytes
 
 
 @dataclass(frozen=True)
-class _FirstBatch(_Limit):
-    """A batch that is known to fit."""
+class _FirstBatch:
+    """The limit is a batch that is known to fit. Shapes come with their padding."""
 
     batch_size: int
     longest: Mapping[str, int] | None
-    model: MemoryModel | None
+    model: MemoryModel
     pad_to_multiple_of: int
+    static_share: ClassVar[float] = 0.0
 
     @property
     def knows_streams(self) -> bool:
+        """Whether streams beside tokens count."""
         return len(self._baseline.longest) > 1
-
-    @property
-    def predictor(self) -> MemoryModel:
-        return _usual() if self.model is None else self.model
 
     @property
     def fingerprint(self) -> str:
         longest = None if self.longest is None else dict(sorted(self.longest.items()))
-        return f"batch_size={self.batch_size}, longest={longest}, model={_described(self.predictor)}"
+        return f"batch_size={self.batch_size}, longest={longest}, model={described(self.model)}"
 
     def __str__(self) -> str:
         return "the hardest batch"
@@ -333,34 +291,31 @@ class _FirstBatch(_Limit):
             return self
         return replace(self, longest={**{name: max(int(v.max(initial=1)), 1) for name, v in lengths.items()}, **known})
 
-    def told(self, budget: MemoryBudget) -> dict[str, str]:
+    def told(self, budget: MemoryBudget) -> tuple[str, dict[str, str]]:
         known = self.longest or {}
         units = " and ".join(f"{value:,} {said(name)}" for name, value in known.items())
-        return {
-            "at most": f"{budget.headroom:g} of the memory of the hardest batch, {self.batch_size:,} samples"
-            + (f" of {units}" if known else ", however long the longest prove to be"),
-            "model": str(self.predictor),
-            "batch": _largest_batches(budget, known[TOKENS]) if len(known) == 1 else "",
-        }
+        long = f" of {units}" if known else ", however long the longest prove to be"
+        at_most = f"{budget.headroom:g} of the memory of the hardest batch, {self.batch_size:,} samples{long}"
+        batch = _largest_batches(budget, known[TOKENS]) if len(known) == 1 else ""
+        return at_most, {"model": str(self.model), "batch": batch}
 
     def grown_share(self, padded: BatchShape) -> FloatArray:
-        return self.predictor.relative(padded, self._known(padded))
+        return self.model.relative(padded, self._known(padded))
 
     def fits(self, padded: BatchShape, headroom: float) -> BoolArray:
         baseline = self._known(padded)
-        known_safe = padded.num_samples <= baseline.num_samples
-        for name, longest in padded.longest.items():
-            known_safe = known_safe & (longest <= baseline.longest[name])
-        return known_safe | self._grown(padded, headroom)
+        inside = [padded.num_samples <= baseline.num_samples]
+        inside += [longest <= baseline.longest[name] for name, longest in padded.longest.items()]
+        return np.logical_and.reduce(inside) | self._grown(padded, headroom)
 
     def _grown(self, padded: BatchShape, headroom: float) -> BoolArray:
         """Shapes that are predicted to fit. A regressor is asked once, for a table; a formula is asked directly."""
-        if not isinstance(self.predictor, MemoryRegressor) or not self.predictor.tabulated or len(padded.longest) > 2:
-            return self.predictor.relative(padded, self._known(padded)) <= headroom
-        tables: dict[tuple[tuple[str, ...], float], LargestTable] = self.__dict__.setdefault("_tables", {})
+        if not isinstance(self.model, MemoryRegressor) or not self.model.tabulated or len(padded.longest) > 2:
+            return self.grown_share(padded) <= headroom
+        tables: dict[Any, LargestTable] = self.__dict__.setdefault("_tables", {})
         key = (tuple(padded.longest), headroom)
         if key not in tables:
-            tables[key] = LargestTable.of(self.predictor, self._known(padded), headroom)
+            tables[key] = LargestTable.of(self.model, self._known(padded), headroom)
         return padded.num_samples <= tables[key].largest(padded.longest)
 
     def _known(self, padded: BatchShape) -> BatchShape:
@@ -407,9 +362,3 @@ def _gb(size: float) -> str:
 @lru_cache(maxsize=1)
 def _usual() -> MemoryRegressor:
     return MemoryRegressor.pretrained()
-
-
-def _described(model: MemoryModel) -> str:
-    from dynagroup.fingerprint import described
-
-    return described(model)

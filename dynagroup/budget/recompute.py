@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynagroup.budget.base import BoolArray, Budget, cost_of, fits_of, largest_of, positive
+from dynagroup.budget.base import BoolArray, Budget, FloatArray, cost_of, fits_of, largest_of
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, Streams
+from dynagroup.validation import check_int
 
 __all__ = ["RecomputeBudget"]
 
@@ -51,7 +51,7 @@ class RecomputeBudget(Budget):
     most_samples: int = 1
 
     def __post_init__(self) -> None:
-        positive("most_samples", self.most_samples)
+        check_int("most_samples", self.most_samples)
         for name in ("layout", "pad_to_multiple_of"):
             one, other = getattr(self.without, name), getattr(self.recomputed, name)
             if one != other:
@@ -99,7 +99,7 @@ class RecomputeBudget(Budget):
             return None
         return np.maximum(most, np.minimum(recomputed, self.most_samples))
 
-    def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
+    def cost(self, shape: BatchShape, /) -> FloatArray:
         return cost_of(self.without, shape)  # what it costs recomputed would fall from one sample to two
 
     @property

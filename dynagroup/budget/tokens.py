@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, positive
+from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, FloatArray
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, round_up, said
-from dynagroup.validation import check_choice
+from dynagroup.validation import check_choice, check_int
 
 __all__ = ["TokenBudget", "as_budget"]
 
@@ -54,10 +53,8 @@ class TokenBudget(Budget):
     streams: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        positive("max_tokens", self.max_tokens)
-        positive("pad_to_multiple_of", self.pad_to_multiple_of)
-        if self.max_samples is not None:
-            positive("max_samples", self.max_samples)
+        for name in ("max_tokens", "pad_to_multiple_of", *(() if self.max_samples is None else ("max_samples",))):
+            check_int(name, getattr(self, name))
         check_choice("layout", self.layout, ("padded", "packed"))
         if self.streams is not None:
             names = tuple(self.streams) if isinstance(self.streams, (tuple, list, set, frozenset)) else ()
@@ -73,8 +70,8 @@ class TokenBudget(Budget):
 
         The factor 2 is online-dynamic-batching's rule of thumb: the typical batch of a fixed-size run is about half padding.
         """
-        positive("sequence_length", sequence_length)
-        positive("micro_batch_size", micro_batch_size)
+        check_int("sequence_length", sequence_length)
+        check_int("micro_batch_size", micro_batch_size)
         return cls(sequence_length * 2 * micro_batch_size)
 
     def pads(self, stream: str, /) -> bool:
@@ -87,7 +84,7 @@ class TokenBudget(Budget):
         # not the product, which may pass 64 bits
         return ok & (self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1))
 
-    def cost(self, shape: BatchShape, /) -> NDArray[np.float64]:
+    def cost(self, shape: BatchShape, /) -> FloatArray:
         return self._counted(shape).astype(np.float64)
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
@@ -102,8 +99,7 @@ class TokenBudget(Budget):
         Raises:
             ConfigError: one is not among them.
         """
-        known = {said(name): name for name in names}
-        known.update({name: name for name in known.values()})
+        known = {called: name for name in names for called in (said(name), name)}
         missing = [name for name in self.streams or () if name not in known]
         if missing:
             raise ConfigError(
@@ -112,10 +108,10 @@ class TokenBudget(Budget):
         return tuple(dict.fromkeys(known[name] for name in self.streams or known))
 
     def _counted(self, shape: BatchShape) -> IntArray:
-        names = self.names_in(shape.longest)
-        if self.layout == "packed":
-            return round_up(np.sum([shape.total[name] for name in names], axis=0), self.pad_to_multiple_of)
-        return shape.num_samples * self._widths(shape)
+        if self.layout == "padded":
+            return shape.num_samples * self._widths(shape)
+        total = np.sum([shape.total[name] for name in self.names_in(shape.longest)], axis=0)
+        return round_up(total, self.pad_to_multiple_of)
 
     def _widths(self, shape: BatchShape) -> IntArray:
         """Padded tokens of a sample, of all streams."""

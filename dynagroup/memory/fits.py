@@ -44,19 +44,22 @@ def parsed_bytes(memory: str | int) -> int:
     return int(text) if whole else int(float(found[1]) * UNITS[unit])
 
 
-def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int) -> IntArray:
-    """For each of ``size`` questions the largest number of samples that fits, 0 where not even one does: int64 (size,).
+def largest_within(
+    fits: Callable[[IntArray], NDArray[np.bool_]], size: int, most: int | IntArray = MOST_SAMPLES
+) -> IntArray:
+    """For each of ``size`` questions the largest number of samples up to ``most`` that fits, 0 where not even one does: int64
+    (size,).
 
-    Bisection over a monotone ``fits``, which is asked about all questions at once; 41 times, whatever the answer.
+    Bisection over a monotone ``fits``, which is asked about all questions at once; at most 41 times.
 
     >>> largest_within(lambda count: count * np.array([10, 50]) <= 100, 2).tolist()
     [10, 2]
     """
-    low, high = np.zeros(size, np.int64), np.full(size, MOST_SAMPLES)
+    low, high = np.zeros(size, np.int64), np.full(size, most) + 1
     while (high - low > 1).any():
-        middle = (low + high) // 2
-        ok = fits(middle)
-        low, high = np.where(ok, middle, low), np.where(ok, high, middle)
+        middle = np.maximum((low + high) // 2, 1)
+        ok = fits(middle) & (middle < high)
+        low, high = np.where(ok, middle, low), np.where(ok, high, np.minimum(middle, high))
     return low
 
 

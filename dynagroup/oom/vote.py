@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dynagroup.budget.limits import COST_UNIT, NO_COST
+from dynagroup.budget.learning import COST_UNIT, NO_COST
 from dynagroup.distributed import World
 from dynagroup.errors import BudgetError
 from dynagroup.oom.attempts import PartRunner

@@ -98,20 +98,20 @@ def test_a_law_breaking_budget_is_caught() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TokenBudget(0), "`max_tokens` must be greater than 0 and finite, but is 0"),
-        (lambda: TokenBudget(1.5), "`max_tokens` must be a positive int, but is 1.5"),  # type: ignore[arg-type]
-        (lambda: TokenBudget(True), "`max_tokens` must be a positive int, but is True"),
-        (lambda: TokenBudget(8, max_samples=-1), "`max_samples` must be greater than 0"),
-        (lambda: TokenBudget(8, pad_to_multiple_of=0), "`pad_to_multiple_of` must be greater than 0"),
+        (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
+        (lambda: TokenBudget(1.5), "`max_tokens` must be an int of at least 1, but is 1.5"),  # type: ignore[arg-type]
+        (lambda: TokenBudget(True), "`max_tokens` must be an int of at least 1, but is True"),
+        (lambda: TokenBudget(8, max_samples=-1), "`max_samples` must be an int of at least 1, but is -1"),
+        (lambda: TokenBudget(8, pad_to_multiple_of=0), "`pad_to_multiple_of` must be an int of at least 1"),
         (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
         (lambda: TokenBudget.from_sequence_length(0, 4), "`sequence_length`"),
         (lambda: AdditiveCap("", 4), "`stream` must be the name of a length stream"),
-        (lambda: AdditiveCap("patches", float("inf")), "`limit` must be a positive int"),  # type: ignore[arg-type]
-        (lambda: MemoryBudget(0), "`batch_size` must be greater than 0"),
-        (lambda: MemoryBudget(4, headroom=1.2), "at most 1.0, but is 1.2"),
+        (lambda: AdditiveCap("patches", float("inf")), "`limit` must be an int of at least 1, but is inf"),  # type: ignore[arg-type]
+        (lambda: MemoryBudget(0), "`batch_size` must be an int of at least 1"),
+        (lambda: MemoryBudget(4, headroom=1.2), "at most 1, but is 1.2"),
         (lambda: MemoryBudget(4, headroom=0.0), "`headroom` must be greater than 0"),
-        (lambda: MemoryBudget(4, longest=0), "`longest` must be greater than 0"),
-        (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be greater than 0"),
+        (lambda: MemoryBudget(4, longest=0), "`longest` must be an int of at least 1"),
+        (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
         (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),
         (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
         (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),

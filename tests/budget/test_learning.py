@@ -1,3 +1,5 @@
+"""Limits fall when a batch fails and rise while batches pass; plans follow what is applied, ranks the lowest of all."""
+
 from __future__ import annotations
 
 import json
@@ -12,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.budget.base import AdditiveCap, Budget
+from dynagroup.budget.learning import LearningBudget, Limits
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.oom import LearningBudget
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
-from dynagroup.testing import assert_budget_law
+from dynagroup.testing import assert_budget_law, run_ranks
 
 LENGTHS = {"tokens": np.array([3, 90, 40, 100, 7], dtype=np.int32)}
 
@@ -30,27 +32,30 @@ class Bytes(PaddedTokens):
     static_bytes = 900
 
     def batch_bytes(self, shape: BatchShape, /) -> Any:
-        return self._padded(shape) / 10
+        return shape.num_samples * shape.longest["tokens"] / 10
 
 
+IN_BYTES = MemoryBudget.from_bytes(1000, model=Bytes(), headroom=1.0)
 BUDGETS: list[Budget | None] = [
     None,
     TokenBudget(1000),
     TokenBudget(1000, pad_to_multiple_of=8, max_samples=30),
     TokenBudget(1000, layout="packed"),
     MemoryBudget(8, longest={"tokens": 100, "patches": 1}, model=PaddedTokens()),
-    MemoryBudget.from_bytes(1000, model=Bytes(), headroom=1.0),
+    IN_BYTES,
     TokenBudget(1000) & AdditiveCap("patches", 50),
 ]
+EVENTS = st.tuples(st.booleans(), st.integers(1, 12), st.integers(1, 120), st.floats(0.1, 1.0))
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda b: "none" if b is None else b.fingerprint)
-@settings(max_examples=30)
-@given(
-    events=st.lists(st.tuples(st.booleans(), st.integers(1, 12), st.integers(1, 120), st.floats(0.1, 1.0)), max_size=30)
-)
+@settings(max_examples=25)
+@given(events=st.lists(EVENTS, max_size=30))
 def test_what_failed_and_all_that_is_predicted_as_heavy_never_fits_again(budget: Any, events: list[Any]) -> None:
     learning = LearningBudget(budget, patience=2, growth=1.2)
+    counts, longests = (a.ravel() for a in np.meshgrid(np.arange(1, 13), np.arange(1, 121, 7)))
+    grid = BatchShape.of(counts, {"tokens": longests, "patches": 1})
+    own = np.ones(len(grid), bool) if budget is None else budget.fits(grid)
     failed = math.inf
     for oom, count, longest, share in events:
         shape = BatchShape.of(count, {"tokens": longest, "patches": 1})
@@ -59,34 +64,24 @@ def test_what_failed_and_all_that_is_predicted_as_heavy_never_fits_again(budget:
             learning.record_oom(shape)
         else:
             learning.record_pass(shape, peak_bytes=int(share * 1000), device_bytes=1000)
-        counts, longests = (a.ravel() for a in np.meshgrid(np.arange(1, 13), np.arange(1, 121, 7)))
-        grid = BatchShape.of(counts, {"tokens": longests, "patches": 1})
         learning.apply()
         ok = learning.fits(grid)
-        assert (ok | ~learning.allows(grid) | (budget is not None and ~budget.fits(grid))).all()
+        assert (ok == (own & learning.allows(grid))).all()
         assert not ok[learning.cost(grid) >= failed].any()
-        assert not (ok & ~(np.ones(len(grid), bool) if budget is None else budget.fits(grid))).any()
-
-
-def test_it_obeys_the_budget_law_before_and_after() -> None:
-    learning = LearningBudget(TokenBudget(1000))
-    assert_budget_law(learning, LENGTHS)
-    learning.record_oom(BatchShape.of(5, 100))
-    learning.apply()
-    assert_budget_law(learning, LENGTHS)
 
 
 @pytest.mark.parametrize(
     "budget", [TokenBudget(1000, max_samples=30), MemoryBudget(8, longest=100, model=PaddedTokens())]
 )
-def test_largest_agrees_with_fits(budget: Budget) -> None:
+def test_it_obeys_the_budget_law_and_largest_agrees_with_fits(budget: Budget) -> None:
     learning = LearningBudget(budget)
     longest = np.arange(1, 120)
     for _ in range(2):
+        assert_budget_law(learning, LENGTHS)
         most = learning.largest(longest)
-        for count, tokens in [] if most is None else zip(most.tolist(), longest.tolist(), strict=True):
-            assert not count or learning.fits(BatchShape.of(count, tokens))[0]
-            assert not learning.fits(BatchShape.of(count + 1, tokens))[0]
+        assert most is not None
+        assert learning.fits(BatchShape.of(np.maximum(most, 1), longest))[most > 0].all()
+        assert not learning.fits(BatchShape.of(most + 1, longest)).any()
         learning.record_oom(BatchShape.of(4, 100))
         learning.apply()
 
@@ -96,19 +91,25 @@ def test_the_limit_falls_at_once_and_grows_slowly_up_to_what_failed() -> None:
     learning.record_oom(BatchShape.of(10, 100))
     curve = []
     for _ in range(30):
-        learning.record_pass(BatchShape.of(1, int(learning.state_dict()["allowed"][0])))
-        curve.append(round(learning.state_dict()["allowed"][0]))
+        learning.record_pass(BatchShape.of(1, int(learning.limits.limit)))
+        curve.append(round(learning.limits.limit))
     assert curve[:7] == [800, 800, 880, 880, 880, 968, 968]
-    assert max(curve) < 1000
+    assert max(curve) < learning.limits.wall == 1000
     assert learning.report.curve == ((0, 0.8), (3, pytest.approx(0.88)), (6, pytest.approx(0.968)))
 
 
-def test_batches_far_from_the_limit_prove_nothing() -> None:
-    learning = LearningBudget(patience=1)
+def test_batches_far_from_the_limit_prove_nothing_and_a_failure_starts_the_count_anew() -> None:
+    learning = LearningBudget(patience=2)
     learning.record_oom(BatchShape.of(10, 100))
     for _ in range(10):
         learning.record_pass(BatchShape.of(1, 500))
-    assert learning.state_dict()["allowed"] == [900.0, 1000.0]
+    assert learning.limits == Limits(900.0, 1000.0)
+    learning.record_pass(BatchShape.of(1, 900))
+    learning.record_oom(BatchShape.of(10, 100))
+    learning.record_pass(BatchShape.of(1, 900))
+    assert learning.limits == Limits(900.0, 1000.0)
+    learning.record_pass(BatchShape.of(1, 900))
+    assert learning.limits.limit > 900
 
 
 def test_a_measured_peak_that_nearly_fills_the_device_stops_growth_before_an_error_does() -> None:
@@ -118,53 +119,57 @@ def test_a_measured_peak_that_nearly_fills_the_device_stops_growth_before_an_err
 
 
 def test_static_memory_is_no_reason_to_forbid_every_batch() -> None:
-    learning = LearningBudget(MemoryBudget.from_bytes(1000, model=Bytes(), headroom=1.0))
+    learning = LearningBudget(IN_BYTES)
     learning.record_oom(BatchShape.of(10, 100))
     assert learning.allows(BatchShape.of([8, 9, 10], 100)).tolist() == [True, True, False]
 
 
 def test_binding_shares_what_is_learned() -> None:
     learning = LearningBudget(MemoryBudget(2, model=PaddedTokens()))
-    bound = learning.bind(LENGTHS)
-    bound.record_oom(BatchShape.of(2, 100))
+    learning.bind(LENGTHS).record_oom(BatchShape.of(2, 100))
     assert learning.has_learned
     assert not learning.bind(LENGTHS).allows(BatchShape.of(2, 100))[0]
 
 
+@pytest.mark.parametrize("costs", [(100, 80), (None, 100)])
+def test_plans_follow_only_what_is_applied_and_ranks_the_lowest_of_all(costs: Any) -> None:
+    def run(world: Any) -> Any:
+        learning = LearningBudget(backoff=0.5)
+        if costs[world.rank] is not None:
+            learning.record_oom(BatchShape.of(1, costs[world.rank]))
+        before = learning.fingerprint
+        learning.apply(world)
+        return before, learning.limits, learning.fingerprint
+
+    wall = float(costs[1])
+    after = f"everything, cost <= {wall / 2!r} and < {wall!r}"
+    assert run_ranks(2, run) == [("everything", Limits(wall / 2, wall), after)] * 2
+
+
 def test_state_goes_through_json_and_belongs_to_a_budget() -> None:
     learning = LearningBudget(TokenBudget(1000))
-    before = learning.fingerprint
     learning.record_oom(BatchShape.of(8, 100), wasted_s=1.5)
-    assert learning.fingerprint == before  # plans are still made as before
     learning.apply()
-    assert learning.fingerprint != before
     state = json.loads(json.dumps(learning.state_dict(), allow_nan=False))
     again = LearningBudget(TokenBudget(1000))
     again.load_state_dict(state)
     assert json.dumps(again.state_dict()) == json.dumps(learning.state_dict())
-    assert again.fingerprint == learning.fingerprint
+    assert again.fingerprint == learning.fingerprint != LearningBudget(TokenBudget(1000)).fingerprint
     assert str(again.report).startswith("1 out-of-memory errors, 2 parts run again, 0 samples skipped, 1.5 s wasted")
-    with pytest.raises(StateError, match="does not belong to version 1 and budget .TokenBudget"):
+    with pytest.raises(StateError, match=r"budget: .*max_tokens=1000.* then, .*max_tokens=2000.* now"):
         LearningBudget(TokenBudget(2000)).load_state_dict(state)
 
 
-@pytest.mark.parametrize("damage", [None, "x", -1, float("nan"), [1], [[1, 2, 3]], {"a": 1}, [float("inf"), 1]])
+@pytest.mark.parametrize("damage", [None, "x", -1, float("nan"), 10**400, [1], {"a": 1}])
 def test_a_damaged_state_is_refused_and_changes_nothing(damage: Any) -> None:
-    learning = LearningBudget(TokenBudget(1000))
+    learning, other = LearningBudget(TokenBudget(1000)), LearningBudget(TokenBudget(1000))
     learning.record_oom(BatchShape.of(8, 100))
-    whole = learning.state_dict()
-    other = LearningBudget(TokenBudget(1000))
-    untouched = other.state_dict()
-    refused = 0
+    whole, untouched = learning.state_dict(), other.state_dict()
     for name in whole:
-        for damaged in ({**whole, name: damage}, {k: v for k, v in whole.items() if k != name}):
-            if damage is None and name == "first" and name in damaged:
-                continue  # nothing was learned yet: that is a state
+        for damaged in ({**whole, name: damage}, {k: v for k, v in whole.items() if k != name}, damage):
             with pytest.raises(StateError):
                 other.load_state_dict(damaged)
-            refused += 1
             assert other.state_dict() == untouched
-    assert refused >= 2 * len(whole) - 1
 
 
 def fits_in_a_worker(learning: LearningBudget, asked: Any, answers: Any) -> None:
@@ -189,13 +194,7 @@ def test_workers_see_shared_lessons_at_once_and_others_when_they_start(shared: b
     asked.put(None)
     worker.join()
     assert got == seen
-
-
-def test_it_pickles() -> None:
-    for learning in (LearningBudget(TokenBudget(1000)), LearningBudget(TokenBudget(1000)).share_memory()):
-        learning.record_oom(BatchShape.of(8, 100))
-        learning.apply()
-        assert pickle.loads(pickle.dumps(learning)).fingerprint == learning.fingerprint
+    assert pickle.loads(pickle.dumps(learning)).fingerprint == learning.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,7 @@ def test_it_pickles() -> None:
 )
 def test_wrong_options(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LearningBudget(**options)  # type: ignore[arg-type]
+        LearningBudget(**options)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -213,30 +212,15 @@ def test_a_plan_in_progress_stays_as_it_was_also_across_a_resume(window: int | N
     def sampler(learning: LearningBudget) -> LengthAwareBatchSampler:
         return LengthAwareBatchSampler(lengths, learning, shuffle=True, window=window, rank=0, world_size=1)
 
-    learning = LearningBudget(TokenBudget(1000))
+    learning, again = LearningBudget(TokenBudget(1000)), LearningBudget(TokenBudget(1000))
     first = sampler(learning)
     batches = iter(first)
     seen = [i for _ in range(10) for i in next(batches)]
     learning.record_oom(BatchShape.of(9, 100))
     seen += [i for _ in range(3) for i in next(batches)]
-
-    again = LearningBudget(TokenBudget(1000))
     again.load_state_dict(learning.state_dict())
     resumed = sampler(again)
     resumed.load_state_dict(first.state_dict())
     assert sorted(seen + [i for batch in resumed for i in batch]) == list(range(400))
     again.apply()
-    for batch in resumed:  # the next epoch
-        assert len(batch) * lengths[batch].max() <= 810
-
-
-@pytest.mark.parametrize("huge", [10**400, -(10**400)])
-@pytest.mark.parametrize("name", ["first", "wasted_s", "curve", "allowed", "applied"])
-def test_a_state_with_a_number_that_no_float_holds_is_refused(name: str, huge: int) -> None:
-    learning = LearningBudget(TokenBudget(1000))
-    learning.record_oom(BatchShape.of(8, 100))
-    state = learning.state_dict()
-    damaged = {"curve": [[1, huge]], "allowed": [huge, None], "applied": [None, huge]}.get(name, huge)
-    with pytest.raises(StateError, match="damaged"):
-        learning.load_state_dict({**state, name: damaged})
-    assert learning.state_dict() == state
+    assert max(len(batch) * lengths[batch].max() for batch in resumed) <= 810  # the next epoch

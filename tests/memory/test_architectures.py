@@ -16,7 +16,7 @@ from dynagroup.shapes import BatchShape
 
 SHARDS = 12
 LEAST = 0.97
-SHAPES = [(8, 200), (3, 555), (40, 33)]
+SHAPES = [(8, 200), (3, 555), (30, 100)]
 MAPPINGS = (
     hf.MODEL_FOR_CAUSAL_LM_MAPPING,
     hf.MODEL_FOR_MASKED_LM_MAPPING,

@@ -61,7 +61,7 @@ def test_long_samples_recompute_and_short_ones_do_not():
         ),
         (
             lambda: RecomputeBudget(TokenBudget(5), TokenBudget(9), most_samples=0),
-            "`most_samples` must be greater than 0",
+            "`most_samples` must be an int of at least 1",
         ),
         (lambda: RecomputeBudget.from_model(models.llama(), "1GB", gradient_checkpointing=True), "leave it out"),
         (
