@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dynagroup import TokenBudget, measure_lengths, text_dataloader
 from dynagroup.demo.corpus import load_texts, train_tokenizer
 from dynagroup.text import TokenizingCollator
+from dynagroup.update.loss_weight import count_label_tokens
 from dynagroup.update.planned import PlannedDataLoader
-from dynagroup.update.weigh import count_label_tokens
 
 LONGEST, BUDGET, HELD_OUT = 96, 2048, 1024
 

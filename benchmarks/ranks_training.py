@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dynagroup import OnlineDataLoader, TokenBudget
+from dynagroup.update.loss_weight import Share, count_label_tokens, loss_scale
 from dynagroup.update.step import Step
-from dynagroup.update.weigh import Share, count_label_tokens, loss_scale
 
 VOCABULARY = 64
 SAMPLES = 2048

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from dynagroup.plan.work import Work
     from dynagroup.text import text_dataloader
     from dynagroup.update.loader import StepLoader
+    from dynagroup.update.loss_weight import Share
     from dynagroup.update.planned import PlannedDataLoader
     from dynagroup.update.schedule import scale_learning_rate
     from dynagroup.update.step import Step
-    from dynagroup.update.weigh import Share
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ _HOME = {
     "PlannedDataLoader": "update.planned",
     "RefinementCollator": "online.refine",
     "ShapeLadder": "plan.ladder",
-    "Share": "update.weigh",
+    "Share": "update.loss_weight",
     "StateError": "errors",
     "Step": "update.step",
     "StepLoader": "update.loader",

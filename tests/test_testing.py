@@ -8,7 +8,7 @@ import pytest
 
 from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.testing import assert_loader_laws, run_ranks
-from dynagroup.update.weigh import Share
+from dynagroup.update.loss_weight import Share
 from tests.online.helpers import Tokens, collate, lengths_of
 
 LENGTHS = lengths_of(30, seed=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.update.weigh import count_label_tokens
+from dynagroup.update.loss_weight import count_label_tokens
 
 __all__ = ["LossFigures"]
 

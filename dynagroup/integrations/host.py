@@ -15,7 +15,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.plan.work import Work
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.weigh import mean_items, predicts_next_token
+from dynagroup.update.loss_weight import mean_items, predicts_next_token
 
 __all__ = [
     "data_parallel_world",

@@ -19,8 +19,8 @@ from dynagroup.online.exchange import Exchange
 from dynagroup.online.feeds.base import Feed
 from dynagroup.online.records import Queued, RefinedWindow, Take
 from dynagroup.shapes import units_of
+from dynagroup.update.loss_weight import Share
 from dynagroup.update.stats import LoaderStats
-from dynagroup.update.weigh import Share
 from dynagroup.validation import Check, a_flag, a_list, a_number, an_int, warn_user
 
 __all__ = ["FreeRunner", "Knobs", "Runner", "UpdateRunner", "placed"]

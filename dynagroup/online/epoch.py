@@ -24,8 +24,9 @@ from dynagroup.online.learned import LearnedLengths
 from dynagroup.online.records import Refined, Take, shorten
 from dynagroup.online.requests import Order
 from dynagroup.online.workers import split_queued
+from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray
-from dynagroup.update.sizes import Cursor, UpdateSizes
+from dynagroup.update.schedule import UpdateSizes
 from dynagroup.validation import warn_user
 
 __all__ = ["FEEDS", "EpochRun", "Known"]

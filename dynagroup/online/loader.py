@@ -17,8 +17,8 @@ from dynagroup.online.steps import OnlineSteps, Parts
 from dynagroup.online.takeover import taken_over
 from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.work import Work
+from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.update.weigh import Weigh
 
 __all__ = ["OnlineDataLoader"]
 

@@ -27,8 +27,8 @@ import numpy as np
 
 from dynagroup.online.transfer import pack_tensors, unpack_tensors
 from dynagroup.shapes import IntArray, Streams
+from dynagroup.update.loss_weight import Share
 from dynagroup.update.step import pin
-from dynagroup.update.weigh import Share
 
 __all__ = ["Planned", "Queued", "Refined", "RefinedWindow", "Take", "WindowRequest", "WindowSamples", "shorten"]
 

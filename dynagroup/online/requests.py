@@ -18,6 +18,7 @@ from dynagroup.online.exchange import fingerprint
 from dynagroup.online.records import Planned
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.config import PlanConfig
+from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.order import EpochOrder
 from dynagroup.plan.planner import Planner
@@ -25,7 +26,7 @@ from dynagroup.plan.rows import cut_rows
 from dynagroup.plan.source import OrderSource
 from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
-from dynagroup.update.sizes import Cursor, UpdateSizes
+from dynagroup.update.schedule import UpdateSizes
 
 __all__ = ["EpochOrders", "Order", "Rank", "UpdateMark", "exact_plans", "exact_window", "rough_plans", "update_plans"]
 
@@ -171,7 +172,8 @@ class UpdateMark(NamedTuple):
     def cursor(self, sizes: UpdateSizes) -> Cursor:
         begin = sizes.start(self.epoch)
         seen = begin.samples_seen + self.samples_used
-        return Cursor(self.epoch, self.update, self.samples_used, seen, self.current or None)
+        used, current = self.samples_used, self.current or None
+        return Cursor(self.epoch, update=self.update, samples_used=used, samples_seen=seen, current=current)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import EpochOrders, UpdateMark
 from dynagroup.online.saving import SCHEMA, checked_states
 from dynagroup.online.workers import Workers
+from dynagroup.plan.cursor import Cursor
 from dynagroup.update.loader import StepLoader
+from dynagroup.update.loss_weight import loss_scale
 from dynagroup.update.notice import PaddingNotice
-from dynagroup.update.sizes import Cursor, UpdateSizes, Walk
+from dynagroup.update.schedule import UpdateSizes, Walk
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step
-from dynagroup.update.weigh import loss_scale
 from dynagroup.validation import Check
 
 __all__ = ["OnlineSteps", "Parts"]

@@ -17,8 +17,8 @@ from dynagroup.oom.gradients import find_ddp
 from dynagroup.oom.parts import ComputeLoss, Part, Update
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.vote import finish
+from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
 from dynagroup.update.step import Step
-from dynagroup.update.weigh import Weigh, predicts_next_token, weigher
 from dynagroup.validation import check_choice, check_int
 
 if TYPE_CHECKING:

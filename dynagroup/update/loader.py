@@ -7,17 +7,19 @@ an epoch's steps come from, and what a place in it is. Epochs, updates, counting
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from dynagroup.budget.base import Budget
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World, current_world, rank_and_size
 from dynagroup.errors import ConfigError
-from dynagroup.update.clock import StepClock
-from dynagroup.update.saving import Saved
-from dynagroup.update.sizes import MOST_EPOCHS, Cursor, Walk, first_cursor
-from dynagroup.update.stats import LoaderStats
+from dynagroup.plan.cursor import Cursor
+from dynagroup.state import listed, opened, sealed
+from dynagroup.update.schedule import MOST_EPOCHS, Walk
+from dynagroup.update.stats import LoaderStats, StepClock
 from dynagroup.update.step import Step
 from dynagroup.validation import check_int
 
@@ -26,19 +28,22 @@ __all__ = ["StepLoader"]
 B = TypeVar("B")
 
 
-class StepLoader(Saved, Generic[B]):
+class StepLoader(ABC, Generic[B]):
     """Gives the steps of one epoch after another: ``for step in loader``, or an update at a time: ``loader.updates()``.
 
     Every rank gets equally many steps. Without :meth:`set_epoch` each iteration is the next epoch. A place is saved by
     :meth:`state_dict` after any step, and :meth:`load_state_dict` goes on from there with exactly what remained.
 
-    A subclass says what is particular to its feed: its steps (:meth:`_run`, :meth:`_forget`), its books (:meth:`_walk`,
-    :attr:`cursor`), and its place, see :class:`~dynagroup.update.saving.Saved`.
+    A subclass says what is particular to its feed: its steps (:meth:`_run`, :meth:`_forget`), how updates follow one another
+    (:meth:`_walk`, :attr:`cursor`), and what it saves (:meth:`_identity`, :meth:`_state`, :meth:`_checked`, :meth:`_restore`).
 
     Attributes:
         dataset: as it was given.
         stats: what this rank has done since the loader was made.
     """
+
+    KIND: ClassVar[str]
+    """The class's name in states."""
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
@@ -54,6 +59,11 @@ class StepLoader(Saved, Generic[B]):
         """The feed of the iteration that runs."""
 
     # What is particular to a feed.
+
+    @property
+    @abstractmethod
+    def budget(self) -> Budget:
+        """What a batch may be."""
 
     @abstractmethod
     def _run(self) -> Iterator[Step[B]]:
@@ -108,6 +118,26 @@ class StepLoader(Saved, Generic[B]):
             StateError: this loader cannot know which samples those were.
         """
 
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """Data and settings that a place depends on, besides ranks: JSON-able. With what the budget has learned by now."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """Where this rank stands, JSON-able."""
+
+    @abstractmethod
+    def _checked(self, states: list[Mapping[str, Any]]) -> Any:
+        """What to go on from, out of states that are whole and of this run; changes nothing.
+
+        Raises:
+            StateError: ranks are missing, or the states do not belong together.
+        """
+
+    @abstractmethod
+    def _restore(self, found: Any) -> None:
+        """Go on from what :meth:`_checked` found; sets ``self._epoch`` and ``self._next``. Cannot fail."""
+
     # What is the same for all.
 
     @property
@@ -118,13 +148,8 @@ class StepLoader(Saved, Generic[B]):
         return self._world
 
     def _rank_and_size(self) -> tuple[int, int]:
-        """Like :attr:`world`, but without looking it up: asking is not collective."""
+        """Like :attr:`world`, but without looking it up, which is collective: a rank may print a length or a plan alone."""
         return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
-
-    @property
-    def _size(self) -> int:
-        """The number of ranks: a rank may print a length, a plan or a state alone."""
-        return self._rank_and_size()[1]
 
     @property
     def epoch(self) -> int:
@@ -134,9 +159,8 @@ class StepLoader(Saved, Generic[B]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. The one that stands chosen again changes nothing, a loaded place included."""
         self._next = check_int("epoch", epoch, least=0, most=MOST_EPOCHS)
-        if self._live is None and self._next != self._epoch:
-            self._forget()
-            self._epoch = self._next
+        if self._live is None:
+            self._choose()
 
     def restart_epoch(self) -> None:
         """Forget how far the epoch is used: the next iteration begins it anew."""
@@ -145,11 +169,15 @@ class StepLoader(Saved, Generic[B]):
             self._forget()
             self._epoch = self._next
 
-    def __iter__(self) -> Iterator[Step[B]]:
-        self._stop()
+    def _choose(self) -> None:
+        """The epoch that is due is the one that the loader stands in."""
         if self._next != self._epoch:
             self._forget()
             self._epoch = self._next
+
+    def __iter__(self) -> Iterator[Step[B]]:
+        self._stop()
+        self._choose()
         self._next = self._epoch + 1
         live = self._live = self._run()
         clock = StepClock(self.stats) if self.budget.layout == "padded" else None
@@ -166,6 +194,7 @@ class StepLoader(Saved, Generic[B]):
             self._end(live)
 
     def _stop(self) -> None:
+        """End the iteration that runs, if one does."""
         if self._live is not None:
             self._end(self._live)
 
@@ -202,9 +231,29 @@ class StepLoader(Saved, Generic[B]):
     def samples_after(self, updates: int) -> int:
         """Samples trained on, over all ranks, after so many updates since training began."""
         updates = check_int("updates", updates, least=0)
-        return first_cursor(self._walk(), lambda cursor: cursor.update >= updates).samples_seen
+        return self._walk().first(lambda cursor: cursor.update >= updates).samples_seen
 
     def updates_until(self, samples: int) -> int:
         """Updates since training began after which at least so many samples were trained on."""
         samples = check_int("samples", samples, least=0)
-        return first_cursor(self._walk(), lambda cursor: cursor.samples_seen >= samples).update
+        return self._walk().first(lambda cursor: cursor.samples_seen >= samples).update
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""
+        return sealed(self.KIND, self._identity(), {"learned": LearningBudget.saved(self.budget), **self._state()})
+
+    # What was learned is taken over first, because fingerprints show it; whatever is refused then puts it back.
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where states were taken, on any number of ranks: exactly what remained of the epoch comes next.
+
+        Args:
+            state_dict: this rank's state, or the list of all ranks' states.
+
+        Raises:
+            StateError: a state is damaged, of other data or settings, or ranks are missing. Nothing has changed then.
+        """
+        states, (rank, size) = listed(state_dict), self._rank_and_size()
+        with LearningBudget.of_state(self.budget, states[rank if len(states) == size else 0]):
+            found = self._checked(opened(states, self.KIND, self._identity()))
+        self._stop()
+        self._restore(found)

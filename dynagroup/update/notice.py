@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynagroup.budget.base import Budget
 from dynagroup.plan.advice import FEW_BATCHES, MUCH_PADDING, dear_steps
 from dynagroup.plan.notices import JUDGED
 from dynagroup.shapes import TOKENS, said
 from dynagroup.update.stats import LoaderStats
+from dynagroup.update.updates import PlannedStep
 from dynagroup.validation import warn_user
 
-__all__ = ["PaddingNotice", "Planned", "total_of", "unplanned", "width_of"]
+__all__ = ["BatchNotice", "PaddingNotice", "total_of", "unplanned", "width_of"]
 
 SHOWN_IN = {"source": "input_ids", "target": "labels"}  # where collators of transformers put these streams
 
@@ -48,14 +49,26 @@ class PaddingNotice:
         return dear_steps(size)
 
 
-class Planned(NamedTuple):
-    """What a batch was planned from, in one stream."""
+class BatchNotice:
+    """Warns once where a batch is not what was planned."""
 
-    longest: int
-    total: int
+    def __init__(self) -> None:
+        self._said = False
+
+    def look(self, batch: Any, step: PlannedStep, budget: Budget) -> None:
+        if step.idle or self._said:
+            return
+        differs = unplanned(batch, samples=len(step.indices), planned=step.streams, budget=budget)
+        if differs is not None:
+            self._said = True
+            warn_user(
+                f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
+                "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
+                "processed and collated, or use OnlineDataLoader, which measures them so by itself (said once)"
+            )
 
 
-def unplanned(batch: Any, *, samples: int, planned: Mapping[str, Planned], budget: Budget) -> str | None:
+def unplanned(batch: Any, *, samples: int, planned: Mapping[str, tuple[int, int]], budget: Budget) -> str | None:
     """How a collated batch differs from its plan, in words; None if it does not, or does not show.
 
     Looks at the fields in which streams show: columns where samples are padded, their number where they are packed.
@@ -68,7 +81,7 @@ def unplanned(batch: Any, *, samples: int, planned: Mapping[str, Planned], budge
     >>> import numpy as np
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> batch = {"input_ids": np.ones((2, 5)), "labels": np.ones((2, 9))}
-    >>> unplanned(batch, samples=2, planned={"tokens": Planned(5, 8), "target": Planned(6, 7)}, budget=TokenBudget(99))
+    >>> unplanned(batch, samples=2, planned={"tokens": (5, 8), "target": (6, 7)}, budget=TokenBudget(99))
     '2 samples came out 9 target tokens wide, but the longest of them was planned with 6'
     """
     packed = budget.layout == "packed"

@@ -13,22 +13,19 @@ from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
 from dynagroup.plan.config import PlanConfig
-from dynagroup.plan.notices import PlanNotices
+from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.source import OrderSource
-from dynagroup.update.course import Course, Notes
-from dynagroup.update.feed import PlannedFeed
-from dynagroup.update.free import FreeUpdates
+from dynagroup.state import agreed
+from dynagroup.update.feed import LoadedUpdate, PlannedFeed
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.place import PLACE, Place
-from dynagroup.update.plans import Updates
-from dynagroup.update.preserved import PreservedUpdates
-from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.update.sizes import MOST_EPOCHS, Cursor, Walk
+from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
+from dynagroup.update.notice import BatchNotice
+from dynagroup.update.schedule import MOST_EPOCHS, BatchSizeSchedule, Walk
 from dynagroup.update.step import Step
-from dynagroup.update.weigh import Weigh, weigher
-from dynagroup.validation import Check, a_list, an_int, check_flag, check_int, either, nothing
+from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates
+from dynagroup.validation import check_flag, check_int
 
 __all__ = ["PlannedDataLoader"]
 
@@ -36,11 +33,6 @@ B = TypeVar("B")
 LARGEST_UPDATE = 1 << 40
 OURS = ("shuffle", "seed", "samples_per_update", "uneven")
 """Settings of a plan that are arguments of the loader, or follow from it."""
-
-
-def _change(value: Any, place: str) -> None:
-    a_list(an_int(), length=3)(value, place)
-    an_int(1)(value[2], f"{place}[2]")
 
 
 class PlannedDataLoader(StepLoader[B]):
@@ -117,15 +109,17 @@ class PlannedDataLoader(StepLoader[B]):
                 )
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = PreservedUpdates(planner, samples_per_update, order, shuffle=shuffle, drop_last=drop_last)
-        self._plan.notices = PlanNotices()
-        self._feed = PlannedFeed(dataset, planner.config.seed, dataloader_kwargs)
-        self._place: Place | None = None
+        self._feed = PlannedFeed(dataset, planner.config.seed, weigh, self.stats, dataloader_kwargs)
+        self._place: Cursor | None = None
         """Where the steps that were handed out end."""
+        self._resumed_at: Cursor | None = None
+        """Where a loaded state stands, until another epoch is chosen."""
         self._goes_on = False
         """The next iteration begins at that place."""
         self._under_way: Cursor | None = None
         """Where the update ends that is under way."""
-        self._notes = Notes(self.stats, set(planner.oversize.tolist()))
+        self._oversize = set(planner.oversize.tolist())
+        self._notice = BatchNotice()
         planner.warn_of_oversize()
 
     @property
@@ -144,12 +138,18 @@ class PlannedDataLoader(StepLoader[B]):
     @property
     def cursor(self) -> Cursor:
         place = self._here()
-        if place.begun is not None and self._under_way is None:
+        if not place.begun_rows:
+            return place
+        if self._under_way is None:
             self._under_way = next(self._plan.updates(place, 0, self._size)).after
-        return place.cursor if place.begun is None or self._under_way is None else self._under_way
+        return self._under_way
 
-    def _here(self) -> Place:
-        return self._place or Place(self._plan.start(self._epoch, self._size))
+    @property
+    def _size(self) -> int:
+        return self._rank_and_size()[1]
+
+    def _here(self) -> Cursor:
+        return self._walk().start(self._epoch) if self._place is None else self._place
 
     def _walk(self) -> Walk:
         return self._plan.walk(self._size)
@@ -158,21 +158,26 @@ class PlannedDataLoader(StepLoader[B]):
     def plan(self) -> BatchPlan:
         """The steps of :attr:`epoch` on all ranks, as many as ``len(loader)``: the class and the table of a sampler's plan.
 
-        It holds the whole epoch, also where a part of it was used. Planning takes about twice as long as :func:`len`.
+        After a state was loaded, those that remained of its epoch. :meth:`plan_of` gives any whole epoch.
 
         >>> from dynagroup.budget.tokens import TokenBudget
         >>> print(PlannedDataLoader(range(4), [3, 9, 2, 8], TokenBudget(18)).plan.report().splitlines()[0])
         epoch 0: 4 samples for 1 rank, padded layout
         """
-        return self._plan.plan(self.epoch, self._size)
+        resumed = self._resumed_at
+        if resumed is None or resumed.epoch != self.epoch:
+            return self.plan_of(self.epoch)
+        return self._plan.plan(resumed, self._size)
+
+    def plan_of(self, epoch: int) -> BatchPlan:
+        """The steps of a whole epoch on all ranks."""
+        epoch = check_int("epoch", epoch, least=0, most=MOST_EPOCHS)
+        return self._plan.plan(self._walk().start(epoch), self._size)
 
     def __len__(self) -> int:
-        """Steps of :attr:`epoch`, exact. The optimizer steps :attr:`num_updates` times, which is known at once.
-
-        The steps of all updates of the epoch are counted, once an epoch: 0.1 to 0.2 ms an update of 64 to 256 samples on one
-        rank; on eight 0.05 ms where one row holds an update, else 0.3 to 1.2 ms.
-        """
-        return self._plan.num_steps(self.epoch, self._size)
+        """Steps of the whole :attr:`epoch`, exact. The optimizer steps :attr:`num_updates` times, which is known at once with
+        ``samples_per_update``; steps are known when the epoch is planned, once."""
+        return self.plan_of(self.epoch).num_steps
 
     def set_samples_per_update(self, samples: int) -> int:
         """See :meth:`StepLoader.set_samples_per_update`: with ``num_workers=0`` the next update is the first one of the new
@@ -187,75 +192,98 @@ class PlannedDataLoader(StepLoader[B]):
             raise StateError("only updates with samples_per_update continue a fixed-batch run: its samples are known")
         epoch = check_int("epoch", epoch, least=0, most=MOST_EPOCHS)
         samples_used, update = check_int("samples_used", samples_used, least=0), check_int("update", update, least=0)
-        cursor = self._plan.sizes.at(epoch, samples_used)
-        if cursor is None or cursor.update != update:
+        start = self._plan.sizes.start(epoch)
+        places = (start, *self._plan.sizes.cursors(start))
+        place = next((place for place in places if place.samples_used >= samples_used), None)
+        if place is None or (place.samples_used, place.update) != (samples_used, update):
             raise StateError(
                 f"no update ends after {samples_used} samples and {update} updates of the run, in epoch {epoch}: the other run "
                 "had updates of other sizes; give this one the same samples_per_update"
             )
-        self._restore(({"changes": [], "past": []}, Place(cursor)))
+        self._restore({"cursor": place.state(), "walk": []})
 
     # Iterating.
 
     def _forget(self) -> None:
-        self._place, self._goes_on, self._under_way = None, False, None
+        self._place, self._resumed_at, self._goes_on, self._under_way = None, None, False, None
 
     def _run(self) -> Iterator[Step[B]]:
-        size = self.world.size
+        world = self.world
         if not self._goes_on:
-            self._plan.start(self._epoch, size)  # counts the epochs before by the limits they had
-            planner = self._plan.planner.renewed(self.world)
-            self._plan.begin(planner, self._epoch, size)
-            self._place = Place(self._plan.start(self._epoch, size))
+            self._plan.begin(self._plan.planner.renewed(world), self._epoch, world.size)
+            self._place, self._resumed_at = self._walk().start(self._epoch), None
         self._goes_on = False
         place = self._here()
-        _compare_ranks(self.world, self._plan, self._identity(), place)
-        course: Course[B] = Course(self._feed, self._weigh, self.world, self.budget, self._notes)
-        for taken in course.run(self._plan.updates(place, self.world.rank, size), self._epoch):
-            self._place, self._under_way = taken.place, taken.ends_at.after
-            yield taken.step
-        self._plan.end(self._here().cursor)
+        _compare_ranks(world, self._plan, self._identity(), place)
+        updates = self._plan.updates(place, world.rank, world.size)
+        for loaded in self._feed.open(updates, self._epoch, world):
+            for number in range(len(loaded.batches)):
+                step = self._step(loaded, number)
+                self._place = loaded.planned.behind(number, loaded.summed[number + 1])
+                self._under_way = loaded.planned.after
+                yield step
+        self._plan.end(self._here())
+
+    def _step(self, loaded: LoadedUpdate, number: int) -> Step[B]:
+        planned, update = loaded.planned.steps[number], loaded.planned
+        batch, ends = loaded.batches[number], number == len(loaded.batches) - 1
+        self._count(update, number)
+        self._notice.look(batch, planned, self.budget)
+        weight = Share(loaded.weights[number], loaded.summed[-1])
+        return Step(
+            batch=batch,
+            indices=planned.indices,
+            samples=Share(0 if planned.idle else len(planned.indices), update.num_samples),
+            weight=weight,
+            loss_scale=loss_scale(weight, self.world.size),
+            ends_update=ends,
+            idle=planned.idle,
+        )
+
+    def _count(self, update: PlannedUpdate, number: int) -> None:
+        """Count a step as used."""
+        step, stats = update.steps[number], self.stats
+        stats.count_step(
+            len(step.indices),
+            real_tokens=step.real,
+            padded_tokens=step.padded,
+            padded_squares=step.squares,
+            idle=step.idle,
+        )
+        stats.row_highest += max(step.row_padded)
+        stats.row_total += round(sum(step.row_padded) / len(step.row_padded))
+        if len(step.indices) == 1 and not step.idle:
+            stats.oversize += int(step.indices[0] in self._oversize)
+        if number == len(update.steps) - 1:
+            stats.count_update(update.num_samples)
 
     # Saving.
 
     def _identity(self) -> dict[str, Any]:
         return {**self._plan.identity, "budget": self.budget.fingerprint, "weigh": described(self._weigh)}
 
-    def _schema(self) -> Mapping[str, Check]:
-        counts = a_list(a_list(an_int(), length=2))
-        return {
-            **PLACE,
-            "changes": a_list(_change),
-            "past": counts,
-            "order": either(nothing(), an_int(0, (1 << 32) - 1)),
-        }
-
     def _state(self) -> dict[str, Any]:
         place = self._here()
-        return {**place.state(), **self._plan.state(place.cursor.epoch, self._size)}
+        return {"cursor": place.state(), **self._plan.state(place, self._size)}
 
-    def _checked(self, states: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Place]:
+    def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """One state says everything; of several ranks' states all must say it."""
-        state = states[0]
-        own = {"learned": None, "seal": None}  # what budgets learn between exchanges may differ by rank
-        if any({**other, **own} != {**state, **own} for other in states[1:]):
-            raise StateError("the ranks' states differ: they were not taken after the same step")
-        place = Place.of(state)
-        self._plan.check(state, place)
-        if state["order"] != self._plan.state(place.cursor.epoch, self._size)["order"]:
+        state = agreed(states)
+        place = Cursor.of(state["cursor"])
+        if state["order"] != self._plan.state(place, self._size)["order"]:
             raise StateError(
-                f"`sampler` gives other indices in epoch {place.cursor.epoch} than when the state was taken; "
+                f"`sampler` gives other indices in epoch {place.epoch} than when the state was taken; "
                 "use the same seed and sampler"
             )
-        return state, place
+        return state
 
-    def _restore(self, found: tuple[Mapping[str, Any], Place]) -> None:
-        state, place = found
+    def _restore(self, found: Mapping[str, Any]) -> None:
+        place = Cursor.of(found["cursor"])
         self._plan.planner = self._plan.planner.rebuilt()
-        self._plan.restore(state, place)
-        self._place, self._goes_on, self._under_way = place, True, None
-        self._epoch = place.cursor.epoch
-        self._next = self._epoch + (place.begun is None and self._plan.is_over(place.cursor))
+        self._plan.restore(found, place)
+        self._place = self._resumed_at = place
+        self._goes_on, self._under_way, self._epoch = True, None, place.epoch
+        self._next = place.epoch + self._plan.is_over(place, self._size)
 
 
 def _sorted_out(plan: Mapping[str, Any], further: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -307,7 +335,7 @@ def _refuse_without_size(sampler: Any, drop_last: bool) -> None:
         raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
 
 
-def _compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Place) -> None:
+def _compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor) -> None:
     """All ranks must be about to plan the same updates of the same samples."""
     if world.size == 1:
         return
@@ -315,15 +343,15 @@ def _compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], pla
         "lengths, budget or settings": repr(identity).encode(),
         "place in the epoch": repr(place).encode(),
     }
-    order = plan.order_of(place.cursor.epoch)
+    order = plan.order_of(place.epoch)
     if isinstance(plan, PreservedUpdates) and order is not None:
         facts["order of samples"] = order.tobytes()
-        facts["samples_per_update"] = repr([stop for _, stop, _ in plan.sizes.spans(place.cursor)]).encode()
+        facts["samples_per_update"] = repr([stop for _, stop, _ in plan.sizes.spans(place)]).encode()
     marks = [zlib.crc32(fact) for fact in facts.values()]
     found = world.all_max([*marks, *(-mark for mark in marks)])
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
     if differing:
         raise AlignmentError(
-            f"ranks differ in {', '.join(differing)} at the start of epoch {place.cursor.epoch}: "
+            f"ranks differ in {', '.join(differing)} at the start of epoch {place.epoch}: "
             "seed samplers and schedules alike on every rank, and load the same state everywhere"
         )

@@ -1,4 +1,4 @@
-"""How many samples an optimizer update holds, and the learning rate that goes with it.
+"""How many samples an optimizer update holds: schedules, their walk over epochs, and the learning rate that goes with them.
 
 A schedule is any function ``(update, current) -> samples per update``: ``update`` counts from 0 over the whole run and
 ``current`` is the size of the update before (None at update 0). It is asked once for every update, when that update is
@@ -9,27 +9,35 @@ that update on: epochs behind it are counted at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
+from dynagroup.plan.cursor import Cursor
 from dynagroup.validation import check_choice, check_int, check_number
 
 __all__ = [
+    "MOST_EPOCHS",
     "BatchSizeSchedule",
     "ScalingRule",
+    "UpdateSizes",
+    "Walk",
     "adabatch",
     "checked_samples",
     "constant",
     "doubling",
     "linear_ramp",
+    "next_epoch",
     "scale_learning_rate",
 ]
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
 ScalingRule: TypeAlias = Literal["linear", "sqrt", "none"]
+MOST_EPOCHS = 1_000_000
+"""No run has more epochs; what needs more is a slip, or would be counted without end."""
 
 
 def checked_samples(value: Any, *, name: str = "samples_per_update", where: str = "") -> int:
@@ -205,14 +213,160 @@ def scale_learning_rate(
     >>> scale_learning_rate(1e-3, samples_per_update=64, base_samples_per_update=16, rule="sqrt")
     0.002
     """
-    numbers = {
-        "learning_rate": learning_rate,
-        "samples_per_update": samples_per_update,
-        "base_samples_per_update": base_samples_per_update,
-    }
-    for name, value in numbers.items():
-        check_number(name, value, or_zero=name == "learning_rate")
+    check_number("learning_rate", learning_rate, or_zero=True)
+    check_number("samples_per_update", samples_per_update)
+    check_number("base_samples_per_update", base_samples_per_update)
     check_choice("rule", rule, ("linear", "sqrt", "none"))
     ratio = samples_per_update / base_samples_per_update
-    factors: Mapping[str, float] = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
-    return learning_rate * factors[rule]
+    return learning_rate * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
+
+
+def next_epoch(end: Cursor) -> Cursor:
+    """The beginning of the epoch behind the one that ends here."""
+    return Cursor(end.epoch + 1, update=end.update, samples_seen=end.samples_seen, current=end.current)
+
+
+class Walk(ABC):
+    """The updates of a run, one after another: where each epoch begins, and where each update ends."""
+
+    def __init__(self) -> None:
+        self._starts: list[Cursor] = [Cursor()]
+        """The beginning of each epoch, as far as the run was walked."""
+
+    @abstractmethod
+    def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
+        """Where each update that remains of an epoch ends."""
+
+    def end(self, epoch: int) -> Cursor:
+        """Where the last update of an epoch ends."""
+        cursor = self.start(epoch)
+        for after in self.cursors(cursor):
+            cursor = after
+        return cursor
+
+    def start(self, epoch: int) -> Cursor:
+        """The beginning of an epoch."""
+        while len(self._starts) <= epoch:
+            self._starts.append(next_epoch(self.end(len(self._starts) - 1)))
+        return self._starts[epoch]
+
+    def num_updates(self, epoch: int) -> int:
+        """Updates of a whole epoch."""
+        return self.start(epoch + 1).update - self.start(epoch).update
+
+    def first(self, reached: Callable[[Cursor], bool]) -> Cursor:
+        """The first place of the run, at the end of an update or at its beginning, that ``reached`` says yes to."""
+        epoch = 0
+        while not reached(after := self.start(epoch + 1)):
+            if not self.num_updates(epoch):
+                raise ConfigError(
+                    f"epoch {epoch} has no update, so that many are never reached: the dataset is empty, or an "
+                    "update is larger than an epoch and `drop_last` leaves it out"
+                )
+            epoch += 1
+            if epoch == MOST_EPOCHS:
+                raise ConfigError(
+                    f"that many are not reached in {MOST_EPOCHS:,} epochs of {after.samples_seen // epoch} samples"
+                )
+        start = self.start(epoch)
+        return start if reached(start) else next(after for after in self.cursors(start) if reached(after))
+
+
+class UpdateSizes(Walk):
+    """The sizes of updates: a pure function of a schedule, of changes, and of how many samples an epoch draws.
+
+    Offline plans and online requests both walk it, so that a schedule means the same in both.
+
+    Args:
+        schedule: samples an update, or (update, current) -> samples.
+        num_ordered: how many samples an epoch draws.
+        drop_last: leave out an epoch's last update if it is smaller than asked.
+
+    >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
+    >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
+    [(0, 2), (2, 6), (6, 9)]
+    """
+
+    def __init__(
+        self, schedule: int | BatchSizeSchedule, num_ordered: Callable[[], int], *, drop_last: bool = False
+    ) -> None:
+        super().__init__()
+        self.schedule = schedule if callable(schedule) else constant(checked_samples(schedule))
+        self.num_ordered = num_ordered
+        self.drop_last = drop_last
+        self.changes: list[tuple[int, int, int]] = []
+        """(epoch, update, samples): set at run time, in force from that update on."""
+
+    @property
+    def is_constant(self) -> bool:
+        return isinstance(self.schedule, constant) and not self.changes
+
+    def change(self, cursor: Cursor, samples: int) -> int:
+        """Updates hold ``samples`` from the one behind ``cursor`` on. What an epoch drops stays dropped: behind its last
+        update comes the next epoch's first.
+
+        Returns:
+            The number of that update.
+        """
+        checked_samples(samples, name="samples")
+        over = next(self.spans(cursor), None) is None
+        when = (cursor.epoch + over, cursor.update)
+        self.changes = [change for change in self.changes if change[:2] < when] + [(*when, int(samples))]
+        self._starts = [start for start in self._starts if (start.epoch, start.update) <= when]
+        return cursor.update
+
+    def restore(self, changes: Iterable[Iterable[int]]) -> None:
+        """Take over another walk's changes."""
+        self.changes = [(epoch, update, samples) for epoch, update, samples in changes]
+        self._starts = [Cursor()]
+
+    def spans(self, cursor: Cursor) -> Iterator[tuple[int, int, Cursor]]:
+        """(start, stop, cursor after) of the updates that remain of an epoch. Each size is looked up when its turn comes, so
+        that changes take effect."""
+        count = self.num_ordered()
+        while cursor.samples_used < count:
+            samples = self._samples_of(cursor)
+            start, stop = cursor.samples_used, min(cursor.samples_used + samples, count)
+            if self.drop_last and stop - start < samples:
+                return
+            seen = cursor.samples_seen + stop - start
+            cursor = Cursor(
+                cursor.epoch, update=cursor.update + 1, samples_used=stop, samples_seen=seen, current=samples
+            )
+            yield start, stop, cursor
+
+    def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
+        return (after for *_, after in self.spans(cursor))
+
+    def start(self, epoch: int) -> Cursor:
+        """The beginning of an epoch. Epochs in which the size no longer changes are not walked but counted."""
+        while len(self._starts) <= epoch and not self._is_settled(self._starts[-1]):
+            super().start(len(self._starts))
+        return self._starts[epoch] if epoch < len(self._starts) else self._repeated(self._starts[-1], epoch)
+
+    def _samples_of(self, cursor: Cursor) -> int:
+        """Samples that the update behind ``cursor`` is asked to hold."""
+        when = (cursor.epoch, cursor.update)
+        changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
+        samples = self.schedule(cursor.update, cursor.current) if changed is None else changed
+        return checked_samples(samples, where=f" at update {cursor.update}")
+
+    def _is_settled(self, start: Cursor) -> bool:
+        """Whether all updates from the beginning of an epoch on are asked to hold as many samples."""
+        if self.changes:
+            return self.changes[-1][:2] <= (start.epoch, start.update)
+        since = getattr(self.schedule, "settled", None)
+        return since is not None and since <= start.update
+
+    def _repeated(self, start: Cursor, epoch: int) -> Cursor:
+        """The beginning of an epoch, if every one since ``start`` has updates of one size."""
+        size, count, epochs = self._samples_of(start), self.num_ordered(), epoch - start.epoch
+        updates = epochs * (count // size if self.drop_last else -(-count // size))
+        samples = updates * size if self.drop_last else epochs * count
+        return replace(
+            start,
+            epoch=epoch,
+            update=start.update + updates,
+            samples_seen=start.samples_seen + samples,
+            current=size if updates else start.current,
+        )

@@ -1,18 +1,24 @@
-"""What a loader did, in counts that add up over ranks and epochs."""
+"""What a loader did, in counts that add up over ranks and epochs, and what its loop's own times say about work."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dynagroup.distributed import World
 from dynagroup.plan.work import Work
-from dynagroup.update.moments import Moments
+from dynagroup.update.step import Step
 
-__all__ = ["LoaderStats"]
+__all__ = ["LoaderStats", "StepClock"]
 
 ENOUGH_UPDATES = 20
+WARM_UP = 3
+"""Updates that are not timed: the first ones compile kernels, fill caches and make the optimizer's state."""
 
 
 @dataclass(slots=True)
@@ -63,8 +69,9 @@ class LoaderStats:
     """Seconds that the main process waited for workers."""
     exchange_s: float = 0.0
     """Seconds that the main process spent in exchanges, waiting for other ranks included."""
-    times: Moments = field(default_factory=Moments, repr=False)
-    """How long the loop took with updates of which shapes; see :attr:`work`."""
+    times: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)), repr=False, compare=False)
+    """Sums over timed updates of the products of (steps, n L, n L^2, seconds), each divided by the update's seconds: all that
+    least squares of relative errors needs. The last one counts the updates."""
 
     def __str__(self) -> str:
         rare = {
@@ -90,14 +97,18 @@ class LoaderStats:
         return self.row_highest / self.row_total - 1.0 if self.row_total else 0.0
 
     @property
+    def num_timed(self) -> int:
+        """Updates of which the time is known."""
+        return round(float(self.times[3, 3]))
+
+    @property
     def work(self) -> Work | None:
         """The price of a step and the crossover of attention that the loop's own times suggest, after 20 updates of padded
         batches; None before, and where batches do not differ enough to tell. It is never used by itself: a plan would depend
         on the machine's mood. Hand it to the next run: ``work=loader.stats.work``."""
-        if self.times.num_updates < ENOUGH_UPDATES:
+        if self.num_timed < ENOUGH_UPDATES:
             return None
-        products = self.times.products
-        return Work.from_moments(products[:3, :3], products[:3, 3])
+        return Work.from_moments(self.times[:3, :3], self.times[:3, 3])
 
     @property
     def batches(self) -> int:
@@ -158,11 +169,45 @@ class LoaderStats:
         names = [f.name for f in fields(self) if f.name not in ("batch_sizes", "times")]
         [largest] = world.all_max([self.largest_batch])
         sizes = [self.batch_sizes[size] for size in range(largest + 1)]
-        times = self.times.to_list()
-        found = world.all_sum([*times, *(getattr(self, name) for name in names), *sizes])
-        summed_times, found = Moments.from_list(found[: len(times)]), found[len(times) :]
+        found = world.all_sum([*self.times.ravel().tolist(), *(getattr(self, name) for name in names), *sizes])
+        times, counts, sizes = found[:16], found[16 : 16 + len(names)], found[16 + len(names) :]
         summed: dict[str, Any] = {
-            name: value if name.endswith("_s") else int(value) for name, value in zip(names, found, strict=False)
+            name: value if name.endswith("_s") else int(value) for name, value in zip(names, counts, strict=True)
         }
-        counted = {size: int(count) for size, count in enumerate(found[len(names) :]) if count}
-        return LoaderStats(**summed, batch_sizes=Counter(counted), times=summed_times)
+        batch_sizes = Counter({size: int(count) for size, count in enumerate(sizes) if count})
+        return LoaderStats(**summed, batch_sizes=batch_sizes, times=np.reshape(times, (4, 4)))
+
+
+class StepClock:
+    """Times what a loop does between two steps, an update at a time: devices run behind the loop, and an update's end is where
+    loops wait for them (they log a loss, clip gradients, exchange them). Updates with idle steps wait for other ranks and
+    are left out. Costs a microsecond a step."""
+
+    def __init__(self, stats: LoaderStats) -> None:
+        self._stats = stats
+        self._begin_update()
+
+    def begin(self, step: Step[Any]) -> None:
+        """The loop is about to get this step, which the counts know already."""
+        counted = self._counted()
+        self._usable &= counted[0] > self._before[0] and not step.idle
+        if self._usable:
+            self._row += counted - self._before
+        self._before = counted
+        self._since = time.perf_counter()
+
+    def end(self, step: Step[Any]) -> None:
+        """The loop asks for the next one."""
+        self._seconds += time.perf_counter() - self._since
+        if step.ends_update:
+            if self._usable and self._stats.updates > WARM_UP and self._seconds > 0:
+                row = np.append(self._row, self._seconds) / self._seconds
+                self._stats.times = self._stats.times + np.outer(row, row)
+            self._begin_update()
+
+    def _begin_update(self) -> None:
+        self._before = self._counted()
+        self._row, self._seconds, self._usable, self._since = np.zeros(3), 0.0, True, 0.0
+
+    def _counted(self) -> NDArray[np.float64]:
+        return np.array([self._stats.batches, self._stats.padded_tokens, self._stats.padded_squares], np.float64)

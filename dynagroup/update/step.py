@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from dynagroup.update.weigh import Share
+from dynagroup.update.loss_weight import Share
 
 __all__ = ["Step", "pin"]
 
@@ -23,7 +23,7 @@ class Step(Generic[B]):
         indices: dataset indices (or arrival numbers for iterable datasets) of the samples in ``batch``.
         samples: number of samples here, and over the whole update on all ranks.
         weight: loss weight here (label tokens by default), and over the whole update on all ranks.
-        loss_scale: factor for the batch's *mean* loss, see :func:`dynagroup.update.weigh.loss_scale`; 0.0 on an idle step.
+        loss_scale: factor for the batch's *mean* loss, see :func:`dynagroup.update.loss_weight.loss_scale`; 0.0 on an idle step.
         ends_update: the optimizer steps after this batch; before that, gradients stay local (``no_sync``).
         idle: this rank had no samples left; the batch only keeps the collectives matched.
 

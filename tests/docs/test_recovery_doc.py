@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from dynagroup.update.loss_weight import Share
 from dynagroup.update.step import Step
-from dynagroup.update.weigh import Share
 from tests.oom.texts import TEXTS, save_encoder, small_llama, small_tokenizer
 
 DOC = Path(__file__).parents[2] / "docs" / "recovery.md"

@@ -18,9 +18,9 @@ from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import EpochOrders
 from dynagroup.online.transfer import pack_tensors, unpack_tensors
 from dynagroup.testing import run_ranks
+from dynagroup.update.loss_weight import Share, count_label_tokens, weigher
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.step import Step, pin
-from dynagroup.update.weigh import Share, count_label_tokens, weigher
 
 from .helpers import collate, collate_packed, make_loader
 

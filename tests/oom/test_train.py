@@ -12,8 +12,8 @@ from dynagroup.device import PeakWatch
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import LearningBudget, OomSafeBackward, train
 from dynagroup.testing import run_ranks
+from dynagroup.update.loss_weight import Share
 from dynagroup.update.step import Step
-from dynagroup.update.weigh import Share
 from tests import models
 from tests.allocator import Allocator, fails_in_backward
 from tests.oom import training as loop

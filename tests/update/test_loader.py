@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 import warnings
 
@@ -526,3 +528,48 @@ def test_a_rank_may_ask_alone(monkeypatch):
         again = loader_of(**how)
         again.load_state_dict(loader.state_dict())
         assert again.cursor == loader.cursor
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (2, 8), (3, 5)])
+def test_a_free_running_update_has_all_its_rows_but_the_epochs_last(ranks, accumulation):
+    """Windows of 16 samples are a few rows each: updates go on over their borders, also after a resume."""
+    how = {"accumulation": accumulation, "window": 16}
+
+    def one(world):
+        loader = loader_of(world=world, **how)
+        counts = [len(update) for update in loader.updates()]
+        assert set(counts[:-1]) == {accumulation}
+        assert loader.num_updates_in(0) == len(counts) == -(-sum(counts) // accumulation)
+        steps = iter(first := loader_of(world=world, **how))
+        next(steps)
+        again = loader_of(world=world, **how)
+        again.load_state_dict(first.state_dict())
+        assert [len(update) for update in again.updates()] == [accumulation - 1, *counts[1:]]
+
+    run_ranks(ranks, one)
+
+
+@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {"accumulation": 3, "window": 16}])
+def test_a_plan_after_a_resume_is_what_remains(how):
+    for stop in (0, 1, 4, 9):
+        first, again = loader_of(**how), loader_of(**how)
+        steps = iter(first)
+        for _ in range(stop):
+            next(steps)
+        again.load_state_dict(first.state_dict())
+        plan, whole = again.plan, again.plan_of(0)
+        assert plan.num_steps == whole.num_steps - stop == len(again) - stop
+        found = list(again)
+        assert [list(row[0]) for row in plan.rows] == [step.batch for step in found]
+        assert plan.loss_scale[:, 0] == pytest.approx([step.loss_scale for step in found])
+        assert plan.update_ends.tolist() == [step.ends_update for step in found]
+        assert again.plan.epoch == 1
+
+
+@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {"accumulation": 3}])
+def test_a_loader_can_be_copied_between_epochs(how):
+    loader = loader_of(**how)
+    for _ in range(2):
+        twins = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
+        batches = [step.batch for step in loader]
+        assert all([step.batch for step in twin] == batches for twin in twins)

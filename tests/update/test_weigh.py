@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from dynagroup import ConfigError
-from dynagroup.update.weigh import count_label_tokens, mean_items, predicts_next_token, weigher
+from dynagroup.update.loss_weight import count_label_tokens, mean_items, predicts_next_token, weigher
 from tests import models
 
 ROWS = [[-100, 5, 6], [7, 8, -100]]

@@ -15,8 +15,9 @@ from dynagroup.online.records import Planned, Queued, Refined
 from dynagroup.online.refine import RefinementCollator
 from dynagroup.online.requests import Order, Rank, UpdateMark
 from dynagroup.online.workers import Windows, Workers
+from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray, Streams
-from dynagroup.update.sizes import Cursor, UpdateSizes
+from dynagroup.update.schedule import UpdateSizes
 from dynagroup.update.stats import LoaderStats
 from dynagroup.validation import Check
 

@@ -14,8 +14,9 @@ from dynagroup.online.feeds.base import Source
 from dynagroup.online.feeds.planned import PlanFeed
 from dynagroup.online.records import Planned, Queued
 from dynagroup.online.requests import Rank, UpdateMark, update_plans
+from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray
-from dynagroup.update.sizes import Cursor, UpdateSizes
+from dynagroup.update.schedule import UpdateSizes
 
 __all__ = ["UpdateFeed"]
 
