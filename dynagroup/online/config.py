@@ -15,8 +15,8 @@ from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS
 from dynagroup.update.dataloader import checked_kwargs
-from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
 from dynagroup.update.loss_weight import Weigh
+from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
 from dynagroup.validation import check_choice, check_flag, check_int
 
 __all__ = ["OnlineConfig", "as_hint", "check_budget", "check_sources", "worker_kwargs"]

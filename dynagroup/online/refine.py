@@ -24,8 +24,8 @@ from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
 from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
 from dynagroup.tokenizer import LONGEST
-from dynagroup.update.notice import total_of, width_of
 from dynagroup.update.loss_weight import Weigh, weigher
+from dynagroup.update.notice import total_of, width_of
 from dynagroup.validation import check_choice, check_function, warn_user
 
 __all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]
