@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from dynagroup.cli import main
-from dynagroup.demo import DemoConfig, run_demo
+from dynagroup.demo import DemoConfig, TimeLimit, run_demo
 from dynagroup.demo.corpus import docstrings, train_tokenizer
-from dynagroup.demo.training import TimeLimit
 from dynagroup.errors import ConfigError
 from tests import models
 

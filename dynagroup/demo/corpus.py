@@ -9,12 +9,11 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tqdm.auto import tqdm
 
 from dynagroup.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 __all__ = ["docstrings", "load_texts", "train_tokenizer"]
 
@@ -30,22 +29,18 @@ def load_texts(texts: str | None, dataset: str | None, column: str | None, split
     """
     if texts and dataset:
         raise ConfigError("`texts` and `dataset` both name a source; give one of them")
-    if texts:
-        found = [line for line in _content(texts).splitlines() if line.strip()]
-    elif dataset:
-        found = _dataset_column(dataset, column, split)
-    else:
-        found = docstrings()
+    found = _lines(texts) if texts else _dataset_column(dataset, column, split) if dataset else docstrings()
     if len(found) < 4:
         raise ConfigError(f"the demo needs at least 4 texts, but found {len(found)}")
     return found
 
 
-def _content(texts: str) -> str:
+def _lines(texts: str) -> list[str]:
     try:
-        return Path(texts).read_text(encoding="utf-8")
+        content = Path(texts).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"`texts` must be a text file in UTF-8, but {texts!r} cannot be read: {error}") from error
+    return [line for line in content.split("\n") if line.strip()]
 
 
 def _dataset_column(dataset: str, column: str | None, split: str) -> list[str]:
@@ -67,12 +62,9 @@ def docstrings(at_least: int = 12_000) -> list[str]:
 
     Files are taken in an order that mixes packages and is the same wherever the same packages are installed.
     """
-    from tqdm.auto import tqdm
-
     found: dict[str, None] = {}
-    # Syntax trees are many small objects that all live until the end of a file: collecting garbage meanwhile finds none.
     collecting = gc.isenabled()
-    gc.disable()
+    gc.disable()  # syntax trees are many small objects that all live until the end of a file: collecting would find none
     try:
         with tqdm(total=at_least, desc="reading docstrings", unit=" texts", disable=None) as bar:
             for path in _python_files():
@@ -102,19 +94,14 @@ def _docstrings_of(path: str) -> Iterator[str]:
         tree = ast.parse(source) if b'"""' in source and len(source) <= LARGEST_FILE else ast.parse("")
     except (OSError, SyntaxError, ValueError):  # broken links, and files that are broken on purpose
         return
-    yield from _walk(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if text := ast.get_docstring(node):
+                yield text
 
 
-def _walk(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    if text := ast.get_docstring(node):
-        yield text
-    for child in node.body:
-        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _walk(child)
-
-
-def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of these texts, with begin, end and padding tokens.
+def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
+    """A byte-level BPE tokenizer of these texts, with begin, end and padding tokens: a ``PreTrainedTokenizerFast``.
 
     >>> tokenizer = train_tokenizer(["some text"], vocabulary=300)
     >>> tokenizer.decode(tokenizer("some text")["input_ids"])
@@ -126,11 +113,9 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> PreTrainedT
     raw: Any = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
+    special, alphabet = ["[PAD]", "[BOS]", "[EOS]"], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["[PAD]", "[BOS]", "[EOS]"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     raw.train_from_iterator(texts, trainer)
     raw.post_processor = processors.TemplateProcessing(
