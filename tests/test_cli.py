@@ -156,6 +156,9 @@ def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys
     assert json.loads(capsys.readouterr().out)["real_tokens"] == int(counts.sum())
 
 
+CHATS = b'{"c": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}\n'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "message"),
     [
@@ -171,6 +174,22 @@ def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys
         ("x.csv", b"id,b\n" + b"".join(b"%d,7\n" % i for i in range(9)), ["--column", "id"], "that is an index"),
         ("x.jsonl", b"".join(b'{"nr": %d}\n' % i for i in (3, 9, 4, 10, 5, 8, 7, 6)), [], "numbers its rows (3 to 10"),
         ("x.csv", b"", ["--column", "c"], "has no columns: it is empty"),
+        ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "row 2 of 'x.csv' has 3 values, but the header names 2 columns"),
+        ("x.TSV", b"a\tlength\n1\t2\n3\n", [], "row 2 of 'x.TSV' has 1 values"),
+        ("x.csv", b'a,length\n1,"2\n3,4\n', [], "cannot be read as .csv: unexpected end of data"),
+        ("x.csv", b"length,length\n1,2\n", [], "the name 'length' stands twice in 'x.csv'"),
+        ("x.csv", b"length,a,a\n1,2,3\n", [], "the name 'a' stands twice in 'x.csv'"),
+        ("x.jsonl", b'{"length": 3, "length": 4}\n', [], "the name 'length' stands twice in an object"),
+        ("x.json", b'[{"length": 3, "length": 4}]', [], "the name 'length' stands twice in an object"),
+        ("x.txt", b"3\n4\n", ["--column", "c"], "`--column` is of a table, and there are no columns in 'x.txt'"),
+        ("x.jsonl", CHATS, ["--column", "c"], "sample 0 is a chat"),
+        (
+            "x.jsonl",
+            CHATS,
+            ["--column", "c", "--tokenizer", "TOKENIZER"],
+            "apply_chat_template(messages, tokenize=False)",
+        ),
+        ("x.json", b'["one", "\\ud800"]', ["--tokenizer", "TOKENIZER"], "text 1 has a lone surrogate at character 0"),
         ("x.csv", b"a,b\n1,2\n", ["--column", "c"], "must be one of ['a', 'b']"),
         ("x.csv", b"a,b\n1,2\n", ["--column", "a,c"], "must be one of ['a', 'b'] in"),
         ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "no JSON in line 2"),
@@ -186,16 +205,54 @@ def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys
         (None, b"", [], "cannot be read as a folder saved by datasets"),
     ],
 )
-def test_a_wrong_file_is_one_line(tmp_path, name, content, arguments, message, capsys, monkeypatch):
+def test_a_wrong_file_is_one_line(tmp_path, name, content, arguments, message, tokenizer, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    path = tmp_path if name is None else tmp_path / name
+    monkeypatch.chdir(tmp_path)
     if name is not None:
-        path.write_bytes(content)
-    assert main(["plan", str(path), "--max-tokens", "8", *arguments]) == 2
+        (tmp_path / name).write_bytes(content)
+    arguments = [tokenizer if a == "TOKENIZER" else a for a in arguments]
+    assert main(["plan", name or ".", "--max-tokens", "8", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("dynagroup plan: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.txt", b"3\n4\n"),
+        ("x.csv", b"length\r\n3\r\n4\r\n"),
+        ("x.TSV", b"length\ta\n3\t1\n4\t1\n"),
+        ("x.jsonl", b'{"length": 3}\n{"length": 4}'),
+        ("x.json", b"[3, 4]"),
+    ],
+)
+def test_a_mark_of_utf_8_changes_nothing(tmp_path, name, content, mark, capsys):
+    (tmp_path / name).write_bytes(mark + content)
+    assert main(["plan", str(tmp_path / name), "--max-tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["real_tokens"] == 7
+
+
+def test_a_text_ends_with_its_line_alone(tmp_path, tokenizer, capsys):
+    (tmp_path / "x.txt").write_text("one\u2028two\x0cthree\nfour\n", encoding="utf-8")
+    assert main(["plan", str(tmp_path / "x.txt"), "--max-tokens", "80", "--tokenizer", tokenizer, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_samples"] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["plan"], ["plan", "x.npy"], ["doctor", "x.npy"], ["fit"], ["plan", "--what"], ["x"]]
+)
+def test_missing_and_unknown_arguments_are_one_line(arguments, lengths_file, capsys):
+    arguments = [lengths_file if a == "x.npy" else a for a in arguments]
+    try:
+        status = main(arguments)
+    except SystemExit as stopped:
+        status = stopped.code
+    error = capsys.readouterr().err
+    assert (status, error.count("\n")) == (2, 1)
+    assert error.startswith("dynagroup")
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("16k", 16384), ("4096", 4096), ("1.5k", 1536), ("16_384", 16384)])
