@@ -113,7 +113,7 @@ class _Describer:
         if callable(value) and hasattr(value, "__wrapped__"):
             return f"{type(value).__qualname__}({self.text(value.__wrapped__)})"  # pyright: ignore[reportFunctionMemberAccess]
         if isinstance(getattr(value, "fingerprint", None), str):
-            return value.fingerprint
+            return value.fingerprint  # pyright: ignore[reportFunctionMemberAccess]
         if names is None or is_dataclass(value) or _is_tensor(value):
             return self.object(value)
         held = {name: getattr(value, name) for name in sorted(names) if name in getattr(value, "__dict__", {})}
@@ -137,7 +137,7 @@ class _Describer:
                 for k, v in state.items()
                 if not isinstance(getattr(type(value), k, None), functools.cached_property)
             }
-        if make.__name__ == "__newobj__" and isinstance(state, dict):
+        if getattr(make, "__name__", "") == "__newobj__" and isinstance(state, dict):
             return f"{self._class(type(value))}({self._named_parts(state)})"
         parts = [list(part) if part is not None and not isinstance(part, (dict, tuple)) else part for part in rest]
         return f"{self._class(type(value))}({self._listed([make, arguments, state, *parts])})"
