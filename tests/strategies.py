@@ -9,7 +9,7 @@ from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.plan.rounding import friendly_size, multiple_of
+from dynagroup.plan.batches import friendly_size, multiple_of
 
 ROUNDINGS = st.sampled_from([None, multiple_of(2), multiple_of(8), friendly_size])
 

@@ -16,7 +16,7 @@ import torch
 
 from dynagroup import AdditiveCap, Budget, MemoryBudget, TokenBudget
 from dynagroup.fingerprint import described
-from dynagroup.plan.rounding import friendly_size, multiple_of
+from dynagroup.plan.batches import friendly_size, multiple_of
 
 
 def make(limit, scale=1):

@@ -16,9 +16,8 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.host import is_stream, loader_kwargs, work_of
 from dynagroup.integrations.reading import sample_lengths
 from dynagroup.integrations.updating import Updating
-from dynagroup.plan.cut import DEFAULT_WORK
+from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray
 
 __all__ = ["Evaluating", "EvaluationRows"]

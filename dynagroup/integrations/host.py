@@ -13,7 +13,7 @@ from dynagroup.budget.base import Budget
 from dynagroup.distributed import SingleProcess, World, current_world
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.loss_weight import mean_items, predicts_next_token
 

@@ -11,8 +11,8 @@ import numpy as np
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.online.align import Uneven
-from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
-from dynagroup.plan.work import Work, check_work
+from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
+from dynagroup.plan.padded import OBJECTIVES, Objective
 from dynagroup.shapes import TOKENS
 from dynagroup.update.dataloader import checked_kwargs
 from dynagroup.update.loss_weight import Weigh

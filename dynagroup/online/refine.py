@@ -20,8 +20,8 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
 from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective, cut
-from dynagroup.plan.work import Work, check_work
+from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
+from dynagroup.plan.padded import OBJECTIVES, Objective, cut
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
 from dynagroup.tokenizer import LONGEST
 from dynagroup.update.loss_weight import Weigh, weigher

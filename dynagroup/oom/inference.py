@@ -18,8 +18,8 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.oom.positions import last_position
+from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
 from dynagroup.tokenizer import BegunOnce
 

@@ -13,9 +13,9 @@ from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_to
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches, fixed_batches, shapes_of
+from dynagroup.plan.cost import Work
 from dynagroup.plan.order import epoch_order
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.validation import check_int
 

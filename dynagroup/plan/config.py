@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynagroup.errors import ConfigError
-from dynagroup.plan.cut import DEFAULT_WORK, OBJECTIVES, Objective
+from dynagroup.plan.batches import RoundBatch
+from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.oversize import Oversize, check_oversize
-from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.rows import Uneven
-from dynagroup.plan.work import Work, check_work
+from dynagroup.plan.padded import OBJECTIVES, Objective
+from dynagroup.plan.ranks import Uneven
 from dynagroup.validation import check_choice, check_flag, check_function, check_int
 
 __all__ = ["PlanConfig"]

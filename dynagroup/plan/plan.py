@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 from dynagroup.shapes import BatchShape, IntArray, Streams
 
 __all__ = ["BatchPlan", "PlannedWindow"]

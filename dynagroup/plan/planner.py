@@ -25,7 +25,7 @@ from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.oversize import oversize_mask, refuse_oversize, warn_of_oversize
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
 from dynagroup.plan.position import Position, Segment
-from dynagroup.plan.rows import Rows, arrange, cut_rows, num_batches, prove
+from dynagroup.plan.ranks import Rows, arrange, cut_rows, prove
 from dynagroup.plan.windows import EpochWindows, Window
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
@@ -125,7 +125,8 @@ class Planner:
     def num_steps_of(self, windows: Iterable[IntArray], world_size: int) -> Iterator[int]:
         """Steps of each window, or update, of these samples."""
         lengths = ({name: values[indices] for name, values in self.lengths.items()} for indices in windows)
-        for batches in num_batches(lengths, self.budget, world_size, **self._how):
+        for window in lengths:
+            batches = len(cut_rows(window, self.budget, world_size, **self._how))
             yield batches // world_size if self.config.uneven == "drop" else -(-batches // world_size)
 
     @property

@@ -15,18 +15,18 @@ from dynagroup.budget.base import Budget
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
+from dynagroup.plan.batches import RoundBatch
 from dynagroup.plan.config import PlanConfig
-from dynagroup.plan.cut import Objective
+from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.notices import PlanNotices
 from dynagroup.plan.oversize import Oversize
+from dynagroup.plan.padded import Objective
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.position import MOST_RANKS, Position, Progress
-from dynagroup.plan.rounding import RoundBatch
-from dynagroup.plan.rows import Uneven
+from dynagroup.plan.ranks import Uneven
 from dynagroup.plan.saving import checked_states, sampler_state
 from dynagroup.plan.source import OrderSource, check_alike
-from dynagroup.plan.work import Work, check_work
 from dynagroup.shapes import IntArray
 from dynagroup.validation import check_int, warn_user
 

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget, largest_of, padded_streams
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.config import PlanConfig
-from dynagroup.plan.cut import cut
 from dynagroup.plan.order import EpochOrder
+from dynagroup.plan.padded import cut
 from dynagroup.plan.position import Position
-from dynagroup.plan.rows import num_fewest
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
 __all__ = ["EpochWindows", "Window"]
@@ -120,7 +119,7 @@ class EpochWindows:
     def _can_save(self, indices: IntArray) -> int:
         """By how much the batches of these samples can be fewer than the samples."""
         lengths = {name: values[indices] for name, values in self._lengths.items()}
-        return len(indices) - num_fewest(lengths, self._budget, self._config.round_batch)
+        return len(indices) - len(cut(lengths, self._budget, objective="fewest", round_batch=self._config.round_batch))
 
     def is_over(self, position: Position, epoch: int, order: IntArray | None = None) -> bool:
         """Whether nothing of the epoch remains."""

@@ -18,9 +18,9 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.online.loader import OnlineDataLoader
-from dynagroup.plan.cut import cut
+from dynagroup.plan.padded import cut
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.shard import shard_micro_batches
+from dynagroup.plan.partition import shard_micro_batches
 from dynagroup.shapes import BatchShape, said, target_tokens
 from dynagroup.testing import assert_budget_law
 from dynagroup.update.planned import PlannedDataLoader

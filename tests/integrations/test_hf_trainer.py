@@ -504,7 +504,7 @@ def test_one_argument_helps_at_the_trainers_defaults(kind, samples, tmp_path):
     """No accumulation, and a budget that whole updates fit: they are cut where that is faster, and hold the same samples."""
     import numpy as np
 
-    from dynagroup.plan.work import Work
+    from dynagroup.plan.cost import Work
 
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.5, 0.9, 256), 16, 2048).astype(int)
@@ -544,7 +544,7 @@ def test_a_training_ends_with_the_work_that_its_times_suggest(tmp_path):
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_a_step_is_as_dear_as_the_model_says_unless_the_user_says_otherwise(mode, tmp_path, monkeypatch):
     from dynagroup.integrations import evaluation, hf
-    from dynagroup.plan.work import Work
+    from dynagroup.plan.cost import Work
 
     used = []
     for module, name in ((hf, "PlannedDataLoader"), (hf, "OnlineDataLoader"), (evaluation, "LengthAwareBatchSampler")):

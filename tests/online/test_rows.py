@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.engine import placed
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
 
 RANKS = 4

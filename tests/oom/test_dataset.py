@@ -35,7 +35,7 @@ from dynagroup.oom import (
 from dynagroup.oom.inference import Pass
 from dynagroup.oom.journal import Journal
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.allocator import Allocator

@@ -11,7 +11,7 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import fixed_batches
 from dynagroup.plan.compare import compare, grouped_batches
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.9, 400).clip(4, 400).astype(np.int32)
 

@@ -13,12 +13,12 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import planner as planner_module
-from dynagroup.plan.batches import Batches
+from dynagroup.plan.batches import Batches, multiple_of
 from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.order import epoch_order
 from dynagroup.plan.planner import Planner
-from dynagroup.plan.rounding import multiple_of
-from dynagroup.plan.rows import cut_rows, num_fewest, prove
+from dynagroup.plan.padded import cut
+from dynagroup.plan.ranks import cut_rows, prove
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves
 from tests import strategies
@@ -181,7 +181,7 @@ def test_samples_are_repeated_only_where_no_batch_of_the_plan_can_be_divided(
     config = PlanConfig(window=window, shuffle=shuffle, seed=seed)
     planner = Planner(lengths, TokenBudget(max_tokens), config)
     plan = planner.plan(0, ranks)
-    needed = num_fewest(lengths, planner.budget)
+    needed = len(cut(lengths, planner.budget, objective="fewest"))
     over = len(values) % ranks
     if len(values) - needed >= over and len(plan.repeated):
         assert (plan.batches.sizes == 1).all()

@@ -25,8 +25,8 @@ from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.plan import planner as planner_module
 from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan import source as source_module
-from dynagroup.plan.rounding import friendly_size, multiple_of
-from dynagroup.plan.rows import cut_rows
+from dynagroup.plan.batches import friendly_size, multiple_of
+from dynagroup.plan.ranks import cut_rows
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.state import seal_of
 from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup import BudgetError, ConfigError, TokenBudget
-from dynagroup.plan.shard import shard_micro_batches
+from dynagroup.plan.partition import shard_micro_batches
 
 
 @settings(max_examples=60)
@@ -78,7 +78,7 @@ def test_too_few_samples_are_refused():
 
 
 def test_sharding_needs_no_torch():
-    code = "import sys, dynagroup.plan.shard; sys.exit('torch' in sys.modules)"
+    code = "import sys, dynagroup.plan.partition; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
 from dynagroup.update import stats as clock_module
 from dynagroup.update.stats import LoaderStats

@@ -25,7 +25,7 @@ from dynagroup import (
     TokenBudget,
 )
 from dynagroup.plan.order import epoch_order
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import doubling, linear_ramp

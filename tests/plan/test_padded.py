@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -13,12 +14,17 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.plan import runs
-from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cut import cut
-from dynagroup.plan.rounding import RoundBatch, friendly_size, multiple_of, smaller_size
-from dynagroup.plan.runs import SortedWindow
-from dynagroup.plan.work import Work
+from dynagroup.plan.batches import (
+    Batches,
+    RoundBatch,
+    allowed_sizes,
+    friendly_size,
+    multiple_of,
+    shapes_of,
+    smaller_size,
+)
+from dynagroup.plan.cost import Work
+from dynagroup.plan.padded import OrderedWindow, by_queue, cut, one_by_one
 from dynagroup.shapes import BatchShape, IntArray, Streams
 from tests import strategies
 
@@ -128,11 +134,13 @@ def test_a_cheap_step_buys_less_padding_with_more_batches() -> None:
 def test_large_windows_are_cut_run_by_run_nearly_as_well(per_step: float, max_tokens: int) -> None:
     tokens = np.sort(np.random.default_rng(0).lognormal(5.5, 0.8, 70_000).astype(np.int64) + 1)[::-1]
     most = np.minimum(np.maximum(max_tokens // tokens, 1), np.arange(len(tokens), 0, -1))
-    window = SortedWindow.of(tokens.astype(np.float64), most, None)
-    taken = [window.total(o).sum() + per_step * (len(o) - 1) for o in (runs.by_queue(window, per_step),
-                                                                      runs.one_by_one(window, per_step))]  # fmt: skip
-    assert taken[0] <= taken[1] <= 1.001 * taken[0]
-    rounded = SortedWindow.of(tokens.astype(np.float64), most, multiple_of(8)).least_time(per_step)
+    window = OrderedWindow(tokens.astype(np.float64), most)
+    exact, greedy = (
+        window.total(offsets).sum() + per_step * (len(offsets) - 1)
+        for offsets in (by_queue(window, per_step), one_by_one(window, per_step))
+    )
+    assert exact <= greedy <= 1.001 * exact
+    rounded = replace(window, allowed=allowed_sizes(int(most.max()), multiple_of(8))).least_time(per_step)
     assert (np.diff(rounded) <= most[rounded[:-1]]).all()
     assert not (np.diff(rounded)[np.diff(rounded) > 8] % 8).any()
 

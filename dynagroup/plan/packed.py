@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.budget.base import Budget, padded_streams
-from dynagroup.plan.batches import Batches, offsets_of
+from dynagroup.plan.batches import Batches, RoundBatch, offsets_of, smaller_size
 from dynagroup.plan.level import is_equal, level
 from dynagroup.plan.room import Bin, Room
-from dynagroup.plan.rounding import RoundBatch, smaller_size
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
 __all__ = ["SampleWork", "pack"]

@@ -21,7 +21,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import BatchShape, Streams, round_up
 from dynagroup.validation import check_number
 
-__all__ = ["CPU_PER_STEP", "Work", "check_work"]
+__all__ = ["CPU_PER_STEP", "DEFAULT_WORK", "Work", "check_work"]
 
 CPU_PER_STEP = 128.0
 """Linear tokens that a step costs on a CPU, which has no kernels to launch: the best of those measured,
@@ -178,6 +178,9 @@ class Work:
         return float(self.per_step * len(work) + work.max(axis=1, initial=0.0).sum())
 
 
+DEFAULT_WORK = Work()
+
+
 def check_work(work: Work | None) -> Work:
     """``work``, or the default where there is none.
 
@@ -186,4 +189,4 @@ def check_work(work: Work | None) -> Work:
     """
     if work is not None and not isinstance(work, Work):
         raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {work!r}")
-    return work or Work()
+    return work or DEFAULT_WORK

@@ -1,8 +1,7 @@
-"""Several padded streams: batches are cut from orders in which neighbours are alike in all of them."""
+"""Several padded streams: batches are cut from an order in which neighbours are alike in all of them."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from itertools import combinations
 from typing import Any
@@ -16,17 +15,14 @@ from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.plan import alike, boxes
-from dynagroup.plan.alike import AlikeWindow
-from dynagroup.plan.batches import Batches, offsets_of, shapes_of
-from dynagroup.plan.boxes import alike_order
-from dynagroup.plan.cut import cut, ordered_windows
-from dynagroup.plan.rounding import multiple_of, smaller_size
-from dynagroup.plan.rows import cut_rows, num_batches
+from dynagroup.plan import multistream
+from dynagroup.plan.batches import Batches, multiple_of, shapes_of, smaller_size
+from dynagroup.plan.cost import Work
+from dynagroup.plan.multistream import alike_order
+from dynagroup.plan.padded import OrderedWindow, cut, in_order
+from dynagroup.plan.ranks import cut_rows
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.trade import traded
-from dynagroup.plan.work import Work
-from dynagroup.shapes import BatchShape, Streams
+from dynagroup.shapes import Streams
 from dynagroup.testing import assert_resumes_exactly
 from tests import strategies
 
@@ -62,6 +58,10 @@ def fits_or_is_alone(batches: Batches, lengths: Streams, budget: Budget) -> bool
     return bool((budget.fits(shapes_of(batches, lengths)) | (batches.sizes == 1)).all())
 
 
+def time_of(batches: Batches, lengths: Streams, budget: Budget, work: Work) -> float:
+    return work.per_step * len(batches) + float(work.of_batches(batches, lengths, budget).sum())
+
+
 @settings(max_examples=80, deadline=None)
 @given(samples, budgets, strategies.ROUNDINGS, st.sampled_from(["time", "fewest"]), WORKS, st.integers(1, 4))
 def test_nothing_is_lost_and_every_batch_fits(
@@ -75,45 +75,22 @@ def test_nothing_is_lost_and_every_batch_fits(
     assert fits_or_is_alone(batches, lengths, bound)
     assert len(batches) % ranks == 0 or (batches.sizes == 1).all()
     assert all(smaller_size(size, rounding) == size for size in cut(lengths, bound, **how).sizes.tolist())
-    assert list(num_batches([lengths], bound, ranks, **how)) == [len(batches)]
     again = cut_rows(lengths, bound, ranks, **how)
     assert (again.order.tolist(), again.offsets.tolist()) == (batches.order.tolist(), batches.offsets.tolist())
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=8), st.integers(9, 120), WORKS)
-def test_no_cut_of_the_orders_into_runs_takes_less_time(values: list[tuple[int, int]], most: int, work: Work) -> None:
+def test_no_cut_of_the_order_into_runs_takes_less_time(values: list[tuple[int, int]], most: int, work: Work) -> None:
     lengths, budget = dict(zip(NAMES, np.asarray(values, np.int32).T, strict=False)), TokenBudget(most)
-
-    def time_of(batches: Batches) -> float:
-        return work.per_step * len(batches) + float(work.of_batches(batches, lengths, budget).sum())
-
+    order, _ = in_order(lengths, budget, work, "time", None)
     best = min(
-        time_of(batches)
-        for order, _ in ordered_windows(lengths, budget, work, "time", None)
+        time_of(batches, lengths, budget, work)
         for number in range(len(values))
         for inner in combinations(range(1, len(values)), number)
         if fits_or_is_alone(batches := Batches(order, np.array([0, *inner, len(values)])), lengths, budget)
     )
-    assert time_of(cut(lengths, budget, work=work)) == pytest.approx(best, rel=1e-9, abs=1e-9)
-
-
-def by_first_stream(lengths: dict[str, np.ndarray], budget: Budget) -> Batches:
-    """The batches of whoever sorts by the first stream alone, cut for the same predicted time."""
-    order = np.lexsort([-lengths["labels"], -lengths["tokens"]])
-    (_, one), *_ = [
-        (o, w) for o, w in ordered_windows(lengths, budget, Work(), "time", None) if o.tolist() == order.tolist()
-    ]
-    return Batches(order, one.least_time(Work().per_step))
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 128), st.sampled_from([4000, 16_384]))
-def test_never_slower_than_sorting_by_the_first_stream(seed: int, count: int, most: int) -> None:
-    lengths, budget, work = pairs(count, seed), TokenBudget(most), Work()
-    ours, theirs = cut(lengths, budget, work=work), by_first_stream(lengths, budget)
-    taken = [work.per_step * len(b) + work.of_batches(b, lengths, budget).sum() for b in (ours, theirs)]
-    assert taken[0] <= taken[1] * (1 + 1e-9)
+    assert time_of(cut(lengths, budget, work=work), lengths, budget, work) == pytest.approx(best, rel=1e-9, abs=1e-9)
 
 
 def test_streams_that_have_little_to_do_with_one_another_are_hardly_padded() -> None:
@@ -128,44 +105,35 @@ def test_literal_cut() -> None:
     lengths = {"tokens": np.array([90, 10, 90, 11, 9], np.int32), "labels": np.array([10, 90, 11, 90, 9], np.int32)}
     batches = cut(lengths, TokenBudget(210), work=Work(per_step=10))
     assert [sorted(batch.tolist()) for batch in batches] == [[0, 2], [1, 3], [4]]
-
-
-def test_an_order_of_no_difference_is_that_of_arrival() -> None:
-    same = np.full(9, 7)
-    assert alike_order([same, same]).tolist() == list(range(9))
+    assert alike_order([np.full(9, 7)] * 2).tolist() == list(range(9))  # of no difference: the order of arrival
     assert alike_order([np.zeros(3, np.int64)] * 2).tolist() == [0, 1, 2]
 
 
 def test_large_windows_are_divided_by_like_samples_nearly_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, budget, work = pairs(3000), TokenBudget(16_384), Work()
-
-    def taken() -> float:
-        batches = cut(lengths, budget, work=work)
-        return work.per_step * len(batches) + float(work.of_batches(batches, lengths, budget).sum())
-
-    exact = taken()
-    monkeypatch.setattr(boxes, "EACH_UP_TO", 100)
-    monkeypatch.setattr(alike, "EXACT_UP_TO", 1024)
-    assert exact < taken() < 1.03 * exact
+    exact = time_of(cut(lengths, budget, work=work), lengths, budget, work)
+    monkeypatch.setattr(multistream, "EACH_UP_TO", 100)
+    assert exact < time_of(cut(lengths, budget, work=work), lengths, budget, work) < 1.03 * exact
 
 
 def test_long_runs_end_at_few_places_but_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [np.sort(np.random.default_rng(n).integers(3, 20, 6000))[::-1].astype(np.float64) for n in range(2)]
     most = np.minimum((40_000 // (drawn[0] + drawn[1].max())).astype(np.int64), np.arange(6000, 0, -1))
-    window = AlikeWindow.of_streams(drawn, np.maximum(most, 1), None)
+    window = OrderedWindow(drawn[0] + drawn[1], np.maximum(most, 1), None, tuple(drawn))
     coarse = window.least_time(5000.0)
     assert (np.diff(coarse) <= window.most[coarse[:-1]]).all()
-    monkeypatch.setattr(alike, "FINE", 1 << 20)
+    monkeypatch.setattr(multistream, "FINE", 1 << 20)
     exact = window.least_time(5000.0)
     times = [float(window.total(o).sum()) + 5000.0 * (len(o) - 1) for o in (exact, coarse)]
     assert times[0] <= times[1] <= 1.01 * times[0]
 
 
 FREE: list[dict[str, Any]] = [{"shuffle": True, "window": 60}, {"round_batch": multiple_of(2)}]
-RESUMED = [(mode, *ranks) for mode in FREE for ranks in ((1, 1), (2, 2), (3, 2))]
 
 
-@pytest.mark.parametrize(("mode", "before", "after"), [*RESUMED, ({"samples_per_update": 48}, 2, 2)])
+@pytest.mark.parametrize(
+    ("mode", "before", "after"), [*((mode, 3, 2) for mode in FREE), ({"samples_per_update": 48}, 2, 2)]
+)
 def test_resumes_exactly(mode: dict[str, Any], before: int, after: int) -> None:
     lengths = pairs(240)
 
@@ -185,38 +153,3 @@ def test_the_first_batch_holds_the_sample_of_most_tokens() -> None:
     for mode in ({"shuffle": True, "window": 50}, {}):
         first = next(iter(LengthAwareBatchSampler(lengths, TokenBudget(5000), rank=0, world_size=1, **mode)))
         assert 317 in first
-
-
-def traded_row(values: list[tuple[int, int]], row: list[list[int]], most: int) -> list[list[int]]:
-    lengths, budget = dict(zip(NAMES, np.asarray(values, np.int32).T, strict=False)), TokenBudget(most)
-    ((order, window), *_) = ordered_windows(lengths, budget, Work(per_step=0, crossover=math.inf), "time", None)
-    assert isinstance(window, AlikeWindow)
-
-    def fits(members: np.ndarray) -> bool:
-        return bool(budget.fits(BatchShape.of_samples({k: v[members] for k, v in lengths.items()}))[0])
-
-    batches = Batches(np.asarray(sum(row, [])), offsets_of(np.asarray([len(batch) for batch in row])))
-    return [batch.tolist() for batch in traded(batches, order, window, len(row), fits)]
-
-
-def test_the_dearest_batch_gives_away_what_another_holds_for_less() -> None:
-    """A batch of 3 x (7 + 8) beside one of 15 becomes two of 2 x 15, where two such fit."""
-    values, row = [(2, 3), (3, 2), (7, 8), (8, 7)], [[0, 1, 2], [3]]
-    assert sorted(map(sorted, traded_row(values, row, 30))) == [[0, 3], [1, 2]]
-    assert sorted(map(sorted, traded_row(values, row, 29))) == row
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=4, max_size=24), st.data())
-def test_trades_only_ever_lower_the_dearest_batch_of_a_row(values: list[tuple[int, int]], data: st.DataObject) -> None:
-    ranks = data.draw(st.integers(2, 4))
-    cuts = sorted(data.draw(st.permutations(range(1, len(values))))[: ranks - 1])
-    row = [part.tolist() for part in np.split(np.arange(len(values)), cuts)]
-
-    def costs(batches: list[list[int]]) -> list[int]:
-        return [len(b) * (max(values[i][0] for i in b) + max(values[i][1] for i in b)) for b in batches]
-
-    found = traded_row(values, row, max(costs(row)))
-    assert (sorted(sum(found, [])), len(found)) == (list(range(len(values))), ranks)
-    assert all(found)
-    assert max(costs(found)) <= max(costs(row))

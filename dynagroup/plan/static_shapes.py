@@ -12,7 +12,7 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
-from dynagroup.plan.runs import SortedWindow
+from dynagroup.plan.padded import OrderedWindow
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
 from dynagroup.validation import check_int
 
@@ -105,7 +105,7 @@ def _rungs(falling: IntArray, num_shapes: int) -> IntArray:
     the runs are few enough. O(N log(longest * N)).
     """
     left = np.arange(len(falling), 0, -1)
-    window = SortedWindow.of(falling.astype(np.float64), left, None)
+    window = OrderedWindow(falling.astype(np.float64), left)
     low, high = 0.0, 1.0 + float(falling[0]) * len(falling)
     best = window.least_time(high)
     for _ in range(40):

@@ -15,7 +15,7 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.config import PlanConfig
-from dynagroup.plan.pack import pack
+from dynagroup.plan.packed import pack
 from dynagroup.plan.planner import Planner
 from dynagroup.shapes import BatchShape
 

@@ -1,0 +1,374 @@
+"""Cut one window of samples into batches that fit, of least predicted time: padded, by runs of samples of like length.
+
+A division of an ordered window into runs is its offsets: int64 (B + 1,), from 0 to the number of samples.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
+from dynagroup.errors import BudgetError
+from dynagroup.plan.batches import Batches, RoundBatch, allowed_sizes, longest_first, offsets_of
+from dynagroup.plan.cost import DEFAULT_WORK, Work
+from dynagroup.plan.multistream import RunMaxima, alike_order, least_time_by_places, offsets_of_path
+from dynagroup.plan.packed import pack
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
+from dynagroup.validation import check_choice
+
+__all__ = ["OBJECTIVES", "Objective", "OrderedWindow", "cut", "fewest", "in_order", "price_of", "split_dearest"]
+
+Objective: TypeAlias = Literal["time", "fewest"]
+OBJECTIVES = ("time", "fewest")
+
+EXACT_UP_TO = 1 << 12
+"""Samples; in larger windows neighbours are so alike that each run is chosen by itself: 0.1 % more time, a fifth of the work."""
+BLOCK = 1 << 12
+"""Starts whose longest fitting runs are searched together."""
+TINY = 1e-9
+"""Stands for the work of an empty sample, which any batch may hold."""
+
+
+def cut(
+    lengths: Streams,
+    budget: Budget,
+    *,
+    work: Work = DEFAULT_WORK,
+    objective: Objective = "time",
+    round_batch: RoundBatch | None = None,
+) -> Batches:
+    """Divide one window of samples into batches that fit ``budget``.
+
+    A padded window is sorted, longest first (ties keep their order), and cut into runs; with several padded streams it is
+    ordered so that neighbours are alike in all of them. A packed one is filled first-fit decreasing on token sums, and samples
+    keep their order of arrival inside a batch. A sample that does not fit even alone gets a batch of its own; the caller
+    decides what becomes of it.
+
+    Args:
+        lengths: stream -> int32 (N,) of the window's samples.
+        work: what a batch takes.
+        objective: "time": least predicted time of all cuts into runs; "fewest": the fewest batches, and of those cuts one
+            that pads least.
+        round_batch: batch sizes are chosen among the values of this function.
+
+    Returns:
+        Positions into the window. Padded: longest batch first, of several streams by their sum. Packed: in order of arrival.
+
+    Raises:
+        ConfigError: ``objective`` or ``round_batch`` is wrong. BudgetError: the budget breaks its law.
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> batches = cut({"tokens": np.array([3, 9, 2, 8], np.int32)}, TokenBudget(18))
+    >>> [batch.tolist() for batch in batches]
+    [[1, 3], [0, 2]]
+    """
+    check_choice("objective", objective, OBJECTIVES)
+    if not len(lengths[TOKENS]):
+        return Batches.concatenate([])
+    if budget.layout == "packed":
+        return pack(lengths, budget, work=work, round_batch=round_batch)
+    order, window = in_order(lengths, budget, work, objective, round_batch)
+    offsets = window.least_time(price_of(window, work, objective))
+    batches = Batches(order, fewest(window) if objective == "fewest" and len(window) > EXACT_UP_TO else offsets)
+    return batches.take(longest_batches_first(batches, lengths, budget))
+
+
+def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
+    """Numbers of a cut's batches, the one with the longest sample first; of one padded stream they are in that order already."""
+    names = padded_streams(budget, lengths)
+    if len(names) == 1:
+        return np.arange(len(batches))
+    tokens = np.sum([lengths[name][batches.order].astype(np.int64) for name in names], axis=0)
+    return np.argsort(-np.maximum.reduceat(tokens, batches.offsets[:-1]), kind="stable")
+
+
+def in_order(
+    lengths: Streams, budget: Budget, work: Work, objective: Objective, round_batch: RoundBatch | None
+) -> tuple[IntArray, OrderedWindow]:
+    """A padded window's positions in the order in which it is cut, and what cutting needs to know of it; not empty.
+
+    One padded stream: longest first, and nothing else can be better. With "fewest" a sample's padded tokens are its work.
+    """
+    names = padded_streams(budget, lengths)
+    several = len(names) > 1
+    order = alike_order([lengths[n].astype(np.int64) for n in names]) if several else longest_first(lengths)
+    ordered = {name: values[order] for name, values in lengths.items()}
+    padded = [round_up(ordered[name].astype(np.int64), budget.pad_to_multiple_of) for name in names]
+    each = [work.of_lengths(p) if objective == "time" else p.astype(np.float64) for p in padded]
+    most = most_by_start(ordered, budget)
+    allowed = None if round_batch is None else allowed_sizes(int(most.max()), round_batch)
+    return order, OrderedWindow(np.sum(each, axis=0), most, allowed, tuple(each) if several else ())
+
+
+def price_of(window: OrderedWindow, work: Work, objective: Objective) -> float:
+    """What a further batch costs; with "fewest" more than any padding."""
+    return work.per_step if objective == "time" else 1.0 + len(window) * window.heaviest
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedWindow:
+    """A window in the order in which it is cut. A run becomes no less work with a sample more.
+
+    Of one padded stream ``work`` falls, and a run's first sample says what each is padded to.
+    """
+
+    work: NDArray[np.float64]
+    """Work of the sample at each position by itself: float64 (N,)."""
+    most: IntArray
+    """Samples that a run which starts at a position may have: int64 (N,), at least 1 and at most what is left."""
+    allowed: IntArray | None = None
+    """Batch sizes to choose from, growing, 1 among them; None: any."""
+    streams: tuple[NDArray[np.float64], ...] = ()
+    """Of several padded streams: work of each sample in each, float64 (N,)."""
+    maxima: tuple[RunMaxima, ...] = ()
+
+    def __post_init__(self) -> None:
+        reach = int(self.most.max(initial=1))
+        object.__setattr__(self, "maxima", tuple(RunMaxima(values, reach) for values in self.streams))
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    @property
+    def heaviest(self) -> float:
+        """No sample of any run is more work than this."""
+        return float(sum(values.max() for values in self.streams or (self.work,)))
+
+    def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
+        """Work of the runs of so many samples from these positions on."""
+        if not self.maxima:
+            return sizes * self.work[starts]
+        return sizes * np.sum([maxima.of(starts, sizes) for maxima in self.maxima], axis=0)
+
+    def total(self, offsets: IntArray) -> NDArray[np.float64]:
+        """Work of each run."""
+        return self.work_of(offsets[:-1], np.diff(offsets))
+
+    def rounded(self, sizes: IntArray) -> IntArray:
+        """The largest allowed sizes up to these."""
+        return sizes if self.allowed is None else self.allowed[np.searchsorted(self.allowed, sizes, side="right") - 1]
+
+    def sizes_under(self, limits: NDArray[np.float64]) -> IntArray:
+        """Samples of the longest run from each position whose work stays below each limit: int64 (N, limits), at least 1."""
+        if not self.maxima:
+            by_work = limits / np.maximum(self.work, TINY)[:, None]
+            sizes = np.minimum(by_work, len(self), out=by_work).astype(np.int64)
+            return self.rounded(np.clip(sizes, 1, self.most[:, None], out=sizes))
+        starts, low = np.arange(len(self))[:, None], np.ones((len(self), len(limits)), np.int64)
+        high = np.broadcast_to(self.most[:, None] + 1, low.shape)
+        while (high - low > 1).any():  # bisection, all starts and limits at once
+            middle = np.maximum((low + high) // 2, 1)
+            below = self.work_of(starts, middle) <= limits
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        return self.rounded(low)
+
+    def greedy(self, limit: float, most_runs: int, start: int, stop: int) -> list[int]:
+        """Offsets of runs as long as a limit of work allows, a sample at least, until ``stop`` or so many runs: no other cut
+        under the limit has fewer, for what starts later reaches at least as far."""
+        offsets, work, most = [start], self.work.data, self.most.data
+        allowed = None if self.allowed is None else self.allowed.data
+        while start < stop and len(offsets) <= most_runs:
+            size = max(min(int(limit / max(work[start], TINY)), most[start]), 1)
+            if self.streams:
+                each = np.sum([np.maximum.accumulate(s[start : start + size]) for s in self.streams], axis=0)
+                size = max(int((each * np.arange(1, len(each) + 1)).searchsorted(limit, side="right")), 1)
+            if allowed is not None:
+                size = allowed[bisect_right(allowed, size) - 1]
+            start = min(start + size, stop)
+            offsets.append(start)
+        return offsets
+
+    def least_time(self, price: float) -> IntArray:
+        """The runs of least total work plus ``price`` each; exact up to 4,096 samples."""
+        if self.streams and self.allowed is None:
+            return least_time_by_places(self.streams, self.most, price)
+        if len(self) > EXACT_UP_TO and not self.streams:
+            return one_by_one(self, price)
+        return by_queue(self, price) if self.allowed is None else by_sizes(self, price)
+
+    def middle(self, start: int, stop: int) -> int | None:
+        """Where to split a run so that the dearer part is least work; None where no allowed sizes make it up."""
+        first = np.arange(1, stop - start)
+        if self.allowed is not None:
+            first = first[np.isin(first, self.allowed) & np.isin(stop - start - first, self.allowed)]
+            if not len(first):
+                return None
+        dearer = np.maximum(self.work_of(start, first), self.work_of(start + first, stop - start - first))
+        return start + int(first[np.argmin(dearer)])
+
+
+def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
+    """Most samples that a batch may have which starts at a position of the window: int64 (N,), at least 1. One stream must
+    be sorted, longest first; of several any order will do.
+
+    Because a budget is monotone, what starts later reaches at least as far.
+
+    Raises:
+        BudgetError: the budget breaks its law.
+    """
+    tokens = ordered[TOKENS]
+    left = np.arange(len(tokens), 0, -1)
+    firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
+    table = largest_of(budget, tokens[firsts].astype(np.int64)) if len(ordered) == 1 else None
+    if table is None:
+        return np.minimum(np.maximum(_by_search(ordered, budget), 1), left)
+    if (np.diff(table) < 0).any():
+        raise BudgetError("`budget.largest` falls for shorter samples; a budget must never refuse a smaller batch")
+    by_start = np.repeat(np.maximum(table, 1), np.diff(np.append(firsts, len(tokens))))
+    return np.minimum(by_start, left)
+
+
+def _by_search(ordered: Streams, budget: Budget) -> IntArray:
+    """Where the longest sample's tokens do not decide alone: bisection, a block of starts at a time, as far as a reach that
+    is doubled where it was too short."""
+    num, reach, parts = len(ordered[TOKENS]), 64, []
+    for first in range(0, num, BLOCK):
+        starts = np.arange(first, min(first + BLOCK, num))
+        found = _longest_fitting(ordered, budget, starts, reach)
+        while ((found == reach - 1) & (starts + found < num)).any():
+            reach *= 2
+            found = _longest_fitting(ordered, budget, starts, reach)
+        parts.append(found)
+    return np.concatenate(parts)
+
+
+def _longest_fitting(ordered: Streams, budget: Budget, starts: IntArray, reach: int) -> IntArray:
+    """For each start the most samples from there on that fit together, fewer than ``reach``."""
+    first, stop = int(starts[0]), int(starts[-1]) + reach
+    maxima = {name: RunMaxima(values[first:stop], reach - 1) for name, values in ordered.items()}
+    sums = {name: offsets_of(values[first:stop].astype(np.int64)) for name, values in ordered.items()}
+    begin, num, found = starts - first, len(ordered[TOKENS]), np.zeros(len(starts), np.int64)
+    step = reach // 2
+    while step:
+        inside = starts + found + step <= num
+        size = np.where(inside, found + step, 1)
+        longest = {name: table.of(begin, size).astype(np.int64) for name, table in maxima.items()}
+        shape = BatchShape(size, longest, {name: table[begin + size] - table[begin] for name, table in sums.items()})
+        found = np.where(inside & fits_of(budget, shape), size, found)
+        step //= 2
+    return found
+
+
+def fewest(window: OrderedWindow) -> IntArray:
+    """The fewest runs: each, from the first sample on, as large as it may be.
+
+    No other cut can be ahead of it after any number of runs, because what starts later reaches at least as far.
+    """
+    reach = (np.arange(len(window)) + window.rounded(window.most)).data
+    offsets, start = [0], 0
+    while start < len(window):
+        start = reach[start]
+        offsets.append(start)
+    return np.asarray(offsets, np.int64)
+
+
+# Convex hull trick on a monotone queue: best[stop] = min over start of best[start] + price + (stop - start) * work. Every start
+# is a straight line in `stop`, from its own place to its reach. Later lines are flatter and reach further: a later line that
+# has overtaken an earlier one stays ahead. So the lines that will still be best somewhere form a queue, each with the stop from
+# which it is ahead of the one before; a line that would be overtaken before it gets ahead is dropped for good. O(N).
+def by_queue(window: OrderedWindow, price: float) -> IntArray:
+    """The exact least time of one padded stream."""
+    num = len(window)
+    work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop out of reach
+    came_from, since = [0] * (num + 1), [0] * (num + 1)
+    base, slope, limit = price, work[0], after[0]  # of the last line; the queue is lines[front : tail + 1]
+    lines = [(0, base, slope, limit)] * (num + 1)
+    best, best_base, best_slope = 0, base, slope  # the line in front, which is best now
+    front, tail, upcoming = 0, 0, num + 1  # upcoming: where the next one overtakes it
+    for stop in range(1, num):
+        if upcoming <= stop:
+            front += 1
+            while front < tail and since[front + 1] <= stop:
+                front += 1
+            best, best_base, best_slope, _ = lines[front]
+            upcoming = since[front + 1] if front < tail else num + 1
+        came_from[stop] = best
+        flatter = work[stop]
+        height = best_base + best_slope * stop + price - stop * flatter
+        while True:
+            ahead = limit
+            if slope > flatter:
+                meet = (height - base) / (slope - flatter)
+                if meet < ahead - 1:
+                    ahead = int(meet) + 1
+            if tail == front or ahead > since[tail]:
+                break
+            tail -= 1
+            _, base, slope, limit = lines[tail]
+        tail += 1
+        base, slope, limit = height, flatter, after[stop]
+        lines[tail], since[tail] = (stop, base, slope, limit), ahead
+        if tail == front + 1:
+            upcoming = ahead
+    while front < tail and since[front + 1] <= num:
+        front += 1
+    came_from[num] = lines[front][0]
+    return offsets_of_path(came_from)
+
+
+def by_sizes(window: OrderedWindow, price: float) -> IntArray:
+    """The least time over the allowed sizes only, by dynamic programming: O(N * sizes) time, O(N) memory."""
+    assert window.allowed is not None
+    num = len(window)
+    counts = np.searchsorted(window.allowed, window.most, side="right").tolist()
+    best, came_from = np.full(num + 1, np.inf), np.zeros(num + 1, np.int64)
+    best[0] = 0.0
+    for start in range(num):
+        sizes = window.allowed[: counts[start]]
+        cost = best[start] + price + window.work_of(start, sizes)
+        stops = start + sizes
+        better = cost < best[stops]
+        best[stops[better]] = cost[better]
+        came_from[stops[better]] = start
+    return offsets_of_path(came_from.tolist())
+
+
+# Greedy: a run ends where what its samples are padded down to the next sample's length has paid for a new run. That grows with
+# every sample, so it is bisected. In a window of alike neighbours the next run can do no better than its own least, which makes
+# this nearly as good as the exact cut. O(B log N).
+def one_by_one(window: OrderedWindow, price: float) -> IntArray:
+    """Each run, from the longest sample on, as long as makes its price and padding a sample least."""
+    num, sums = len(window), offsets_of_floats(window.work).data
+    work, most = window.work.data, window.most.data
+    allowed = None if window.allowed is None else window.allowed.data
+    offsets, start = [0], 0
+    while start < num:
+        before, limit = sums[start], min(most[start], num - start - 1)
+        paid = lambda size: sums[start + size] - before - size * work[start + size] >= price  # noqa: B023, E731
+        size = min(max(bisect_left(range(limit + 1), True, key=paid), 1), most[start])
+        if allowed is not None:
+            size = allowed[bisect_right(allowed, size) - 1]
+        start += size
+        offsets.append(start)
+    return np.asarray(offsets, np.int64)
+
+
+def offsets_of_floats(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.append(0.0, np.cumsum(values))
+
+
+def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntArray:
+    """The runs, the dearest of them split until there are ``number``, or only single samples; parts have allowed sizes."""
+    heap = [
+        (-work, start, stop)
+        for work, start, stop in zip(window.total(offsets), offsets[:-1], offsets[1:], strict=True)
+        if stop - start > 1
+    ]
+    heapq.heapify(heap)
+    inner: list[int] = []
+    while len(offsets) - 1 + len(inner) < number and heap:
+        _, start, stop = heapq.heappop(heap)
+        middle = window.middle(start, stop)
+        if middle is None:
+            continue
+        inner.append(middle)
+        for first, last in ((start, middle), (middle, stop)):
+            if last - first > 1:
+                heapq.heappush(heap, (-float(window.work_of(first, last - first)), first, last))
+    return np.sort(np.append(offsets, np.asarray(inner, np.int64)))

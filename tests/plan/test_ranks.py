@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dynagroup.budget.base import Budget
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.plan.batches import Batches, multiple_of, smaller_size
+from dynagroup.plan.cost import Work
+from dynagroup.plan.padded import OrderedWindow, cut, in_order, split_dearest
+from dynagroup.plan.ranks import cut_rows, even_out, prove
+from tests import strategies
+from tests.plan.test_padded import OBJECTIVES, WORKS, streams
+
+LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
+
+
+def time_of(batches: Batches, lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> float:
+    return work.of_rows(work.of_batches(batches, lengths, budget).reshape(-1, ranks))
+
+
+@settings(max_examples=150)
+@given(strategies.lengths, strategies.budgets, strategies.ROUNDINGS, OBJECTIVES, WORKS, st.integers(1, 9))
+def test_rows_are_full_wherever_a_batch_can_be_divided(
+    values: list[int], budget: Budget, rounding: Any, objective: Any, work: Work, ranks: int
+) -> None:
+    lengths = streams(values)
+    bound = budget.bind(lengths)
+    batches = cut_rows(lengths, bound, ranks, work=work, objective=objective, round_batch=rounding)
+    prove(batches, len(values), lengths, bound, np.ones(len(values), np.bool_))
+    assert len(batches) % ranks == 0 or (batches.sizes == 1).all()
+    if bound.layout == "padded":
+        assert all(smaller_size(size, rounding) == size for size in batches.sizes.tolist())
+
+
+def dealt_out(lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> Batches:
+    """The cut of one rank, its dearest batches divided until they fill rows; row mates are neighbours in work."""
+    order, window = in_order(lengths, budget, work, "time", None)
+    runs = window.least_time(work.per_step)
+    one = Batches(order, split_dearest(window, runs, -(-(len(runs) - 1) // ranks) * ranks))
+    return one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
+
+
+@settings(max_examples=120, deadline=None)
+@given(strategies.lengths, st.booleans(), st.integers(20, 400), WORKS, st.integers(2, 5), st.integers(0, 9))
+@example([9, 5, 5, 4, 4, 3, 3, 1], False, 211, Work(per_step=1.0, crossover=10.0), 3, 0)
+@example([58, 39, 37, 30, 30, 11, 10, 10, 1], False, 112, Work(per_step=1.0, crossover=math.inf), 2, 0)
+def test_rows_take_no_more_than_the_cut_of_one_rank_dealt_out(
+    values: list[int], two: bool, max_tokens: int, work: Work, ranks: int, seed: int
+) -> None:
+    lengths, budget = streams(values), TokenBudget(max_tokens)
+    if two:
+        lengths["target"] = np.random.default_rng(seed).permutation(lengths["tokens"])
+    one, batches = dealt_out(lengths, budget, ranks, work), cut_rows(lengths, budget, ranks, work=work)
+    if len(one) % ranks == 0:
+        allowed = time_of(one, lengths, budget, ranks, work) * (1 + 1e-9)
+        assert time_of(batches, lengths, budget, ranks, work) <= allowed
+
+
+def least_dearest(row: list[int], ranks: int, max_tokens: int, work: Work) -> float:
+    """The least work that the dearest of so many batches can be: each, from the longest on, as large as a limit allows."""
+    values = sorted(row, reverse=True)
+    each = work.of_lengths(values)
+
+    def ends_under(limit: float) -> bool:
+        place = 0
+        for _ in range(ranks):
+            if place < len(values):
+                place += max(
+                    min(int(limit / each[place] * (1 + 1e-12)), max_tokens // values[place]), each[place] <= limit
+                )
+        return place >= len(values)
+
+    candidates = np.unique(np.arange(1, len(values) + 1)[:, None] * each[None, :])
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if ends_under(float(candidates[middle])) else (middle + 1, high)
+    return float(candidates[low])
+
+
+def assert_equal_work(values: NDArray[np.int32], max_tokens: int, ranks: int, work: Work) -> None:
+    """Law 9, padded: in 99 % of the rows the batches differ by at most 5 %, or the dearest is the least that the row's samples,
+    which come whole, allow; and over all rows ranks wait at most 3 % beyond that least."""
+    lengths, budget = {"tokens": values}, TokenBudget(max_tokens)
+    batches = cut_rows(lengths, budget, ranks, work=work)
+    by_row = work.of_batches(batches, lengths, budget).reshape(-1, ranks)
+    forced = np.asarray([
+        least_dearest(values[np.concatenate(batches[row * ranks : (row + 1) * ranks])].tolist(), ranks, max_tokens, work)
+        for row in range(len(by_row))
+    ])  # fmt: skip
+    equal = by_row.max(axis=1) - by_row.min(axis=1) <= 0.05 * by_row.mean(axis=1)
+    equal |= by_row.max(axis=1) <= 1.005 * forced
+    assert (~equal).sum() <= 0.01 * len(equal), (np.flatnonzero(~equal), len(equal))
+    waited = by_row.max(axis=1).sum() - np.maximum(by_row.mean(axis=1), forced).sum()
+    assert waited <= 0.03 * work.of_rows(by_row)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=12, max_size=150), st.integers(300, 3000), WORKS, st.integers(2, 6))
+def test_batches_of_a_row_are_equal_work_or_the_least_that_its_samples_allow(
+    values: list[int], max_tokens: int, work: Work, ranks: int
+) -> None:
+    tokens = np.asarray(values, np.int32)
+    if len(cut_rows({"tokens": tokens}, TokenBudget(max_tokens), ranks, work=work)) % ranks == 0:
+        assert_equal_work(tokens, max_tokens, ranks, work)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in LENGTHS.glob("*.npz")))
+def test_real_lengths_are_equal_work_or_the_least_that_a_row_allows(name: str) -> None:
+    tokens = np.random.default_rng(1).permutation(np.load(LENGTHS / f"{name}.npz")["tokens"])[:4096]
+    for group, ranks in ((64, 8), (256, 8), (512, 64), (4096, 8)):
+        if len(tokens) >= group:
+            assert_equal_work(tokens[:group], 16 * int(tokens.max()), ranks, Work())
+            assert_equal_work(tokens[:group], max(4 * int(np.quantile(tokens, 0.99)), int(tokens.max())), ranks, Work())
+
+
+# Two padded streams: the least that a row allows is not known. What holds is a sum over the rows: their dearest batches against
+# their means (padding as it was cut) or, where that is more, against their dearest samples by themselves.
+WAITING = {(64, 8): 0.13, (256, 2): 0.03, (256, 8): 0.065, (1024, 8): 0.035}
+"""Samples and ranks -> the share by which the dearest batches may exceed that."""
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(LENGTHS.glob("*.npz")) if "tgt_tokens" in np.load(path)])
+def test_rows_of_real_pairs_wait_little_beyond_what_their_dearest_sample_makes_them(name: str) -> None:
+    file, work = np.load(LENGTHS / f"{name}.npz"), Work()
+    chosen = np.random.default_rng(1).permutation(len(file["tokens"]))[:1024]
+    pairs = {"tokens": file["src_tokens"][chosen], "target": file["tgt_tokens"][chosen]}
+    budget, alone = TokenBudget(16 * int(sum(pairs.values()).max())), work.of_lengths(pairs)
+    for (group, ranks), share in WAITING.items():
+        dearest = least = 0.0
+        for first in range(0, 1024, group):
+            batches = cut_rows({k: v[first : first + group] for k, v in pairs.items()}, budget, ranks, work=work)
+            part = batches.map(np.arange(first, first + group))
+            rows = work.of_batches(part, pairs, budget).reshape(-1, ranks)
+            samples = np.array([alone[batch].max() for batch in part]).reshape(-1, ranks).max(axis=1)
+            dearest, least = dearest + rows.max(axis=1).sum(), least + np.maximum(rows.mean(axis=1), samples).sum()
+        assert dearest <= (1 + share) * least, (group, ranks, dearest / least)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_many_rows_wait_little_and_take_about_as_long_as_one_rank(ranks: int) -> None:
+    tokens = np.random.default_rng(0).lognormal(6, 0.7, 4096).astype(np.int32) + 1
+    lengths, budget, work = {"tokens": tokens}, TokenBudget(32_768), Work()
+    by_row = work.of_batches(cut_rows(lengths, budget, ranks, work=work), lengths, budget).reshape(-1, ranks)
+    assert by_row.max(axis=1).sum() <= 1.02 * by_row.mean(axis=1).sum()
+    assert work.of_rows(by_row) <= 1.05 * time_of(cut(lengths, budget, work=work), lengths, budget, 1, work) / ranks
+
+
+def test_literal_rows() -> None:
+    lengths = streams([90, 40, 40, 30, 30, 30, 10, 10, 10, 10])  # one row is shared by work, not by number
+    batches = cut_rows(lengths, TokenBudget(100), 4, work=Work(per_step=1000, crossover=math.inf))
+    assert sorted(batch.tolist() for batch in batches) == [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]]
+    rows = cut_rows(streams([9, 9, 4, 4, 1, 1, 1, 1]), TokenBudget(9), 2, work=Work(per_step=1, crossover=math.inf))
+    assert [batch.tolist() for batch in rows][:2] == [[0], [1]]  # the row of the longest sample is in front
+    assert sorted(cut_rows(streams([10] * 30), TokenBudget(100), 4).sizes.tolist()) == [6, 8, 8, 8]  # not 10, 10, 5, 5
+
+
+def test_runs_are_split_where_the_dearer_part_is_least() -> None:
+    window = OrderedWindow(np.array([8.0, 8.0, 1.0, 1.0, 1.0, 1.0]), np.arange(6, 0, -1))
+    assert split_dearest(window, np.array([0, 6]), 2).tolist() == [0, 2, 6]
+    assert split_dearest(window, np.array([0, 6]), 9).tolist() == list(range(7))
+    rounded = OrderedWindow(np.ones(16), np.arange(16, 0, -1), np.array([*range(1, 9), 16]))
+    assert split_dearest(rounded, np.array([0, 16]), 2).tolist() == [0, 8, 16]
+
+
+def test_halving_makes_a_multiple_and_touches_the_largest() -> None:
+    batches = Batches(np.arange(12), np.array([0, 2, 4, 12]))
+    assert even_out(batches, 4).sizes.tolist() == [2, 2, 4, 4]
+    assert even_out(batches, 5).sizes.tolist() == [2, 2, 4, 2, 2]
+    assert even_out(Batches(np.arange(2), np.array([0, 1, 2])), 5).sizes.tolist() == [1, 1]
+
+
+def test_a_multiple_of_samples_survives_being_divided_over_ranks() -> None:
+    window = {"tokens": np.random.default_rng(0).integers(1, 200, 4096).astype(np.int32)}
+    sizes = cut_rows(window, TokenBudget(8192), 7, round_batch=multiple_of(8)).sizes
+    assert len(sizes) % 7 == 0
+    assert not (sizes[sizes > 8] % 8).any()
