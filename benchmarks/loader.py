@@ -21,8 +21,8 @@ from benchmarks.record import spread
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.distributed import World
 from dynagroup.plan.batches import shapes_of
-from dynagroup.plan.cut import cut
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
+from dynagroup.plan.padded import cut
 from dynagroup.testing import run_ranks
 
 LENGTHS = Path(__file__).parent / "lengths"

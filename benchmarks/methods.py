@@ -18,7 +18,7 @@ import numpy as np
 from dynagroup import LengthAwareBatchSampler, ShapeLadder, TokenBudget
 from dynagroup.budget.base import Budget
 from dynagroup.budget.recompute import RecomputeBudget
-from dynagroup.plan.work import CPU_PER_STEP, Work
+from dynagroup.plan.cost import CPU_PER_STEP, Work
 
 __all__ = ["METHODS", "RECOMPUTE", "Job", "Method", "updates_of"]
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.machine import Machine, build
 from benchmarks.record import spread
 from dynagroup.device import is_out_of_memory
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 
 __all__ = ["fit_of", "run", "table"]
 

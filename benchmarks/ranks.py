@@ -17,8 +17,8 @@ from dynagroup.online.align import Offer, agree, hand_out, level
 from dynagroup.online.config import OnlineConfig
 from dynagroup.online.exchange import WIDTH
 from dynagroup.online.requests import Rank, exact_plans, exact_window
-from dynagroup.plan.cut import cut
-from dynagroup.plan.rows import cut_rows
+from dynagroup.plan.padded import cut
+from dynagroup.plan.ranks import cut_rows
 from dynagroup.shapes import TOKENS
 
 

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 from dynagroup.budget import Budget, MemoryBudget, RecomputeBudget
 from dynagroup.memory.fits import largest_within
 from dynagroup.oom import RecomputeWhereNeeded, recomputed_steps
+from dynagroup.plan.cost import Work
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.work import Work
 from dynagroup.shapes import BatchShape
 
 QWEN = Qwen2Config(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,

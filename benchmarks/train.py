@@ -20,7 +20,7 @@ from benchmarks.machine import Machine, build, config_of, lora
 from benchmarks.methods import METHODS, RECOMPUTE, Job, Method, updates_of
 from benchmarks.predicted import lengths_of
 from dynagroup.device import is_out_of_memory
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 
 __all__ = ["Case", "large", "objective", "rivals", "run", "table", "tokens_that_fit"]
 

@@ -19,8 +19,8 @@ from dynagroup.cli import main
 from dynagroup.demo.corpus import train_tokenizer
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.compare import compare
-from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.cost import Work
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from tests import models
 

@@ -15,7 +15,7 @@ from benchmarks import train
 from benchmarks.__main__ import COMMANDS, collected, main
 from benchmarks.methods import METHODS, Job
 from benchmarks.price import fit_of
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 
 ROOT = Path(__file__).parent.parent
 PARTS = list(COMMANDS["gpu"])

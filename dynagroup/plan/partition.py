@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ def balanced_partitions(
         ``result[part]``: positions in ``costs``, ascending; every item is in exactly one part.
 
     Raises:
-        ConfigError: an argument is wrong. BudgetError: the items were not brought within the limit.
+        ConfigError: an argument is wrong. BudgetError: no division within the limit was found; where there is none,
+            the message says so.
 
     >>> balanced_partitions([9, 1, 4, 4, 2, 8], 2)
     [[0, 1, 3], [2, 4, 5]]
@@ -62,13 +64,11 @@ def balanced_partitions(
     if len(size) != len(cost):
         raise ConfigError(f"`sizes` must be as many as `costs` ({len(cost)}), but are {len(size)}")
     most = np.inf if limit is None else check_number("limit", limit, or_zero=True, finite=False)
-    ways = (_least_loaded, _fullest, _first_fit)
-    parts = next(filter(None, (way(cost, size, num_parts, most, equal_size) for way in ways)), None)
+    parts = _least_loaded(cost, size, num_parts, most, equal_size)
+    parts = parts or _first_fitting(np.argsort(-size, kind="stable"), size, num_parts, most, equal_size, fullest=True)
+    parts = parts or _first_fitting(np.arange(len(size)), size, num_parts, most, equal_size, fullest=False)
     if parts is None:
-        raise BudgetError(
-            f"{len(cost)} items of size {size.sum():g}, the largest {size.max(initial=0):g}, were not brought into {num_parts} "
-            f"parts of at most {most:g} each; allow more parts or a higher limit"
-        )
+        raise BudgetError(_why_not(size, num_parts, most))
     _fill_empty(parts)
     _exchange(parts, cost, size, most)
     return [sorted(part) for part in parts]
@@ -118,39 +118,43 @@ def _least_loaded(
     return parts
 
 
-def _fullest(
-    cost: NDArray[np.float64], size: NDArray[np.float64], num_parts: int, most: float, equal_size: bool
+def _first_fitting(
+    order: NDArray[np.int64], size: NDArray[np.float64], num_parts: int, most: float, equal_size: bool, *, fullest: bool
 ) -> list[list[int]] | None:
-    """Largest first, each to the fullest part that has room: where the limit binds so closely that little else fits in."""
+    """Best fit: in this order, each to the fullest part that has room. Or first fit, to the first: so others count the parts that
+    they then ask for. None where an item fits nowhere."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    room, left = np.asarray(_room_for(len(cost), num_parts, equal_size)), np.full(num_parts, most)
-    for item in np.argsort(-size, kind="stable").tolist():
-        after = np.where(room > 0, left - size[item], -1.0)
-        fitting = np.flatnonzero(after >= 0)
+    room, left = np.asarray(_room_for(len(size), num_parts, equal_size)), np.full(num_parts, most)
+    for item in order.tolist():
+        fitting = np.flatnonzero((left >= size[item]) & (room > 0))
         if not len(fitting):
             return None
-        part = int(fitting[np.argmin(after[fitting])])
+        part = int(fitting[np.argmin(left[fitting])] if fullest else fitting[0])
         parts[part].append(item)
         left[part] -= size[item]
         room[part] -= 1
     return parts
 
 
-def _first_fit(
-    cost: NDArray[np.float64], size: NDArray[np.float64], num_parts: int, most: float, equal_size: bool
-) -> list[list[int]] | None:
-    """In the given order, each to the first part that has room: how others count the parts that they then ask for."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    room, left = np.asarray(_room_for(len(cost), num_parts, equal_size)), np.full(num_parts, most)
-    for item, held in enumerate(size.tolist()):
-        fitting = np.flatnonzero((left >= held) & (room > 0))
-        if not len(fitting):
-            return None
-        part = int(fitting[0])
-        parts[part].append(item)
-        left[part] -= held
-        room[part] -= 1
-    return parts
+def _why_not(size: NDArray[np.float64], num_parts: int, most: float) -> str:
+    """What is known about a division that was not found: that there is none, or only what was tried."""
+    asked = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g}"
+    if size.max() > most:
+        item = int(size.argmax())
+        return (
+            f"item {item} of size {size[item]:g} is larger than `limit` ({most:g}); raise the limit or divide the item"
+        )
+    least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
+    if least > num_parts:
+        return (
+            f"{asked}, cannot be divided into {num_parts} parts of at most {most:g} each: they need at least {least} parts; "
+            "allow more parts or a higher limit"
+        )
+    return (
+        f"no division of {asked}, into {num_parts} parts of at most {most:g} each was found; tried were the least loaded part "
+        "for the dearest item first, best fit for the largest first and first fit in the given order, so there may be one; "
+        "allow more parts or a higher limit"
+    )
 
 
 def _fill_empty(parts: list[list[int]]) -> None:
@@ -243,8 +247,8 @@ def _sharded(
     batches = cut_rows(lengths, budget, every, work=work)
     if len(batches) % every:
         raise ConfigError(
-            f"{len(kept)} samples cannot be divided into a multiple of num_ranks x multiple_of = {every} micro-batches; "
-            "collect more samples, or use a smaller multiple_of"
+            f"{len(kept)} samples are {len(batches)} micro-batches of one sample each, no multiple of num_ranks x multiple_of = "
+            f"{every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
         )
     cost = work.of_batches(batches, lengths, budget)
     dearest_first = np.argsort(-cost, kind="stable")

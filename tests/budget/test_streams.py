@@ -19,8 +19,8 @@ from dynagroup.lengths import as_streams
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.plan.padded import cut
-from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.partition import shard_micro_batches
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, said, target_tokens
 from dynagroup.testing import assert_budget_law
 from dynagroup.update.planned import PlannedDataLoader

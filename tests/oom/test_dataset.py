@@ -34,8 +34,8 @@ from dynagroup.oom import (
 )
 from dynagroup.oom.inference import Pass
 from dynagroup.oom.journal import Journal
-from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.cost import Work
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.allocator import Allocator

@@ -11,7 +11,7 @@ import pytest
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.testing import run_ranks
 from tests.online.helpers import Tokens
-from tests.packed.test_pack import assert_rows_are_equal_work, window_of
+from tests.plan.test_packed import assert_rows_are_equal_work, window_of
 from tests.update import test_contract as contract
 
 pytestmark = contract.pytestmark

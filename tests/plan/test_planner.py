@@ -16,8 +16,8 @@ from dynagroup.plan import planner as planner_module
 from dynagroup.plan.batches import Batches, multiple_of
 from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.order import epoch_order
-from dynagroup.plan.planner import Planner
 from dynagroup.plan.padded import cut
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.ranks import cut_rows, prove
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves

@@ -24,8 +24,8 @@ from dynagroup import (
     StateError,
     TokenBudget,
 )
-from dynagroup.plan.order import epoch_order
 from dynagroup.plan.cost import Work
+from dynagroup.plan.order import epoch_order
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import doubling, linear_ramp
