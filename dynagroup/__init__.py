@@ -26,13 +26,12 @@ if TYPE_CHECKING:
         iter_generate,
         run_with_oom_retry,
     )
-    from dynagroup.plan.balance import balanced_partitions
-    from dynagroup.plan.ladder import ShapeLadder
+    from dynagroup.plan.batches import friendly_size, multiple_of
+    from dynagroup.plan.cost import Work
+    from dynagroup.plan.partition import balanced_partitions, shard_micro_batches
     from dynagroup.plan.plan import BatchPlan
-    from dynagroup.plan.rounding import friendly_size, multiple_of
     from dynagroup.plan.sampler import LengthAwareBatchSampler
-    from dynagroup.plan.shard import shard_micro_batches
-    from dynagroup.plan.work import Work
+    from dynagroup.plan.static_shapes import ShapeLadder
     from dynagroup.text import text_dataloader
     from dynagroup.update.loader import StepLoader
     from dynagroup.update.loss_weight import Share
@@ -56,28 +55,28 @@ _HOME = {
     "OomSafeBackward": "oom",
     "PlannedDataLoader": "update.planned",
     "RefinementCollator": "online.refine",
-    "ShapeLadder": "plan.ladder",
+    "ShapeLadder": "plan.static_shapes",
     "Share": "update.loss_weight",
     "StateError": "errors",
     "Step": "update.step",
     "StepLoader": "update.loader",
     "TokenBudget": "budget.tokens",
-    "Work": "plan.work",
-    "balanced_partitions": "plan.balance",
+    "Work": "plan.cost",
+    "balanced_partitions": "plan.partition",
     "classify_dataset": "oom",
     "embed_dataset": "oom",
     "encode": "oom",
-    "friendly_size": "plan.rounding",
+    "friendly_size": "plan.batches",
     "generate_dataset": "oom",
     "generate_with_oom_retry": "oom",
     "iter_classify": "oom",
     "iter_embed": "oom",
     "iter_generate": "oom",
     "measure_lengths": "lengths",
-    "multiple_of": "plan.rounding",
+    "multiple_of": "plan.batches",
     "run_with_oom_retry": "oom",
     "scale_learning_rate": "update.schedule",
-    "shard_micro_batches": "plan.shard",
+    "shard_micro_batches": "plan.partition",
     "text_dataloader": "text",
 }
 

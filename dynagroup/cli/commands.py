@@ -123,7 +123,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     from dynagroup.budget.tokens import TokenBudget
     from dynagroup.memory.trace.build import as_config
     from dynagroup.plan.compare import compare
-    from dynagroup.plan.work import Work
+    from dynagroup.plan.cost import Work
 
     lengths = lengths_of(args)
     longest = sum(int(values.max()) for values in lengths.values())

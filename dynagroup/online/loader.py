@@ -15,8 +15,8 @@ from dynagroup.online.config import WINDOW_BYTES, OnlineConfig
 from dynagroup.online.refine import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.steps import OnlineSteps, Parts
 from dynagroup.online.takeover import taken_over
-from dynagroup.plan.cut import DEFAULT_WORK, Objective
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import DEFAULT_WORK, Work
+from dynagroup.plan.padded import Objective
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule
 

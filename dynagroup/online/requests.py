@@ -18,13 +18,13 @@ from dynagroup.online.exchange import fingerprint
 from dynagroup.online.records import Planned
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.config import PlanConfig
+from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.cut import DEFAULT_WORK, Objective
 from dynagroup.plan.order import EpochOrder
+from dynagroup.plan.padded import Objective
 from dynagroup.plan.planner import Planner
-from dynagroup.plan.rows import cut_rows
+from dynagroup.plan.ranks import cut_rows
 from dynagroup.plan.source import OrderSource
-from dynagroup.plan.work import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.update.schedule import UpdateSizes
 

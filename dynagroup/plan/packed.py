@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import bisect
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget, padded_streams
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.plan.batches import Batches, RoundBatch, offsets_of, smaller_size
-from dynagroup.plan.level import is_equal, level
-from dynagroup.plan.room import Bin, Room
-from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.plan.cost import DEFAULT_WORK, Work
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
-__all__ = ["SampleWork", "pack"]
+__all__ = ["pack"]
 
-SHARES = (1.0, 0.8)  # of the work that is dealt to the least loaded before the fullest are topped up
-FURTHER_ROWS = 2
-WORTH = 1.02  # times the least predicted time: what rows of equal work may take
-
-
-class SampleWork(Protocol):
-    """What samples cost in a packed batch."""
-
-    @property
-    def per_step(self) -> float:
-        """Linear tokens that a step costs before its first sample."""
-        ...
-
-    def of_lengths(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Linear tokens of each sample: float64 (N,)."""
-        ...
-
-
-class _UsualWork:
-    per_step = 1024.0
-
-    def of_lengths(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        linear = np.asarray(tokens, np.float64)
-        return linear + linear * linear / 12_288.0
+FURTHER_ROWS = 1
+"""Rows beyond the fewest that are tried where those are not equal work."""
+WORTH = 1.02
+"""Times the least predicted time: what rows of equal work may take."""
+EQUAL, CLOSE = 0.05, 0.005
+"""Of a row's mean work: what its batches may differ by, and below what they are not brought closer."""
+EXCHANGES, PARTNERS = 4, 3
+"""Exchanges for each batch of a row at most; batches that the dearest and the cheapest may exchange with."""
+SINGLES = 96
+"""Samples of a batch that are tried."""
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+LENGTHS = 97
+"""Numbers of samples and quantiles of the lengths for which a budget is asked how many tokens a batch may have."""
 
 
 def pack(
@@ -49,16 +39,13 @@ def pack(
     budget: Budget,
     multiple: int = 1,
     *,
-    work: SampleWork | None = None,
+    work: Work = DEFAULT_WORK,
     round_batch: RoundBatch | None = None,
 ) -> Batches:
     """Divide one window of samples into packed batches that fit ``budget``: few rows of ``multiple`` batches, of equal work.
 
-    Dearest first, each sample goes to the batch that has least work of those it fits. Where the batches must be filled so
-    closely that this leaves samples over, the smaller samples fill the fullest place they fit instead; what is then unequal is
-    exchanged between the batches of a row. A sample of more work than a batch's fair share sets the pace of its row
-    whatever is done, so that row's other batches are filled up to it. O(N log N) and a few passes: 4,096 samples take
-    some 10 ms where a budget only sums.
+    A sample of more work than a batch's fair share sets the pace of its row whatever is done, so that row's other batches are
+    filled up to it. O(N log N) and a few passes: 4,096 samples take some 10 ms where a budget only sums.
 
     Args:
         lengths: stream -> int32 (N,).
@@ -77,10 +64,9 @@ def pack(
     [[4, 5], [2, 3], [0, 1]]
     """
     if not len(lengths[TOKENS]):
-        return Batches(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    work = work or _UsualWork()
-    costs = np.sum([work.of_lengths(lengths[name]) for name in padded_streams(budget, lengths)], axis=0)
-    bins = _rows(Room(lengths, budget), costs, multiple, work.per_step)
+        return Batches.concatenate([])
+    costs = work.of_lengths({name: lengths[name] for name in padded_streams(budget, lengths)})
+    bins = _Packing(lengths, budget, costs, multiple).rows(work.per_step)
     members = [np.sort(np.asarray(bin.members, np.int64)) for bin in bins]
     if round_batch is not None:
         members = [part for batch in members for part in _rounded_parts(batch, round_batch)]
@@ -88,100 +74,192 @@ def pack(
     return Batches(np.concatenate(members), offsets_of(np.asarray([len(m) for m in members])))
 
 
-def _rows(room: Room, costs: NDArray[np.float64], multiple: int, per_step: float) -> list[Bin]:
-    """The fewest rows; or one or two more, where the fewest cannot be made equal and that is worth its time."""
-    packing = _Packing(room, costs, multiple)
-    fewest = level(packing.fewest(), room, costs, multiple)
-    if multiple == 1 or len(fewest) % multiple or _are_equal(fewest, costs, multiple):
-        return fewest
-    found, rows = [fewest], len(fewest) // multiple
-    for further in range(rows + 1, rows + 1 + FURTHER_ROWS):
-        bins = packing.balanced(further)
-        if bins is None or len(bins) % multiple:
-            continue
-        found.append(level(bins, room, costs, multiple))
-        if _are_equal(found[-1], costs, multiple):
-            break
-    best = min(found, key=lambda bins: _time(bins, multiple, per_step))
-    worth = _are_equal(found[-1], costs, multiple)
-    worth &= _time(found[-1], multiple, per_step) <= WORTH * _time(best, multiple, per_step)
-    return found[-1] if worth else best
-
-
-def _time(bins: Sequence[Bin], multiple: int, per_step: float) -> float:
-    return sum(bin.load for bin in bins[::multiple]) + per_step * (len(bins) // multiple)
-
-
-def _are_equal(bins: Sequence[Bin], costs: NDArray[np.float64], multiple: int) -> bool:
-    """Whether the batches of each row are equal work, wherever no single sample is more work than their mean."""
-    return all(is_equal(bins[first : first + multiple], costs) for first in range(0, len(bins), multiple))
-
-
 def _rounded_parts(batch: IntArray, round_batch: RoundBatch) -> list[IntArray]:
     size = smaller_size(len(batch), round_batch)
     return [batch] if size == len(batch) else [batch[:size], *_rounded_parts(batch[size:], round_batch)]
 
 
+class SumLimits(NamedTuple):
+    """What a budget says about sums over the samples of a packed batch."""
+
+    sums: list[tuple[IntArray, int]]
+    """Units of each sample, and the most that a batch may sum to."""
+    samples: int
+    """Most samples of a batch."""
+    asks: bool
+    """Some part of the budget knows more than sums and must be asked."""
+
+
+def sum_limits(budget: Budget, lengths: Streams) -> SumLimits:
+    """The limits of a budget that are mere sums, for these samples.
+
+    >>> budget = TokenBudget(100, max_samples=7, layout="packed") & AdditiveCap("patches", 9)
+    >>> limits = sum_limits(budget, {"tokens": np.array([3, 4]), "patches": np.array([1, 0])})
+    >>> [(units.tolist(), limit) for units, limit in limits.sums], limits.samples, limits.asks
+    ([([3, 4], 100), ([1, 0], 9)], 7, False)
+    """
+    parts = budget.parts if type(budget) is AllOf else (budget,)
+    capped = {part.stream for part in parts if isinstance(part, AdditiveCap)} if type(budget) is AllOf else set()
+    sums: list[tuple[IntArray, int]] = []
+    samples, asks = UNLIMITED, False
+    for part in parts:
+        if type(part) is TokenBudget and part.layout == "packed":
+            names = part.names_in(name for name in lengths if part.streams or name not in capped)
+            most = part.max_tokens - part.max_tokens % budget.pad_to_multiple_of
+            sums.append((np.stack([lengths[name] for name in names]).sum(axis=0, dtype=np.int64), most))
+            samples = min(samples, part.max_samples or UNLIMITED, part.max_tokens)
+        elif type(part) is AdditiveCap:
+            sums.append((lengths[part.stream].astype(np.int64), part.limit))
+        else:  # a class of its own may say anything
+            asks = True
+    return SumLimits(sums, samples, asks)
+
+
+class _Asked:
+    """Most tokens of a batch by (samples, longest), by bisection of a budget for a grid at once. Monotone budgets fit a batch of
+    fewer samples and a shorter longest than a cell's with the cell's tokens."""
+
+    def __init__(self, budget: Budget, tokens: IntArray) -> None:
+        self._counts = [n for n in COUNTS if n < len(tokens)] + [len(tokens)]
+        spread = np.linspace(0, 1, LENGTHS)
+        self._longest: list[int] = np.unique(np.quantile(tokens, spread, method="higher")).tolist()
+        longest, counts = (grid.ravel() for grid in np.meshgrid(self._longest, self._counts, indexing="ij"))
+        low, high = np.full(len(counts), -1), np.full(len(counts), int(tokens.sum(dtype=np.int64)) + 1)
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            fits = budget.fits(BatchShape.of(counts, longest, np.maximum(middle, 0)))
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+        self._most: list[list[int]] = low.reshape(len(self._longest), -1).tolist()
+
+    def most(self, count: int, longest: int) -> int:
+        """With at most so many tokens a batch of that many samples fits."""
+        return self._most[bisect_left(self._longest, longest)][bisect_left(self._counts, count)]
+
+
+@dataclass(slots=True)
+class Bin:
+    """A packed batch that is being filled."""
+
+    load: float
+    """Work it holds, plus what it was given beforehand so that others fill first."""
+    room: int
+    """A sample of more tokens does not fit."""
+    members: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+    """What its samples sum to under each limit on a sum."""
+
+
+class _Room:
+    """Says what fits a bin that is filled longest sample first; bins hold what has been decided."""
+
+    def __init__(self, lengths: Streams, budget: Budget) -> None:
+        wide = {name: values.astype(np.int64) for name, values in lengths.items()}
+        ones = np.ones(len(wide[TOKENS]), np.int64)
+        self.alone = budget.fits(BatchShape(ones, wide, wide))  # first: it names a stream that is missing
+        limits = sum_limits(budget, lengths)
+        sums = limits.sums or [(wide[TOKENS], UNLIMITED)]
+        self.tokens, self._sums = sums[0][0], [(units.tolist(), limit) for units, limit in sums]
+        self._samples, self._budget, self._streams = limits.samples, budget, lengths
+        self.only_sums = not limits.asks
+        self._asked = _Asked(budget, self.tokens) if limits.asks and len(lengths) == 1 else None
+
+    def fewest(self, samples: Sequence[int]) -> int:
+        """No division of these samples can do with fewer batches, by the sums alone."""
+        sums = [(len(samples), self._samples), *((sum(units[s] for s in samples), most) for units, most in self._sums)]
+        return max(-(-total // max(limit, 1)) for total, limit in sums)  # a limit of 0 admits samples without tokens
+
+    def bin(self, load: float = 0.0) -> Bin:
+        return Bin(load, self._sums[0][1], used=[0] * len(self._sums))
+
+    def admits(self, bin: Bin, sample: int) -> bool:
+        """Whether a sample fits, which is no longer than those that the bin holds."""
+        if not bin.members:
+            return True
+        if any(used + units[sample] > limit for used, (units, limit) in zip(bin.used, self._sums, strict=True)):
+            return False
+        if self.only_sums or self._asked is not None:
+            return self._sums[0][0][sample] <= bin.room
+        return self.together([*bin.members, sample])
+
+    def add(self, bin: Bin, sample: int, cost: float) -> None:
+        bin.members.append(sample)
+        bin.load += cost
+        bin.used = [used + units[sample] for used, (units, _) in zip(bin.used, self._sums, strict=True)]
+        bin.room = self._sums[0][1] - bin.used[0]
+        if len(bin.members) >= self._samples:
+            bin.room = -1
+        elif self._asked is not None:
+            longest = self._sums[0][0][bin.members[0]]
+            bin.room = min(bin.room, self._asked.most(len(bin.members) + 1, longest) - bin.used[0])
+
+    def spare(self, bin: Bin) -> int:
+        """Tokens that the limit on their sum leaves."""
+        return self._sums[0][1] - int(self.tokens[bin.members].sum())
+
+    def together(self, members: Sequence[int]) -> bool:
+        """Whether these samples fit one batch."""
+        few = {name: values[list(members)] for name, values in self._streams.items()}
+        return bool(self._budget.fits(BatchShape.of_samples(few))[0])
+
+
 class _Packing:
     """One window being packed into rows of ``multiple`` batches."""
 
-    def __init__(self, room: Room, costs: NDArray[np.float64], multiple: int) -> None:
-        self._room, self._costs, self._multiple = room, costs.tolist(), multiple
-        alone = room.fits_alone
-        order = np.argsort(-costs, kind="stable").tolist()
-        self._order: list[int] = [s for s in order if alone[s]]
-        self._oversize: list[int] = [s for s in order if not alone[s]]
+    def __init__(self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int) -> None:
+        self._room, self._costs, self._multiple = _Room(lengths, budget), costs, multiple
+        self._list: list[float] = costs.tolist()
+        order = np.argsort(-costs, kind="stable")
+        self._order: list[int] = order[self._room.alone[order]].tolist()
+        self._oversize: list[int] = order[~self._room.alone[order]].tolist()
 
-    def fewest(self) -> list[Bin]:
+    def rows(self, per_step: float) -> list[Bin]:
+        """The fewest rows; or one or two more, where the fewest cannot be made equal and that is worth its time."""
+        bins = self._levelled(self._fewest())
+        if self._multiple == 1 or len(bins) % self._multiple:
+            return bins
+        found, rows = [bins], len(bins) // self._multiple
+        for further in range(rows + 1, rows + 1 + FURTHER_ROWS):
+            if self._are_equal(found[-1]):
+                break
+            more = self._balanced(further)
+            if more is not None and len(more) % self._multiple == 0:
+                found.append(self._levelled(more))
+        times = [sum(bin.load + per_step for bin in bins[:: self._multiple]) for bins in found]
+        worth = self._are_equal(found[-1]) and times[-1] <= WORTH * min(times)
+        return found[-1 if worth else int(np.argmin(times))]
+
+    def _fewest(self) -> list[Bin]:
         """The window in few rows, at most a hundredth more than best fit needs; every batch has a sample."""
-        if self._room.known:
-            found = self.balanced(self._num_rows(self._room.fewest(self._order) + len(self._oversize)))
+        if self._room.only_sums:
+            found = self._balanced(-(-(self._room.fewest(self._order) + len(self._oversize)) // self._multiple))
             if found is not None:
                 return found
-        fullest: list[Bin] = []
-        self._fullest(self._order, fullest, opening=True)
-        rows = self._num_rows(len(fullest) + len(self._oversize))
-        if self._multiple > 1:
-            for more in dict.fromkeys((rows, rows + rows // 100)):
-                found = self.balanced(more)
-                if found is not None:
-                    return found
-        empty = self._num_batches(rows) - len(self._oversize) - len(fullest)
-        return self._complete([*fullest, *(self._room.bin() for _ in range(empty))])
+        bins = self._best_fit()
+        rows = -(-(len(bins) + len(self._oversize)) // self._multiple)
+        for more in dict.fromkeys((rows, rows + rows // 100)) if self._multiple > 1 else ():
+            found = self._balanced(more)
+            if found is not None:
+                return found
+        empty = self._num_bins(rows) - len(bins)
+        return self._complete([*bins, *(self._room.bin() for _ in range(empty))])
 
-    def _num_rows(self, num_batches: int) -> int:
-        return -(-num_batches // self._multiple)
+    def _num_bins(self, rows: int) -> int:
+        return min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
 
-    def _num_batches(self, rows: int) -> int:
-        return min(rows * self._multiple, len(self._order) + len(self._oversize))
-
-    def balanced(self, rows: int) -> list[Bin] | None:
+    def _balanced(self, rows: int) -> list[Bin] | None:
         """The window in exactly so many rows; None where that way the samples do not fit in."""
-        paces = _paces(np.sort(np.asarray(self._costs))[::-1], rows, self._multiple)
-        count = self._num_batches(rows) - len(self._oversize)
+        count = self._num_bins(rows)
         if count < 1:
             return None if self._order else self._complete([])
-        loads = [max(paces) - pace for pace in paces for _ in range(self._multiple)][-count:]
-        for share in SHARES if self._multiple > 1 else SHARES[:1]:
-            bins = [self._room.bin(load) for load in loads]
-            first = self._dealt(share)
-            if self._least_loaded(self._order[:first], bins) and self._fullest(self._order[first:], bins):
-                return self._complete(bins)
-        return None
-
-    def _dealt(self, share: float) -> int:
-        """How many samples, dearest first, make up this share of the work."""
-        if share == 1.0:
-            return len(self._order)
-        sums = np.cumsum([self._costs[s] for s in self._order])
-        return int(np.searchsorted(sums, share * sums[-1]))
+        paces = _paces(np.sort(self._costs)[::-1], rows, self._multiple)
+        bins = [self._room.bin(max(paces) - pace) for pace in paces for _ in range(self._multiple)][-count:]
+        return self._complete(bins) if self._least_loaded(bins) else None
 
     def _complete(self, bins: list[Bin]) -> list[Bin]:
         """With the samples that fit nowhere; and no bin stays empty: the fullest give one of theirs."""
-        empty = [bin for bin in bins if not bin.members]
         givers = [(-len(bin.members), number) for number, bin in enumerate(bins) if bin.members]
         heapq.heapify(givers)
-        for bin in empty:
+        for bin in [bin for bin in bins if not bin.members]:
             size, number = heapq.heappop(givers)
             if size == -1:
                 break
@@ -189,86 +267,118 @@ class _Packing:
             heapq.heappush(givers, (size + 1, number))
         return [*(Bin(0.0, -1, [s]) for s in self._oversize), *(bin for bin in bins if bin.members)]
 
-    def _least_loaded(self, samples: Sequence[int], bins: list[Bin]) -> bool:
-        """Each sample to the bin of least load that it fits; False as soon as one fits none.
-
-        Bins with too little room for a sample wait, ordered by their room, for one that is small enough: a bin waits at
-        most once for each sample it holds, so N samples cost O(N log N).
-        """
-        room, tokens, costs = self._room, self._room.tokens, self._costs
+    # List scheduling, longest processing time first (LPT), under a cap. Bins with too little room for a sample wait in a heap,
+    # ordered by their room, for one that is small enough: a bin waits at most once for each sample it holds. O(N log N).
+    def _least_loaded(self, bins: list[Bin]) -> bool:
+        """Each sample, dearest first, to the bin of least load that it fits; False as soon as one fits none."""
+        room, sizes = self._room, self._room.tokens.tolist()
         open_ = [(bin.load, number) for number, bin in enumerate(bins)]
         heapq.heapify(open_)
         waiting: list[tuple[int, int]] = []
-        for sample in samples:
-            size = tokens[sample]
-            while waiting and -waiting[0][0] >= size:
+        for sample in self._order:
+            while waiting and -waiting[0][0] >= sizes[sample]:
                 number = heapq.heappop(waiting)[1]
                 heapq.heappush(open_, (bins[number].load, number))
             refused: list[tuple[float, int]] = []
-            while open_:
-                number = open_[0][1]
-                bin = bins[number]
-                if bin.room >= size and room.admits(bin, sample):
-                    room.add(bin, sample, costs[sample])
-                    heapq.heapreplace(open_, (bin.load, number))
-                    break
+            while open_ and not room.admits(bins[open_[0][1]], sample):
                 entry = heapq.heappop(open_)
-                if bin.room < size:
-                    heapq.heappush(waiting, (-bin.room, number))
+                if bins[entry[1]].room < sizes[sample]:
+                    heapq.heappush(waiting, (-bins[entry[1]].room, entry[1]))
                 else:
                     refused.append(entry)
-            else:
+            if not open_:
                 return False
+            number = open_[0][1]
+            room.add(bins[number], sample, self._list[sample])
+            heapq.heapreplace(open_, (bins[number].load, number))
             for entry in refused:
                 heapq.heappush(open_, entry)
         return True
 
-    def _fullest(self, samples: Sequence[int], bins: list[Bin], *, opening: bool = False) -> bool:
-        """Best fit: each sample to the bin with least room that it fits. Where it fits none: a new one, or False."""
-        room, costs = self._room, self._costs
-        by_room = sorted((bin.room, number) for number, bin in enumerate(bins))
-        for sample in samples:
-            number = self._fullest_that_fits(sample, bins, by_room)
-            if number is None and not opening:
-                return False
-            if number is None:
-                number = len(bins)
+    def _best_fit(self) -> list[Bin]:
+        """Best fit decreasing: each sample to the bin with least room that it fits, or to a new one."""
+        room, bins, by_room = self._room, [], []
+        for sample in self._order:
+            place = bisect_left(by_room, (int(room.tokens[sample]), -1))
+            while place < len(by_room) and not room.admits(bins[by_room[place][1]], sample):
+                place += 1
+            if place == len(by_room):
                 bins.append(room.bin())
-            room.add(bins[number], sample, costs[sample])
-            bisect.insort(by_room, (bins[number].room, number))
+                by_room.append((0, len(bins) - 1))
+            number = by_room.pop(place)[1]
+            room.add(bins[number], sample, self._list[sample])
+            insort(by_room, (bins[number].room, number))
+        return bins
+
+    # Local search: the dearest and the cheapest batch of a row exchange a sample, or one gives a sample away, with few partners,
+    # as often as that brings them closer. What moves half the difference is best. O(96 * 96) an exchange.
+    def _levelled(self, bins: Sequence[Bin]) -> list[Bin]:
+        """The bins in rows of ``multiple``, dearest first, with the work in each row evened out."""
+        for bin in bins:
+            bin.load = float(self._costs[bin.members].sum())
+        ordered = sorted(bins, key=lambda bin: -bin.load)
+        if self._multiple == 1:
+            return ordered
+        rows = [ordered[first : first + self._multiple] for first in range(0, len(ordered), self._multiple)]
+        for row in rows:
+            for _ in range(EXCHANGES * len(row)):
+                row.sort(key=lambda bin: -bin.load)
+                pairs = [(row[0], low) for low in row[: -PARTNERS - 1 : -1]]
+                pairs += [(high, row[-1]) for high in row[1:PARTNERS]]
+                if row[0].load - row[-1].load <= CLOSE * _mean(row) or not any(self._closer(*pair) for pair in pairs):
+                    break
+        return [bin for row in rows for bin in sorted(row, key=lambda bin: -bin.load)]
+
+    def _closer(self, high: Bin, low: Bin) -> bool:
+        """The exchange of two batches that brings their work closest; whether there was one."""
+        gap, ours, theirs = high.load - low.load, _tried(high.members), _tried(low.members)
+        costs, tokens = np.append(self._costs, 0.0), np.append(self._room.tokens, 0)
+        grown = tokens[ours][:, None] - tokens[theirs]
+        fits = (grown <= self._room.spare(low)) & (-grown <= self._room.spare(high))
+        rest = np.where(fits, np.abs(2 * (costs[ours][:, None] - costs[theirs]) - gap), np.inf)
+        given, taken = np.unravel_index(int(rest.argmin()), rest.shape)
+        if not rest[given, taken] < gap * 0.9:
+            return False
+        more = [*(s for s in high.members if s != ours[given]), *(s for s in theirs[[taken]] if s >= 0)]
+        less = [*(s for s in low.members if s != theirs[taken]), *(s for s in ours[[given]] if s >= 0)]
+        if not (more and less and self._room.together(more) and self._room.together(less)):
+            return False
+        for bin, members in ((high, more), (low, less)):
+            bin.members, bin.load = members, float(self._costs[members].sum())
         return True
 
-    def _fullest_that_fits(self, sample: int, bins: list[Bin], by_room: list[tuple[int, int]]) -> int | None:
-        """The bin, taken out of ``by_room``."""
-        size = self._room.tokens[sample]
-        place = bisect.bisect_left(by_room, (size, -1))
-        while place < len(by_room):
-            believed, number = by_room[place]
-            if self._room.admits(bins[number], sample):
-                del by_room[place]
-                return number
-            if bins[number].room == believed:
-                place += 1
-                continue
-            del by_room[place]  # asked, it had less room than believed
-            bisect.insort(by_room, (bins[number].room, number))
-            place = bisect.bisect_left(by_room, (size, -1))
-        return None
+    def _are_equal(self, bins: Sequence[Bin]) -> bool:
+        """Whether the batches of each row are equal work, or some single sample is more work than their mean."""
+        rows = (bins[first : first + self._multiple] for first in range(0, len(bins), self._multiple))
+        return all(
+            row[0].load - row[-1].load <= EQUAL * _mean(row)
+            or max(self._costs[bin.members].max() for bin in row) > _mean(row)
+            for row in rows
+        )
 
 
-def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> tuple[float, ...]:
+def _mean(row: Sequence[Bin]) -> float:
+    return sum(bin.load for bin in row) / len(row)
+
+
+def _tried(members: Sequence[int]) -> IntArray:
+    """The samples of a batch that are tried, evenly spread; and -1, which is none."""
+    spread = np.linspace(0, len(members) - 1, min(len(members), SINGLES)).astype(np.int64)
+    return np.append(np.asarray(members)[spread], -1)
+
+
+def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> list[float]:
     """Work that a batch of each row should hold: as long as one sample is more than the rest's mean, it sets a row's pace.
 
     >>> _paces(np.array([9.0, 1.0, 1.0, 1.0]), 2, 2)
-    (9.0, 1.0)
+    [9.0, 1.0]
     """
     rest, paces = float(dearest.sum()), []
     for row in range(rows):
-        mean = rest / ((rows - row) * multiple)
-        first = row * multiple
+        mean, first = rest / ((rows - row) * multiple), row * multiple
         pace = max(mean, float(dearest[first]) if first < len(dearest) else 0.0)
         paces.append(pace)
         if pace == mean:
-            return (*paces, *[mean] * (rows - row - 1))
+            return [*paces, *[mean] * (rows - row - 1)]
         rest = max(rest - pace * multiple, 0.0)
-    return tuple(paces)
+    return paces

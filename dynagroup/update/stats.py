@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.distributed import World
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 from dynagroup.update.step import Step
 
 __all__ = ["LoaderStats", "StepClock"]
