@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -150,12 +151,11 @@ def in_rows(batches: Batches, num_ranks: int) -> list[list[np.ndarray]]:
     return [[batches[first + rank] for rank in range(num_ranks)] for first in range(0, len(batches), num_ranks)]
 
 
-@pytest.mark.parametrize("num_ranks", [8, 64])
-def test_windows_are_filled_and_rows_are_equal_work(num_ranks: int) -> None:
+def test_windows_are_filled_and_rows_are_equal_work() -> None:
     """On real lengths: as few rows as 99 % of full batches need, or one more that takes less time; and law 9."""
     count = bad = 0
-    for name, cap in CAPS.items():
-        tokens = window_of(name)
+    for name, num_ranks in product(CAPS, (8, 64)):
+        tokens, cap = window_of(name), CAPS[name]
         batches = pack(streams(tokens), TokenBudget(cap, layout="packed"), num_ranks)
         assert len(batches) <= num_ranks * (1 + -(-int(tokens.sum()) // int(0.99 * cap * num_ranks))), name
         rows = in_rows(batches, num_ranks)
@@ -163,11 +163,10 @@ def test_windows_are_filled_and_rows_are_equal_work(num_ranks: int) -> None:
     assert bad <= 0.01 * count
 
 
-@pytest.mark.parametrize(("num_ranks", "update"), [(8, 256), (64, 1024)])
-def test_the_rows_of_updates_are_equal_work_and_ranks_wait_little(num_ranks: int, update: int) -> None:
+def test_the_rows_of_updates_are_equal_work_and_ranks_wait_little() -> None:
     count = bad = 0
-    for name, cap in CAPS.items():
-        tokens = window_of(name)
+    for name, (num_ranks, update) in product(CAPS, ((8, 256), (64, 1024))):
+        tokens, cap = window_of(name), CAPS[name]
         config = PlanConfig(samples_per_update=update)
         plan = Planner(streams(tokens), TokenBudget(cap, layout="packed"), config).plan(0, num_ranks)
         count, bad = count + plan.num_steps, bad + len(uneven(plan.rows, tokens, cap, few=True))
