@@ -16,7 +16,7 @@ from benchmarks.faults.case import Case
 from benchmarks.faults.data import Seen, value_of
 from benchmarks.faults.memory import gradient_of
 from benchmarks.faults.oracle import judged, over_budget
-from dynagroup.oom import journal
+from dynagroup.oom import storage
 from dynagroup.oom.parts import Update
 from tests.garbage import little_to_collect as little_to_collect
 
@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_algebra():
     ("fault", "first", "owner", "name", "said"),
     [
         ("out-of-memory storm in training", 0, Update, "undo", "gradient of update"),
-        ("journal cut or damaged", 6, journal, "_checksum", "wrong results"),
+        ("journal cut or damaged", 6, storage, "_checksum", "wrong results"),
     ],
 )
 def test_a_broken_library_is_found(fault, first, owner, name, said, monkeypatch):

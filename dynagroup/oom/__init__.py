@@ -2,6 +2,7 @@
 
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory
+from dynagroup.oom.concatenated import VisionTokens
 from dynagroup.oom.dataset import (
     classify_dataset,
     embed_dataset,
@@ -16,7 +17,6 @@ from dynagroup.oom.recompute import RecomputeWhereNeeded, recomputed_steps
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.train import BackwardResult, OomSafeBackward
-from dynagroup.oom.vision import VisionTokens
 
 __all__ = [
     "BackwardResult",

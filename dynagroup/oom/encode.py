@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom.dataset import embed_dataset
-from dynagroup.oom.tasks import Pooling
+from dynagroup.oom.dataset import Pooling, embed_dataset
 from dynagroup.tokenizer import named_tokenizer
 
 __all__ = ["encode"]

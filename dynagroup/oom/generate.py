@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
-from dynagroup.oom.cache import cache_samples, is_cache, take_cache
-from dynagroup.oom.fields import describe, longest_of
-from dynagroup.oom.merge import OutputLayout, merge_outputs
-from dynagroup.oom.retry import give_up, run_ranges
+from dynagroup.oom.concatenated import VisionTokens
+from dynagroup.oom.fields import cache_samples, is_cache, longest_of, take_cache
+from dynagroup.oom.retry import Parts
 from dynagroup.oom.split import BatchSplitter
-from dynagroup.oom.vision import VisionTokens
 from dynagroup.shapes import BatchShape
 from dynagroup.validation import check_int
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Generated", "check_options", "generate_with_oom_retry", "generation_option"]
-
-_log = logging.getLogger(__name__)
 
 # Options whose effect depends on padding tokens in the prompt (they look at token ids, or count positions from the left):
 # with one of them a part keeps its batch's width, so that it generates what the whole would have.
@@ -100,33 +97,20 @@ def generate_with_oom_retry(
         learned = _learned_by_model.get(model)
         if learned is None:
             learned = _learned_by_model[model] = LearningBudget()
-    budget = learned
-
-    def allowed(start: int, stop: int) -> bool:
-        return not budget.has_learned or bool(budget.allows(job.shape(start, stop))[0])
-
     watch = watch_of(model)
-
-    def run(start: int, stop: int) -> Any:
-        output = job.generate(start, stop)
-        peak, size = watch.new_peak() if watch is not None else (None, None)
-        if budget.has_learned or peak is not None:
-            budget.record_pass(job.shape(start, stop), peak_bytes=peak, device_bytes=size)
-        return output
-
-    def failed(start: int, stop: int, message: str, seconds: float) -> None:
-        _log.warning(
-            "out of memory generating for %s; going on in halves. %s", describe(job.part(start, stop)), message
-        )
-        learned.record_oom(job.shape(start, stop), wasted_s=seconds)
-
-    parts = run_ranges(
-        run, [(0, job.num_samples)], min_samples=min_samples, failed=failed, allowed=allowed,
-        hopeless=lambda start, stop, message: give_up(job.batch, job.splitter, start, stop, message, indices),
-    )  # fmt: skip
+    parts = Parts(
+        run=job.generate,
+        part=job.part,
+        shape=job.shape,
+        learned=learned,
+        min_samples=min_samples,
+        indices=indices,
+        measured=watch.new_peak if watch is not None else lambda: (None, None),
+        doing="generating for",
+    ).run_all([(0, job.num_samples)])
     if len(parts) == 1:
         return Generated(parts[0][2], 0)
-    return Generated(merge_outputs(parts, job.layout), len(parts) - 1)
+    return Generated(_merged(parts, job.layout), len(parts) - 1)
 
 
 class _Job:
@@ -173,9 +157,9 @@ class _Job:
         return BatchShape.of((stop - start) * copies, last - first + self._max_new_tokens())
 
     @property
-    def layout(self) -> OutputLayout:
+    def layout(self) -> _Layout:
         prompt = self.batch.get("input_ids") if self.is_causal else None
-        return OutputLayout(
+        return _Layout(
             prompt=prompt,
             columns=lambda start, stop: self.splitter.columns(self.batch, start, stop),
             num_return_sequences=self._option("num_return_sequences") or 1,
@@ -232,3 +216,98 @@ def _is_data(value: Any) -> bool:
     return (
         is_cache(value) or (hasattr(value, "untyped_storage") and value.ndim > 0) or hasattr(value, "last_hidden_state")
     )
+
+
+_OutputPart: TypeAlias = "tuple[int, int, Any]"
+"""(first sample, the one behind the last, output of the model)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """What the whole batch's output looks like.
+
+    Args:
+        prompt: input ids that outputs begin with, padding included (samples, tokens); None: outputs are new tokens only.
+        columns: the prompt columns, ``first, last + 1``, that a part was given.
+        num_return_sequences: output rows a sample.
+        num_beams: rows of scores a sample.
+        pad_token_id: fills rows up to the longest.
+    """
+
+    prompt: torch.Tensor | None
+    columns: Callable[[int, int], tuple[int, int]]
+    num_return_sequences: int
+    num_beams: int
+    pad_token_id: int | None
+
+
+def _merged(parts: Sequence[_OutputPart], layout: _Layout) -> Any:
+    """Tensors of token ids, or ``ModelOutput`` objects with scores, of consecutive parts (start, stop, output)."""
+    first = parts[0][2]
+    if hasattr(first, "untyped_storage"):
+        return _merged_sequences(parts, layout)
+    sequences = _merged_sequences([(a, b, output.sequences) for a, b, output in parts], layout)
+    merged: dict[str, Any] = {"sequences": sequences}
+    for name, value in first.items():
+        if name not in ("sequences", "past_key_values"):
+            merged[name] = _merged_field(name, value, [(a, b, output[name]) for a, b, output in parts], layout)
+    return type(first)(**merged)
+
+
+def _merged_field(name: str, value: Any, parts: list[_OutputPart], layout: _Layout) -> Any:
+    import torch
+
+    if name == "sequences_scores":
+        return torch.cat([scores for _, _, scores in parts])
+    if name == "beam_indices":
+        width = max(indices.shape[1] for _, _, indices in parts)
+        moved = [
+            torch.where(i >= 0, i + start * layout.num_beams, i) for start, _, i in parts
+        ]  # rows of the whole batch
+        return torch.cat([_widen(indices, width, -1) for indices in moved])
+    if isinstance(value, tuple) and all(hasattr(step, "untyped_storage") and step.ndim == 2 for step in value):
+        return _merged_steps([steps for _, _, steps in parts], layout)
+    raise ConfigError(f"`{name}` of a split batch cannot be put together; call model.generate for it")
+
+
+def _merged_steps(parts: list[tuple[torch.Tensor, ...]], layout: _Layout) -> tuple[torch.Tensor, ...]:
+    """(rows, vocabulary) for every step. A part that had ended is certain of the padding token."""
+    import torch
+
+    def step(steps: tuple[torch.Tensor, ...], at: int) -> torch.Tensor:
+        if at < len(steps):
+            return steps[at]
+        ended = torch.full_like(steps[0], -math.inf)
+        ended[:, _pad(layout)] = 0
+        return ended
+
+    return tuple(torch.cat([step(steps, at) for steps in parts]) for at in range(max(map(len, parts))))
+
+
+def _merged_sequences(parts: Sequence[_OutputPart], layout: _Layout) -> torch.Tensor:
+    import torch
+
+    rows = []
+    for start, stop, sequences in parts:
+        if layout.prompt is None:
+            rows.append(sequences)
+            continue
+        first, last = layout.columns(start, stop)
+        prompt = layout.prompt[start:stop].repeat_interleave(layout.num_return_sequences, dim=0)
+        rows.append(torch.cat([prompt.to(sequences.device), sequences[:, last - first :]], dim=1))
+    width = max(part.shape[1] for part in rows)
+    return torch.cat([part if part.shape[1] == width else _widen(part, width, _pad(layout)) for part in rows])
+
+
+def _widen(rows: torch.Tensor, width: int, value: int) -> torch.Tensor:
+    import torch
+
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)
+
+
+def _pad(layout: _Layout) -> int:
+    if layout.pad_token_id is None:
+        raise ConfigError(
+            "parts ended after different numbers of tokens, but no padding token is known; give `pad_token_id`"
+        )
+    return layout.pad_token_id

@@ -1,4 +1,4 @@
-"""Gradients and random states that a failed step must not spoil, and their exchange between ranks after the step."""
+"""Gradients of ``DistributedDataParallel`` without its own exchange: kept on their rank, then averaged once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from dynagroup.errors import AlignmentError, ConfigError
@@ -17,35 +17,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientExchange", "RngState", "broadcast_buffers", "find_ddp", "local_gradients", "lost_ranks_named"]
+__all__ = ["average_gradients", "broadcast_buffers", "find_ddp", "local_gradients"]
 
-BUCKET_BYTES = 25 * 2**20  # DDP's default
+BUCKET_BYTES = 2**20
+"""Smaller gradients travel together; a larger one travels in the tensor that holds it, without a copy."""
+_MAX_TRAVELLING = 32  # bounds the memory of buckets on their way
 _LOST = re.compile(r"(?i)gloo|nccl|rccl|connection (?:closed|reset|refused)|timed ?out")
-_MAX_TRAVELLING = 4  # bounds the memory of buckets on their way
-
-
-@dataclass(frozen=True, slots=True)
-class RngState:
-    """torch's random states on the CPU and on one device: what dropout draws from."""
-
-    cpu: torch.Tensor
-    device: torch.Tensor | None
-    device_type: str
-
-    @classmethod
-    def capture(cls, device: torch.device) -> RngState:
-        import torch
-
-        backend = None if device.type == "cpu" else getattr(torch, device.type, None)
-        on_device = None if backend is None else backend.get_rng_state()
-        return cls(torch.get_rng_state(), on_device, device.type)
-
-    def restore(self) -> None:
-        import torch
-
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            getattr(torch, self.device_type).set_rng_state(self.device)
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
@@ -66,13 +43,11 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
             "smaller budget"
         )
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
-    if ddp is None:
-        return None
-    if ddp.static_graph:
+    if ddp is not None and ddp.static_graph:
         raise ConfigError(
             "`model` is DistributedDataParallel(static_graph=True), which cannot skip an exchange; leave it False"
         )
-    if any(isinstance(m, SyncBatchNorm) for m in modules):
+    if ddp is not None and any(isinstance(m, SyncBatchNorm) for m in modules):
         raise ConfigError(
             "`model` contains SyncBatchNorm, which exchanges data inside forward; use another normalisation"
         )
@@ -85,17 +60,6 @@ def _is_sharded(module: Any) -> bool:
 
 
 @contextmanager
-def lost_ranks_named() -> Iterator[None]:
-    """A collective that fails or times out because another rank has gone says so."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, AlignmentError) or not _LOST.search(str(error)):
-            raise
-        raise AlignmentError(f"another rank was lost while gradients were exchanged; see its error: {error}") from error
-
-
-@contextmanager
 def local_gradients(ddp: DistributedDataParallel | None) -> Iterator[None]:
     """Forward and backward passes without any exchange between ranks: neither gradients nor buffers."""
     if ddp is not None:
@@ -105,106 +69,84 @@ def local_gradients(ddp: DistributedDataParallel | None) -> Iterator[None]:
         yield
 
 
-class GradientExchange:
-    """Every ``.grad`` replaced by its mean over ranks, in buckets that travel while later gradients are computed.
-
-    DDP's own exchange cannot be called off: a rank that fails inside it leaves the others waiting for ever. This one is
-    ours, so a rank that fails still takes part in it, and says afterwards that the sum is worth nothing.
+# DDP's own exchange cannot be called off: a rank that fails inside it leaves the others waiting for ever. So ours begins when
+# every rank has all its gradients. Nothing of it overlaps with the backward pass; in exchange large gradients are not copied.
+def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero.
 
     Args:
-        parameters: the same on every rank; one without a gradient counts as zero.
+        parameters: the same on every rank.
         group: the ranks that take part.
+
+    Raises:
+        AlignmentError: a rank has gone. ConfigError: a gradient is sparse.
     """
+    import torch
+    import torch.distributed as dist
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        import torch.distributed as dist
-
-        self._group, self._size = group, dist.get_world_size(group)
-        self._buckets = list(_buckets(parameters[::-1]))  # backward passes reach the last layers first
-        self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket}
-        self._missing = [{id(p) for p in bucket} for bucket in self._buckets]
-        self._travelling: deque[tuple[Any, torch.Tensor, list[torch.nn.Parameter]]] = deque()
-        self.num_started = 0
-        self.spoiled = False
-        """What was sent is not what it should have been: all ranks must throw the result away."""
-
-    @contextmanager
-    def during_backward(self) -> Iterator[None]:
-        """Send a bucket as soon as a backward pass in this context has added to all its gradients."""
-        if not self.num_started:  # an earlier pass may have failed half way
-            self._missing = [{id(p) for p in bucket} for bucket in self._buckets]
-        parameters = [p for bucket in self._buckets for p in bucket]
-        hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def finish(self) -> None:
-        """Send what has not been sent, and wait for everything."""
-        while self.num_started < len(self._buckets):
-            if attempt(self._start).error is not None:  # memory has been freed by now
-                self._start()
-        while self._travelling:
-            self._receive()
-
-    def _arrived(self, parameter: torch.nn.Parameter) -> None:
-        bucket = self._bucket_of[id(parameter)]
-        if bucket < self.num_started:  # a second backward pass inside this one (reentrant checkpoints, shared weights)
-            self.spoiled = True
-            return
-        self._missing[bucket].discard(id(parameter))
-        while self.num_started < len(self._buckets) and not self._missing[self.num_started]:
-            self._start()
-
-    def _start(self) -> None:
-        import torch
-        import torch.distributed as dist
-
-        bucket = self._buckets[self.num_started]
-        with torch.no_grad():
-            for parameter in bucket:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                if parameter.grad.is_sparse:
-                    raise ConfigError(
-                        "a sparse gradient cannot be exchanged in a bucket; use nn.Embedding(sparse=False)"
-                    )
-            flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]).div_(self._size)
-        with lost_ranks_named():
-            self._travelling.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
-        self.num_started += 1  # only now: packing may have run out of memory, and is then tried again
-        if len(self._travelling) > _MAX_TRAVELLING:
-            self._receive()
-
-    def _receive(self) -> None:
-        import torch
-
-        work, flat, bucket = self._travelling.popleft()
-        with lost_ranks_named():
-            work.wait()
-        with torch.no_grad():
-            for parameter, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(values.view_as(parameter))
+    size = dist.get_world_size(group)
+    travelling: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
+    with torch.no_grad(), _lost_ranks_named():
+        for bucket in _buckets([_gradient_of(p) for p in parameters]):
+            flat = _packed(bucket).div_(size)
+            travelling.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
+            if len(travelling) > _MAX_TRAVELLING:
+                _receive(*travelling.popleft())
+        while travelling:
+            _receive(*travelling.popleft())
 
 
-def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    kinds: dict[Any, list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for same_kind in kinds.values():
-        bucket: list[torch.nn.Parameter] = []
-        size = 0
-        for parameter in same_kind:
-            if bucket and size + parameter.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += parameter.nbytes
-        yield bucket
+def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    import torch
+
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if parameter.grad.is_sparse:
+        raise ConfigError("a sparse gradient cannot be exchanged in a bucket; use nn.Embedding(sparse=False)")
+    return parameter.grad
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Large gradients alone; small ones of one dtype and device by the megabyte that they begin in."""
+    small: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.nbytes >= BUCKET_BYTES:
+            yield [gradient]
+        else:
+            small.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for same_kind in small.values():
+        begins = accumulate((gradient.nbytes for gradient in same_kind), initial=0)
+        placed = zip(begins, same_kind, strict=False)
+        for _, bucket in groupby(placed, lambda place: place[0] // BUCKET_BYTES):
+            yield [gradient for _, gradient in bucket]
+
+
+def _packed(bucket: list[torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return bucket[0]
+    pack = lambda: torch.cat([gradient.reshape(-1) for gradient in bucket])  # noqa: E731
+    packed = attempt(pack)
+    return packed.value if packed.value is not None else pack()  # memory has been freed by now
+
+
+def _receive(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
+    work.wait()
+    if flat is not bucket[0]:
+        for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(values.view_as(gradient))
+
+
+@contextmanager
+def _lost_ranks_named() -> Iterator[None]:
+    """A collective that fails or times out because another rank has gone says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _LOST.search(str(error)):
+            raise
+        raise AlignmentError(f"another rank was lost while gradients were exchanged; see its error: {error}") from error
 
 
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import is_out_of_memory
@@ -18,7 +18,7 @@ from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.shapes import BatchShape
 from dynagroup.validation import check_int
 
-__all__ = ["Outcome", "attempt", "free_memory", "give_up", "halves", "run_ranges", "run_with_oom_retry"]
+__all__ = ["Outcome", "Parts", "attempt", "free_memory", "halves", "run_with_oom_retry"]
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -125,94 +125,95 @@ def run_with_oom_retry(
     """
     check_int("min_samples", min_samples)
     lesson = learned if learned is not None else LearningBudget()
-    failure, seconds = None, time.perf_counter()
-    if not lesson.has_learned:
-        outcome = attempt(lambda: fn(batch), retry_on)
-        if outcome.error is None:
-            return [outcome.value]  # type: ignore[list-item]
-        failure, seconds = outcome.error, time.perf_counter() - seconds
     splitter = split if split is not None else BatchSplitter()
-    num_samples = splitter.num_samples(batch)
-
-    def shape(start: int, stop: int) -> BatchShape:
-        return shape_of(splitter.take(batch, start, stop), stop - start)
-
-    def failed(start: int, stop: int, message: str, seconds: float) -> None:
-        _log.warning(
-            "out of memory at %s; going on in halves. %s", describe(splitter.take(batch, start, stop)), message
-        )
-        lesson.record_oom(shape(start, stop), wasted_s=seconds)
-
-    def run(start: int, stop: int) -> T:
-        value = fn(splitter.take(batch, start, stop))
-        if lesson.has_learned:
-            lesson.record_pass(shape(start, stop))
-        return value
-
-    if failure is not None:
-        failed(0, num_samples, failure, seconds)
-        if num_samples < 2 * min_samples:
-            give_up(batch, splitter, 0, num_samples, failure, indices)
-    parts = run_ranges(
-        run,
-        [(0, num_samples)] if failure is None else halves(0, num_samples),
+    parts = Parts(
+        run=lambda start, stop: fn(splitter.take(batch, start, stop)),
+        part=lambda start, stop: splitter.take(batch, start, stop),
+        shape=lambda start, stop: shape_of(splitter.take(batch, start, stop), stop - start),
+        learned=lesson,
         min_samples=min_samples,
         retry_on=retry_on,
-        failed=failed,
-        allowed=lambda start, stop: bool(lesson.allows(shape(start, stop))[0]),
-        hopeless=lambda start, stop, message: give_up(batch, splitter, start, stop, message, indices),
+        indices=indices,
     )
-    return [value for _, _, value in parts]
+    if lesson.has_learned:
+        return [value for _, _, value in parts.run_all([(0, splitter.num_samples(batch))])]
+    started = time.perf_counter()
+    outcome = attempt(lambda: fn(batch), retry_on)  # what fits need not be a batch that can be counted or cut
+    if outcome.error is None:
+        return [outcome.value]  # type: ignore[list-item]
+    waiting = parts.failed(0, splitter.num_samples(batch), outcome.error, time.perf_counter() - started)
+    return [value for _, _, value in parts.run_all(waiting)]
 
 
-def run_ranges(
-    run: Callable[[int, int], T],
-    waiting: list[tuple[int, int]],
-    *,
-    min_samples: int,
-    hopeless: Callable[[int, int, str], NoReturn],
-    retry_on: Callable[[BaseException], bool] = is_out_of_memory,
-    failed: Callable[[int, int, str, float], None] = lambda start, stop, message, seconds: None,
-    allowed: Callable[[int, int], bool] = lambda start, stop: True,
-) -> list[tuple[int, int, T]]:
-    """Run ranges of samples in order, cutting in halves what fails.
+@dataclass(frozen=True, kw_only=True)
+class Parts(Generic[T]):
+    """Ranges of a batch's samples, run in order; what fails is cut in halves.
 
     Args:
-        failed: is told of each failure and its seconds.
-        allowed: nothing known speaks against a range. It is asked when the range's turn has come, because what failed before
-            it may have taught something; one that is not is cut without being run.
+        run: (first sample, the one behind the last) -> the part's result.
+        part, shape: of a range, for messages and for what is learned.
+        learned: is asked when a range's turn has come, because what failed before it may have taught something; a range that
+            it does not allow is cut without being run.
+        measured: (peak bytes, device bytes) of the latest run, where they are known.
+        doing: what a message says was done.
     """
-    done: list[tuple[int, int, T]] = []
-    while waiting:
-        (start, stop), waiting = waiting[0], waiting[1:]
-        if stop - start >= 2 * min_samples and not allowed(start, stop):
-            waiting = halves(start, stop) + waiting
-            continue
-        started = time.perf_counter()
-        outcome = attempt(lambda a=start, b=stop: run(a, b), retry_on)
-        if outcome.error is None:
+
+    run: Callable[[int, int], T]
+    part: Callable[[int, int], Any]
+    shape: Callable[[int, int], BatchShape]
+    learned: LearningBudget
+    min_samples: int
+    indices: Sequence[int]
+    retry_on: Callable[[BaseException], bool] = is_out_of_memory
+    measured: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
+    doing: str = "at"
+
+    def run_all(self, waiting: list[tuple[int, int]]) -> list[tuple[int, int, T]]:
+        """(first sample, the one behind the last, result) of every part.
+
+        Raises:
+            BudgetError: a part that cannot be cut further failed.
+        """
+        done: list[tuple[int, int, T]] = []
+        while waiting:
+            (start, stop), waiting = waiting[0], waiting[1:]
+            if not self._allowed(start, stop):
+                waiting = halves(start, stop) + waiting
+                continue
+            started = time.perf_counter()
+            outcome = attempt(lambda a=start, b=stop: self.run(a, b), self.retry_on)
+            if outcome.error is not None:
+                waiting = self.failed(start, stop, outcome.error, time.perf_counter() - started) + waiting
+                continue
+            self._passed(start, stop)
             done.append((start, stop, outcome.value))  # type: ignore[arg-type]
-            continue
-        failed(start, stop, outcome.error, time.perf_counter() - started)
-        if stop - start < 2 * min_samples:
-            hopeless(start, stop, outcome.error)
-        waiting = halves(start, stop) + waiting
-    return done
+        return done
 
+    def failed(self, start: int, stop: int, message: str, seconds: float) -> list[tuple[int, int]]:
+        """Learn from a range that failed; its halves."""
+        shown = describe(self.part(start, stop))
+        _log.warning("out of memory %s %s; going on in halves. %s", self.doing, shown, message)
+        self.learned.record_oom(self.shape(start, stop), wasted_s=seconds)
+        if stop - start >= 2 * self.min_samples:
+            return halves(start, stop)
+        whose = " of the batch" if not len(self.indices) else ""
+        names = [int(i) for i in self.indices[start:stop]] or list(range(start, stop))
+        one = stop - start == 1
+        who = f"sample {names[0]}{whose} does" if one else f"samples {_listed(names)}{whose} do"
+        alone = "even alone" if one else "together, and `min_samples` forbids cutting further"
+        raise BudgetError(
+            f"{who} not fit {alone} ({shown}); truncate or filter out such samples, or free memory on the device. "
+            f"The allocator said: {message}"
+        )
 
-def give_up(
-    batch: Any, splitter: Splitter[Any], start: int, stop: int, message: str, indices: Sequence[int] = ()
-) -> NoReturn:
-    """Raise what is left to say when a part that cannot be cut did not fit."""
-    whose = " of the batch" if not len(indices) else ""
-    names = [int(i) for i in indices[start:stop]] or list(range(start, stop))
-    one = stop - start == 1
-    who = f"sample {names[0]}{whose} does" if one else f"samples {_listed(names)}{whose} do"
-    alone = "even alone" if one else "together, and `min_samples` forbids cutting further"
-    raise BudgetError(
-        f"{who} not fit {alone} ({describe(splitter.take(batch, start, stop))}); truncate or filter out such samples, "
-        f"or free memory on the device. The allocator said: {message}"
-    )
+    def _allowed(self, start: int, stop: int) -> bool:
+        smallest = stop - start < 2 * self.min_samples
+        return smallest or not self.learned.has_learned or bool(self.learned.allows(self.shape(start, stop))[0])
+
+    def _passed(self, start: int, stop: int) -> None:
+        peak, size = self.measured()
+        if self.learned.has_learned or peak is not None:
+            self.learned.record_pass(self.shape(start, stop), peak_bytes=peak, device_bytes=size)
 
 
 def _listed(names: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom.cache import is_cache
+from dynagroup.oom.concatenated import VISION_KEYS, VisionTokens, packed_borders, take_packed, take_vision
 from dynagroup.oom.fields import (
     agreed,
     as_wide,
@@ -19,12 +19,10 @@ from dynagroup.oom.fields import (
     has_columns,
     holds_fields,
     is_array,
+    is_cache,
     rebuild,
     to_numpy,
 )
-from dynagroup.oom.packed import packed_borders, take_packed
-from dynagroup.oom.trim import labels_allow, trim_targets
-from dynagroup.oom.vision import VISION_KEYS, VisionTokens, take_vision
 
 __all__ = ["BatchSplitter", "KeyRule", "Splitter", "Trim"]
 
@@ -42,6 +40,7 @@ TOKEN_KEYS = frozenset(
 )  # fmt: skip
 # About the batch as a whole, whatever their size.
 SHARED_KEYS = frozenset({"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"})
+_IGNORED_LABEL = -100
 _SIZED_BY = (
     "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
 )  # fmt: skip
@@ -132,7 +131,7 @@ class BatchSplitter:
         if self.trim == "none" or not self._may_trim(batch, num_samples, width):
             return 0, width
         first, last = self._span(mask[start:stop], width)
-        return (first, last) if labels_allow(batch, start, stop, first, last) else (0, width)
+        return (first, last) if _labels_allow(batch, start, stop, first, last) else (0, width)
 
     def _num_samples_by_key(self, batch: Mapping[str, Any]) -> int:
         borders = packed_borders(batch)
@@ -157,7 +156,7 @@ class BatchSplitter:
                     value = parts[key]
                     parts[key] = value[..., first:last] if key == "position_ids" else value[:, first:last]
         if self.trim in ("both", "right"):
-            trim_targets(parts, batch)
+            _trim_targets(parts, batch)
         return rebuild(batch, parts, start, stop)
 
     def _take_of_pack(self, batch: Mapping[str, Any], key: str, borders: list[int], start: int, stop: int) -> Any:
@@ -208,3 +207,37 @@ class BatchSplitter:
         wanted = min(width, -(-(last - first) // self.pad_to_multiple_of) * self.pad_to_multiple_of)
         last = min(width, first + wanted)
         return last - wanted, last
+
+
+def _trim_targets(parts: dict[str, Any], batch: Mapping[str, Any]) -> None:
+    """A sequence-to-sequence batch's other side: right padding shown by its own mask, or by ignored labels."""
+    mask, labels = parts.get("decoder_attention_mask"), parts.get("labels")
+    source = parts.get("attention_mask")
+    if is_array(mask) and mask.ndim == 2:
+        used = (mask != 0).any(0)
+    elif is_array(labels) and labels.ndim == 2 and is_array(source) and _widths_differ(batch):
+        used = (labels != _IGNORED_LABEL).any(0)
+    else:
+        return
+    columns = np.flatnonzero(to_numpy(used))
+    last = int(columns[-1]) + 1 if len(columns) else 1
+    width = len(used)
+    for key in ("labels", "decoder_input_ids", "decoder_attention_mask"):
+        value = parts.get(key)
+        if not is_array(value) or value.ndim < 2 or value.shape[1] != width:
+            continue
+        if key != "labels" or bool((value[:, last:] == _IGNORED_LABEL).all()):
+            parts[key] = value[:, :last]
+
+
+def _widths_differ(batch: Mapping[str, Any]) -> bool:
+    return batch["labels"].shape[1] != batch["attention_mask"].shape[1]
+
+
+def _labels_allow(batch: Mapping[str, Any], start: int, stop: int, first: int, last: int) -> bool:
+    """Whether no label is lost. Labels as wide as the mask may also be a target side of the same width by accident."""
+    labels, width = batch.get("labels"), batch["attention_mask"].shape[1]
+    if not is_array(labels) or labels.ndim != 2 or labels.shape[1] != width or "decoder_input_ids" in batch:
+        return True
+    rows = labels[start:stop]
+    return all(bool((side == _IGNORED_LABEL).all()) for side in (rows[:, :first], rows[:, last:]))

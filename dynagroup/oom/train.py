@@ -9,14 +9,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dynagroup.budget.learning import LearningBudget
+from dynagroup.budget.learning import COST_UNIT, NO_COST, LearningBudget
 from dynagroup.device import PeakWatch
 from dynagroup.distributed import DistributedWorld, SingleProcess, World
-from dynagroup.oom.attempts import PartRunner
-from dynagroup.oom.gradients import find_ddp
-from dynagroup.oom.parts import ComputeLoss, Part, Update
+from dynagroup.errors import BudgetError
+from dynagroup.oom.gradients import average_gradients, broadcast_buffers, find_ddp
+from dynagroup.oom.parts import ComputeLoss, Part, PartRunner, Update, Verdict
 from dynagroup.oom.split import BatchSplitter, Splitter
-from dynagroup.oom.vote import finish
 from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
 from dynagroup.update.step import Step
 from dynagroup.validation import check_choice, check_int
@@ -52,10 +51,9 @@ class OomSafeBackward:
     """``loss.backward()`` that goes on in parts when memory runs out, with exact weights.
 
     Call it once per batch; with ``ends_update=True`` on the last batch before ``optimizer.step()``. Gradients stay on
-    their rank during the update and are averaged with its last backward pass, so a rank that runs out of memory repeats
-    its own work and no other rank needs to know. Only if memory runs out while that last pass is already sending do all
-    ranks repeat the update. They vote once an update (one small all-reduce): a sample that does not fit even alone raises
-    the same error on every rank.
+    their rank during the update and are averaged when all of its parts have run, so a rank that runs out of memory repeats
+    its own work and no other rank needs to know. Ranks vote once an update (one small all-reduce): a sample that does not
+    fit even alone raises the same error on every rank.
 
     What failed is undone exactly: gradients of an update's earlier batches are computed again from their recorded random
     state (an update's batches are held until it ends; no copy of the gradients is ever made). The parts of a split batch
@@ -99,24 +97,22 @@ class OomSafeBackward:
         backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         check_choice("mode", mode, ("retry", "skip", None))
-        check_int("min_samples", min_samples)
         ddp = None if mode is None else find_ddp(model)
-        self._model, self._world = model, world if world is not None else _world_of(ddp)
+        if world is None:
+            world = SingleProcess() if ddp is None else DistributedWorld(ddp.process_group)
+        self._model, self._ddp, self._world, self._mode = model, ddp, world, mode
         self._learned = learned if learned is not None else LearningBudget()
-        self._splitter = splitter if splitter is not None else BatchSplitter(trim="right")
         self._runner = PartRunner(
             ddp=ddp,
-            splitter=self._splitter,
+            splitter=splitter if splitter is not None else BatchSplitter(trim="right"),
             weigh=None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model)),
-            min_samples=min_samples,
+            min_samples=check_int("min_samples", min_samples),
             learned=self._learned,
             backward=backward if backward is not None else lambda loss: loss.backward(),
             peak=PeakWatch(next(model.parameters()).device),
-            learns_alone=self._world.size == 1,
+            learns_alone=world.size == 1,
             num_retries=2 if mode == "retry" else 0,
         )
-        ways = {"retry": self._in_parts, "skip": self._whole_or_nothing}
-        self._way = None if mode is None else ways[mode]
         self._update: Update | None = None
         self.skipped_indices: list[int] = []
 
@@ -155,18 +151,20 @@ class OomSafeBackward:
         Any other error passes through and ends the update: the next call begins one. ``.grad`` then holds what a plain loop
         would have left there.
         """
-        if self._way is None:
+        if self._mode is None:
             return self._unprotected(compute_loss, batch, loss_scale, ends_update)
-        stop = 0 if idle else self._splitter.num_samples(batch)
+        stop = 0 if idle else self._runner.splitter.num_samples(batch)
         self._update = update = self._update or Update.begin(self._model)
-        update.num_calls += 1
-        update.num_ooms = 0
+        update.num_calls, update.num_ooms = update.num_calls + 1, 0
         whole = None if idle else Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop)
         with self._errors_end(update):
-            skipped = self._way(update, whole, ends_update)
+            skipped = self._mode == "skip" and self._skipped(update, whole)
+            if self._mode == "retry" and whole is not None:
+                update.waiting.append(whole)
+                self._runner.run_waiting(update)
         if ends_update or (update.verdict is not None and self._world.size == 1):
             self._update = None
-            finish(update, self._runner, self._world)
+            self._finish(update)
         num_parts, loss = update.loss_of_call()
         if skipped or update.verdict is not None:
             loss = loss.new_full((), math.nan)
@@ -183,13 +181,7 @@ class OomSafeBackward:
             update.add_to_before()
             raise
 
-    def _in_parts(self, update: Update, whole: Part | None, ends_update: bool) -> bool:
-        """Mode "retry": in parts that fit, cut beforehand where that has been learned."""
-        update.waiting = [] if whole is None else [whole]
-        self._runner.run_waiting(update, last=ends_update)
-        return False
-
-    def _whole_or_nothing(self, update: Update, whole: Part | None, ends_update: bool) -> bool:
+    def _skipped(self, update: Update, whole: Part | None) -> bool:
         """Mode "skip": if a batch fails on any rank, no rank counts its batch of this step."""
         runner = self._runner
         failed = whole is not None and not runner.attempt(update, whole)
@@ -201,7 +193,7 @@ class OomSafeBackward:
             return False
         if not failed or runner.began:
             update.undo()
-            runner.run_waiting(update, last=False)
+            runner.run_waiting(update)
         if whole.rng is not None:
             whole.rng.restore()
         self.skipped_indices += list(whole.indices)
@@ -219,6 +211,37 @@ class OomSafeBackward:
             self._runner.backward(loss * loss_scale)
         return BackwardResult(loss.detach(), 1, 0, False)
 
+    # Every rank votes, whatever has happened to it, so no rank waits for one that will not come. Gradients are exchanged only
+    # when all ranks have theirs: nothing can fail then but the exchange itself. Cost: an exchange of gradients as in DDP, one
+    # small all-reduce.
+    def _finish(self, update: Update) -> None:
+        """The end of an update: all ranks raise alike, or all hold the mean of their gradients.
 
-def _world_of(ddp: Any) -> World:
-    return SingleProcess() if ddp is None else DistributedWorld(ddp.process_group)
+        Raises:
+            BudgetError: samples of some rank do not fit; gradients are then what they were before the update.
+        """
+        present = [
+            int(p.grad is not None or b is not None) for p, b in zip(update.parameters, update.before, strict=True)
+        ]
+        cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
+        fatal, cost, *present = self._world.all_max([int(update.verdict is not None), cost, *present])
+        if cost != -NO_COST and self._world.size > 1:
+            self._learned.record_failed_cost(-cost / COST_UNIT)
+        if fatal:
+            update.abandon()
+            raise BudgetError(self._agreed_verdict(update.verdict))
+        update.add_to_before()
+        if self._ddp is not None:
+            used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
+            average_gradients(used, self._ddp.process_group)
+            broadcast_buffers(self._ddp)
+
+    def _agreed_verdict(self, verdict: Verdict | None) -> str:
+        rank = self._world.all_max([self._world.rank if verdict is not None else -1])[0]
+        own = verdict if verdict is not None and self._world.rank == rank else Verdict(-1, -1, -1)
+        index, num_samples, longest = self._world.all_max([own.index, own.num_samples, own.longest])
+        what = f"sample {index} does" if num_samples == 1 else f"{num_samples} samples from sample {index} on do"
+        return (
+            f"{what} not fit on rank {rank} even alone (longest: {longest} tokens, min_samples={self._runner.min_samples}); "
+            "truncate or filter out such samples, or free memory on the device"
+        )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -33,7 +34,7 @@ from dynagroup.oom import (
     job,
 )
 from dynagroup.oom.inference import Pass
-from dynagroup.oom.journal import Journal
+from dynagroup.oom.storage import Journal
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import run_ranks
@@ -70,13 +71,10 @@ def expected(model: Any, tokenizer: Any) -> list[str]:
 def test_results_are_those_of_one_text_at_a_time_in_input_order(
     model: Any, tokenizer: Any, expected: list[str]
 ) -> None:
-    assert generate_dataset(model, tokenizer, TEXTS, max_new_tokens=4, **SMALL) == expected
+    for size in (SMALL, {"batch_size": 4, "progress": False}):
+        assert generate_dataset(model, tokenizer, TEXTS, max_new_tokens=4, **size) == expected
     assert len(set(expected)) > 20
     assert tokenizer.padding_side == "right"  # what we were given is left as it was
-
-
-def test_a_batch_size_is_enough(model: Any, tokenizer: Any, expected: list[str]) -> None:
-    assert generate_dataset(model, tokenizer, TEXTS, batch_size=4, max_new_tokens=4, progress=False) == expected
 
 
 def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(
@@ -93,11 +91,6 @@ def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(
     assert 1 <= len(allocator.failures) <= 4
     assert learned.report.num_ooms == len(allocator.failures)
     assert all(a > b for a, b in pairwise(allocator.failures))  # never the same twice
-
-
-def test_several_sequences_a_text_come_as_lists(model: Any, tokenizer: Any) -> None:
-    got = generate_dataset(model, tokenizer, TEXTS[:5], max_new_tokens=3, num_beams=2, num_return_sequences=2, **SMALL)
-    assert [len(g) for g in got] == [2] * 5
 
 
 def test_empty_texts_and_no_texts(model: Any, tokenizer: Any) -> None:
@@ -151,59 +144,46 @@ def run_alone(output: Path, die_after: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment, cwd=ROOT)
 
 
-def test_a_killed_run_goes_on_where_it_was(expected: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    killed = run_alone(path, die_after=6)
-    assert killed.returncode == -signal.SIGKILL
-    assert not path.exists()
-    again = run_alone(path, die_after=0)
-    assert again.returncode == 0, again.stderr[-3000:]
-    report = json.loads(again.stdout.split("REPORT ")[1])
-    assert report["results"] == expected
-    assert report["batches"] < 20  # the first five were not repeated
-    assert not (tmp_path / "out.jsonl.journal").exists()
-
-
-def test_nothing_finished_is_done_again(
-    model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
+@pytest.mark.parametrize("moment", ["first", "publishing", "published"])
+def test_the_same_job_started_while_another_publishes_is_refused_or_finds_all_of_it(
+    moment: str, model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    path = tmp_path / "out.jsonl"
-    done: list[int] = []
-    append = Journal.append
-
-    def stopping(self: Journal, indices: list[int], results: list[str]) -> None:
-        append(self, indices, results)
-        done.extend(indices)
-        if len(done) > 10 and len(done) == len(set(done)) and not stopping.__dict__:
-            stopping.__dict__["once"] = True
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Journal, "append", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        generate_dataset(model, tokenizer, TEXTS, output=path, max_new_tokens=4, **SMALL)
-    assert generate_dataset(model, tokenizer, TEXTS, output=path, max_new_tokens=4, **SMALL) == expected
-    assert sorted(done) == list(range(len(TEXTS)))
-
-
-def test_a_run_killed_between_output_and_receipt_publishes_again(
-    model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
-) -> None:
+    """The second looks for the output before the first has published, and comes back to it at some moment."""
     path = tmp_path / "out.jsonl"
     call = lambda: generate_dataset(model, tokenizer, TEXTS, output=path, max_new_tokens=4, **SMALL)  # noqa: E731
-    replace = os.replace
+    others: list[Any] = []
 
-    def dying(source: Path, target: Path) -> None:
-        if target.suffix == ".job":
-            raise KeyboardInterrupt
-        replace(source, target)
+    def other() -> None:
+        monkeypatch.undo()
+        try:
+            others.append(call())
+        except ConfigError as error:
+            others.append(str(error))
 
-    monkeypatch.setattr(os, "replace", dying)
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    assert path.exists()
-    monkeypatch.setattr(os, "replace", replace)
+    if moment == "published":  # the other was slow to measure its texts
+        prepare = Pass.prepare
+
+        def slow(self: Pass) -> None:
+            prepare(self)
+            other()
+
+        monkeypatch.setattr(Pass, "prepare", slow)
+        assert call() == expected
+        assert others == [expected]
+    else:
+        replace, left = os.replace, [1 if moment == "first" else 2]
+
+        def publishing(source: Path, target: Path) -> None:
+            left[0] -= 1
+            if not left[0]:
+                other()
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", publishing)
+        assert call() == expected
+        assert "another process is writing" in others[0]
     assert call() == expected
-    assert not (tmp_path / "out.jsonl.journal").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]
 
 
 def test_a_file_that_is_not_ours_is_neither_removed_nor_in_the_way(
@@ -392,23 +372,12 @@ def test_ranks_share_the_work_also_after_a_crash_on_fewer(expected: list[str], t
     assert min(r["batches"] for r in reports) >= 3
 
 
-def test_several_ranks_need_a_file(model: Any, tokenizer: Any) -> None:
-    class Two:
-        rank, size = 0, 2
-
-        def all_max(self, values: Any) -> Any:
-            raise AssertionError("nothing may be exchanged before the arguments are checked")
-
-        all_sum = all_max
-
+def test_wrong_output(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must end in .jsonl or .parquet"):
+        generate_dataset(model, tokenizer, TEXTS, output=tmp_path / "out.csv", **SMALL)
+    nothing_exchanged = SimpleNamespace(rank=0, size=2)
     with pytest.raises(ConfigError, match="on several ranks `output` must name a file"):
-        generate_dataset(model, tokenizer, TEXTS, world=Two(), **SMALL)
-
-
-@pytest.mark.parametrize(("name", "message"), [("out.csv", "must end in .jsonl or .parquet")])
-def test_wrong_output(name: str, message: str, model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        generate_dataset(model, tokenizer, TEXTS, output=tmp_path / name, **SMALL)
+        generate_dataset(model, tokenizer, TEXTS, world=nothing_exchanged, **SMALL)  # type: ignore[arg-type]
 
 
 def bert(head: str, **options: Any) -> Any:

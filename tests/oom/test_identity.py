@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from dynagroup.oom.identity import identity_of
+from dynagroup.oom.job import identity_of
 from tests.oom.texts import TEXTS, adapted, small_llama, small_tokenizer
 from tests.torchrun import ROOT
 
@@ -81,7 +81,7 @@ def test_other_weights_are_noticed(position: str, first: dict[str, Any]) -> None
     assert differing(first, identity(model)) == ["model"]
 
 
-def test_large_weights_are_told_apart_by_sums_also_when_rows_change_places() -> None:
+def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places() -> None:
     def of(tensor: torch.Tensor) -> str:
         model = torch.nn.Module()
         model.register_buffer("table", tensor)

@@ -13,8 +13,8 @@ from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom import LearningBudget, OomSafeBackward
+from dynagroup.oom.concatenated import packed_borders
 from dynagroup.oom.fields import shape_of
-from dynagroup.oom.packed import packed_borders
 from dynagroup.oom.split import BatchSplitter
 from tests.allocator import Allocator
 from tests.integrations import toys

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.oom import dataset, journal
+from dynagroup.oom import generate_dataset, storage
 from tests.oom.texts import TEXTS, small_llama, small_tokenizer
 
 
@@ -21,9 +21,9 @@ def main(output: str, die_after: int) -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-    append, count = journal.Journal.append, 0
+    append, count = storage.Journal.append, 0
 
-    def dying(self: journal.Journal, indices: list[int], results: list[str]) -> None:
+    def dying(self: storage.Journal, indices: list[int], results: list[str]) -> None:
         nonlocal count
         count += 1
         if count == die_after and rank == 0:
@@ -32,8 +32,8 @@ def main(output: str, die_after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         append(self, indices, results)
 
-    journal.Journal.append = dying  # type: ignore[method-assign]
-    results = dataset.generate_dataset(
+    storage.Journal.append = dying  # type: ignore[method-assign]
+    results = generate_dataset(
         small_llama(), small_tokenizer(), TEXTS, budget=TokenBudget(40), output=output, max_new_tokens=4, progress=False
     )
     print("REPORT " + json.dumps({"rank": rank, "results": results, "batches": count}))
