@@ -433,8 +433,8 @@ def recovery() -> Table:
         ("the same two runs counted instead of timed: forward passes, tokens through the model", "at most 1.1x",
          f"{work['ratio']['forward_passes']:.2f}x, {work['ratio']['tokens']:.2f}x"),
         ("the same shape failing twice in a row", "never", "yes" if runs["same_shape_failed_twice_in_a_row"] else "never"),
-        *((f"forward, backward and exchange of an update ({update['parameters'] / 1e6:.0f} million parameters, {update['ranks']} gloo "
-           f"ranks, batches an update: {number}), against DDP's own exchange", "at most 1.08x",
+        *((f"forward, backward and exchange of an update ({update['parameters'] / 1e6:.0f} million parameters, "
+           f"{update['ranks']} gloo ranks, batches an update: {number}), against DDP's own exchange", "at most 1.08x",
            f"{ratio.format(Spread(found['ratio']))}, wall time on a busy machine")
           for number, found in update["batches_an_update"].items()),
     ]  # fmt: skip
