@@ -233,7 +233,8 @@ def test_texts_of_a_series_are_taken_by_position(model: Any, tokenizer: Any, exp
             r"is a whole Dataset; give one column of it, e.g. texts\['text'\]",
         ),
         ((text for text in TEXTS), r"must have a length, but is generator; give list\(texts\)"),
-        ([[{"role": "user", "content": "w1"}]], "text 0 must be a string, .*apply_chat_template"),
+        ([[{"role": "user", "content": "w1"}]], "sample 0 is a chat .*apply_chat_template"),
+        (["w1", "a\ud800"], "text 1 has a lone surrogate at character 1"),
         (["w1", None], "text 1 must be a string, but is None; correct or filter out that sample"),
     ],
 )
