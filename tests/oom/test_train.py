@@ -83,7 +83,7 @@ def test_parts_and_batches_that_wait_heed_what_failed_before_them_in_the_update(
         for ends in (False, True):
             assert backward(lambda part: model(part).mean(), x, ends_update=ends, loss_scale=0.5).num_parts == 4
         assert model.weight.grad is not None
-        return model.allocator.claims, model.weight.grad.tolist(), backward.learned.state_dict()["allowed"]
+        return model.allocator.claims, model.weight.grad.tolist(), backward.learned.limits
 
     found = run_ranks(size, rank)
     assert found == [found[0]] * size
@@ -318,7 +318,7 @@ def test_all_ranks_raise_alike_and_learn_alike() -> None:
         backward(loss, X, ends_update=False, indices=range(5))
         with pytest.raises(BudgetError) as caught:
             backward(loss, X, indices=range(5, 10))
-        return str(caught.value), float(backward.learned.state_dict()["allowed"][1])
+        return str(caught.value), backward.learned.limits.wall
 
     first, second = run_ranks(2, rank)
     assert first == second
