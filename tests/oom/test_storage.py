@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -14,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.oom import storage
 from dynagroup.oom.formats import Texts, Vectors
 from dynagroup.oom.storage import Journal, Output
 
@@ -174,15 +174,15 @@ def test_a_journal_that_was_removed_while_it_was_opened_is_opened_again(
     """By the run that has just published: what is written afterwards must be found."""
     first, second = journal(tmp_path), journal(tmp_path)
     first.open(0)
-    lock = storage._lock
+    lock = fcntl.flock
 
-    def late(file: Any, path: Path) -> None:
-        monkeypatch.setattr(storage, "_lock", lock)
+    def late(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
         first.close()
         first.remove()
-        lock(file, path)
+        lock(file, how)
 
-    monkeypatch.setattr(storage, "_lock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     second.open(0)
     second.append([0], ["zero"])
     second.close()
