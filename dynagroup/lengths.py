@@ -18,8 +18,9 @@ from dynagroup.validation import check_function, check_int
 
 __all__ = ["as_streams", "count_ids", "measure_lengths", "with_tokens"]
 
-TEXTS_PER_CALL = 1000
-"""As many as ``datasets`` hands to a batched function; fast tokenizers work in parallel inside a call."""
+TEXTS_PER_CALL = (
+    1000  # as many as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
+)
 
 
 def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
@@ -38,8 +39,6 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
 
     >>> as_streams([3, 0, 7])["tokens"].dtype
     dtype('int32')
-    >>> sorted(as_streams({"tokens": [3, 4], "patches": [0, 9]}))
-    ['patches', 'tokens']
     """
     named = with_tokens(lengths) if isinstance(lengths, Mapping) else {TOKENS: lengths}
     streams = {name: _as_int32(_as_array(values, said(name)), said(name)) for name, values in named.items()}
@@ -208,15 +207,11 @@ def _by_position(data: Any, column: str | None) -> tuple[Any, str | None]:
         names = list(getattr(data, "column_names", data.columns))
         if column not in names:
             raise ConfigError(
-                f"`data` is a whole {type(data).__name__}: name with `column` where its texts or ids are, one of {names}; "
-                f"`column` is {column!r}"
+                f"`data` is a whole {type(data).__name__}: name with `column` where its texts or ids are, one of {names}, not {column!r}"
             )
         values = data[column]
         return (values.to_pylist() if hasattr(values, "to_pylist") else list(values)), None
     return (list(data) if hasattr(data, "iloc") else data), column
-
-
-# Texts
 
 
 def _measure_texts(
@@ -257,9 +252,6 @@ def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any
     checked = [check_text(text, index) for index, text in enumerate(texts, first)]
     shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
     return [len(ids) for ids in tokenizer(checked, **shorten)["input_ids"]] if checked else []
-
-
-# Columns of a datasets.Dataset
 
 
 def _is_hf_dataset(data: Any) -> bool:
@@ -335,9 +327,6 @@ def _list_lengths(data: Any, column: str) -> NDArray[np.int64]:
     return np.concatenate(counts)
 
 
-# Rows of ids
-
-
 def count_ids(ids: Any) -> int | None:
     """Tokens of one row of ids, or None for what is no such row: a pair of ids and label, a batch of one, a list of texts.
 
@@ -377,23 +366,19 @@ def _count_row(ids: Any, sample: Any, index: int, field: str) -> int:
     count = count_ids(ids)
     if count is None:
         shape = getattr(ids, "shape", None)
-        found = f"{type(ids).__name__} of shape {tuple(shape)}" if shape is not None else f"{sample!r:.200}"
+        found = f"{sample!r:.200}" if shape is None else f"{type(ids).__name__} of shape {tuple(shape)}"
         raise ConfigError(f"sample {index} must be one row of ids, but is {found}; take its ids, or give `length_of`")
     return count
-
-
-# Any samples, by a function
 
 
 def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, disable: bool | None) -> Any:
     from torch.utils.data import DataLoader
     from tqdm.auto import tqdm
 
-    measure = partial(_measure_each, length_of)
-    workers = workers if workers > 1 else 0  # one worker process is only a detour
     found: list[Any] = []
+    workers = workers if workers > 1 else 0  # one worker process is only a detour
     with tqdm(total=len(data), desc="measuring lengths", unit=" samples", disable=disable) as bar:
-        for chunk in DataLoader(data, batch_size=64, num_workers=workers, collate_fn=measure):
+        for chunk in DataLoader(data, batch_size=64, num_workers=workers, collate_fn=partial(_each, length_of)):
             found += chunk
             bar.update(len(chunk))
     if len(found) != len(data):
@@ -404,7 +389,7 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, disa
     return _by_stream(found) if found and isinstance(found[0], Mapping) else np.asarray(found or np.zeros(0, np.int32))
 
 
-def _measure_each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
+def _each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
     return [length_of(sample) for sample in samples]
 
 

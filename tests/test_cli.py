@@ -426,7 +426,7 @@ def test_doctor_asks_whether_the_largest_batch_fits(lengths_file, model_folder, 
 def test_doctor_asks_about_all_streams(tmp_path, capsys):
     """Answers of up to 90 tokens beside questions of up to 500: what fits is what the memory budget lets fit."""
     source = 500
-    config = models.t5(vocab=900, width=64, layers=3, heads=4, d_kv=16)
+    config = models.t5(vocab=900, width=64, layers=1, heads=4, d_kv=16)
     config.save_pretrained(tmp_path / "t5")
     np.savez(tmp_path / "pairs.npz", source=[source, 5, 7] * 20, target=[3, 90, 4] * 20)
     arguments = ["--batch-size", "8", "--model", str(tmp_path / "t5"), "--gpu-memory", "400MB"]

@@ -90,7 +90,7 @@ def folder(tmp_path_factory):
         yield path
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(line=command_lines())
 def test_any_command_line_runs_or_says_what_is_wrong_in_one_line(line, folder):
     assert_runs_or_says_why(line)
@@ -99,19 +99,18 @@ def test_any_command_line_runs_or_says_what_is_wrong_in_one_line(line, folder):
 ENDINGS = [".npy", ".npz", ".txt", ".csv", ".tsv", ".jsonl", ".json", ".parquet"]
 
 
-@pytest.mark.parametrize("command", ["plan", "compare", "doctor"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_file_cut_off_anywhere_is_one_line(command, ending, tmp_path):
+def test_a_file_cut_off_anywhere_is_one_line(ending, tmp_path):
     from tests.test_cli import write_lengths
 
     write_lengths(whole := tmp_path / f"whole{ending}", "csv" if ending == ".tsv" else ending[1:])
-    content, budget = whole.read_bytes(), "--max-tokens" if command == "plan" else "--batch-size"
+    content = whole.read_bytes()
     for share in (0, 1, 3, len(content) // 2, len(content) - 1):
         (broken := tmp_path / f"broken{ending}").write_bytes(content[:share])
-        assert_runs_or_says_why([command, str(broken), budget, "64"])
+        assert_runs_or_says_why(["plan", str(broken), "--max-tokens", "64"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=60) | st.text(max_size=40).map(str.encode), ending=st.sampled_from(ENDINGS))
 def test_any_bytes_under_any_ending_are_read_or_refused_in_one_line(content, ending, tmp_path):
     (path := tmp_path / f"data{ending}").write_bytes(content)

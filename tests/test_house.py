@@ -10,9 +10,13 @@ from pathlib import Path
 
 from tests.test_architecture import GROUND, MODULES, PACKAGE, imported_modules, layer_of, rooms_imported_by
 
+MOST_FILES, MOST_LINES = 190, 29_000
+MOST_LINES_OF_A_FILE = 400
+FEWEST_LINES_OF_A_MODULE = 80  # of one with a single importer: a shorter one belongs into it
+MEDIAN_BODY, LONG_BODY = 6, 20  # lines of a function's body: of the middle one, and of nine in ten
 MOST_LINES_OF_A_CLASS = 200
 SHOWN_BY_NAME = {"_repr_png_"}  # what notebooks call
-MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_A_FUNCTION = 50
 MOST_FLOORS = 9
 MOST_FILES_OF_ONLINE_SAMPLE = 12
 # What shows a plan is asked by the plan's own methods when they are called; nothing else may point downstream.
@@ -20,6 +24,19 @@ SHOWN_BY = {
     "plan/plan.py": {"plan/report.py", "plan/pictures.py", "plan/advice.py"},
     "plan/compare.py": {"plan/report.py", "plan/pictures.py"},
 }
+
+
+# Still to be merged into the one file that reads them, or to be divided.
+LONELY: set[str] = {
+    *(
+        "integrations/callbacks.py",
+        "memory/learned/fitting.py",
+        "memory/learned/plausible.py",
+        "online/feeds/batches.py",
+    ),
+    *("online/takeover.py", "oom/trim.py", "oom/vote.py", "plan/reach.py", "plan/saving.py", "update/clock.py"),
+}
+LONG: set[str] = {"online/engine.py", "update/updates.py"}
 
 
 def file_of(module: str) -> Path | None:
@@ -121,6 +138,57 @@ def test_the_guide_names_rooms_and_files_that_are_there():
     )
     passed = set(re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", online))
     assert 8 < len(passed) <= MOST_FILES_OF_ONLINE_SAMPLE, sorted(passed)
+
+
+def sources() -> dict[Path, list[str]]:
+    return {path: path.read_text(encoding="utf-8").splitlines() for path in MODULES}
+
+
+def test_the_house_is_small():
+    lines = {path.relative_to(PACKAGE).as_posix(): len(source) for path, source in sources().items()}
+    assert len(lines) <= MOST_FILES
+    assert sum(lines.values()) <= MOST_LINES
+    assert {name: number for name, number in lines.items() if number > MOST_LINES_OF_A_FILE and name not in LONG} == {}
+
+
+def importers() -> dict[str, set[str]]:
+    """Which files import each file of the package, lazily or not."""
+    found: dict[str, set[str]] = {path.relative_to(PACKAGE).as_posix(): set() for path in MODULES}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            names = [f"{module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            for read in {file_of(name) for name in names if module.startswith("dynagroup")} - {None, path}:
+                found[read.relative_to(PACKAGE).as_posix()].add(path.relative_to(PACKAGE).as_posix())  # type: ignore[union-attr]
+    return found
+
+
+def lonely(read_by: Mapping[str, set[str]], lines: Mapping[str, int]) -> set[str]:
+    """Modules that one file reads and that are too short to stand alone."""
+    return {name for name, files in read_by.items() if len(files) == 1 and lines[name] < FEWEST_LINES_OF_A_MODULE}
+
+
+def test_no_short_module_has_a_single_reader():
+    lines = {path.relative_to(PACKAGE).as_posix(): len(source) for path, source in sources().items()}
+    assert lonely(importers(), lines) - LONELY == set()
+    assert lonely({"a.py": {"b.py"}, "b.py": set()}, {"a.py": 79, "b.py": 9}) == {"a.py"}
+
+
+def bodies() -> list[int]:
+    """Lines of every function's body without its docstring, the shortest first."""
+    found = []
+    for lines in sources().values():
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[ast.get_docstring(node) is not None :]
+                found.append((body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0)
+    return sorted(found)
+
+
+def test_functions_are_short():
+    found = bodies()
+    assert found[len(found) // 2] <= MEDIAN_BODY
+    assert found[len(found) * 9 // 10] <= LONG_BODY
 
 
 def code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:

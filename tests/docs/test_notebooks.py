@@ -59,6 +59,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 class TestRuns:
     def test_quickstart(self, run):
         shown = run("quickstart")

@@ -10,7 +10,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Pages that take a model, texts or a device for granted have tests of their own, which bring them.
-OWN_TEST = {"recovery.md", "memory.md", "planning.md"}
+OWN_TEST = {"recovery.md", "memory.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text(encoding="utf-8"))]
 
