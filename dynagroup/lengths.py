@@ -207,7 +207,7 @@ def _by_position(data: Any, column: str | None) -> tuple[Any, str | None]:
         names = list(getattr(data, "column_names", data.columns))
         if column not in names:
             raise ConfigError(
-                f"`data` is a whole {type(data).__name__}: name with `column` where its texts or ids are, one of {names}, not {column!r}"
+                f"`data` is a whole {type(data).__name__}: name its texts or ids with `column`, one of {names}, not {column!r}"
             )
         values = data[column]
         return (values.to_pylist() if hasattr(values, "to_pylist") else list(values)), None

@@ -301,7 +301,7 @@ def test_a_stray_stop_iteration_does_not_shorten_the_lengths() -> None:
         (lambda t: measure_lengths(Dataset.from_dict({"a": ["x"]}), column="a"), "holds string, not lists of ids"),
         (lambda t: measure_lengths([{"text": "one"}, "one"], t, "text"), "sample 1 must be a mapping with 'text'"),
         (lambda t: measure_lengths([{"text": "one"}, {"a": 1}], t, "text"), "sample 1 must be a mapping with 'text'"),
-        (lambda t: measure_lengths(TABLE, t), r"a whole DataFrame: name with `column` .* one of \['text', 'n'\]"),
+        (lambda t: measure_lengths(TABLE, t), r"a whole DataFrame: name .* with `column`, one of \['text', 'n'\]"),
         (lambda t: measure_lengths(TABLE, t, "b"), r"a whole DataFrame: .* not 'b'"),
         (
             lambda t: measure_lengths([1, 2], length_of=lambda s: {"tokens": 1} if s == 1 else {"other": 1}),
