@@ -191,13 +191,13 @@ def test_the_card_of_a_regressor(table, tmp_path):
 
 def test_a_trainers_checkpoint(tmp_path):
     pytest.importorskip("accelerate")
-    from dynagroup.integrations.host import read_states, write_state
+    from dynagroup.integrations.hf_data import read_states, write_states
 
     loader = SimpleNamespace(
         world=SimpleNamespace(rank=0, size=1), state_dict=lambda: {"epoch": 1, "cursor": [1, 2, 3]}
     )
-    write_state(str(tmp_path), cast(Any, loader))
-    path = tmp_path / "dynagroup-rank0.json"
+    write_states(str(tmp_path), cast(Any, loader))
+    path = tmp_path / "dynagroup.json"
 
     def read(damaged: bytes) -> None:
         path.write_bytes(damaged)

@@ -7,7 +7,6 @@ checkpoints stay exact, and nothing is left over at an epoch's end.
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -22,26 +21,25 @@ except ModuleNotFoundError as error:
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
+from dynagroup.distributed import SingleProcess, current_world
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.integrations.batches import UpdateItems
-from dynagroup.integrations.callbacks import DynagroupCallback, MemoryCleanupCallback, StateCallback
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.integrations.evaluation import Evaluating
-from dynagroup.integrations.figures import LossFigures
-from dynagroup.integrations.host import (
-    data_parallel_world,
+from dynagroup.integrations.hf_checks import refuse_unsupported, warn_of_layout
+from dynagroup.integrations.hf_data import (
+    UpdateItems,
     host_order,
     is_stream,
     loader_kwargs,
     read_states,
-    refuse_unsupported,
+    sample_lengths,
     unsharded,
-    warn_of_layout,
     work_of,
-    write_state,
+    write_states,
 )
+from dynagroup.integrations.hf_evaluate import Evaluator
+from dynagroup.integrations.hf_progress import DynagroupCallback, MemoryCleanupCallback, StateCallback
 from dynagroup.integrations.packing import check_packed_training
-from dynagroup.integrations.reading import sample_lengths
+from dynagroup.integrations.trl import LossFigures
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
@@ -57,7 +55,10 @@ __all__ = [
 ]
 
 
-class DynagroupTrainerMixin(Evaluating):
+OF_STREAMS = "pass DynagroupConfig(mode='online', updates='free', accumulation=...), and max_steps in the arguments"
+
+
+class DynagroupTrainerMixin(Evaluator):
     """Put it before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
 
     The Trainer takes one more argument, ``dynagroup``: a budget, or a :class:`DynagroupConfig`. Evaluation and prediction
@@ -88,79 +89,59 @@ class DynagroupTrainerMixin(Evaluating):
         self.args.gradient_accumulation_steps = 1
         self.guard: OomSafeBackward | None = None
         self.figures = LossFigures(self)
-        self._since_log = time.perf_counter()
-        self.callback_handler.callbacks.insert(0, StateCallback())
-        self.add_callback(DynagroupCallback())
+        self.callback_handler.callbacks.insert(0, StateCallback(self))
+        self.add_callback(DynagroupCallback(self))
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.samples_per_update
 
     def get_train_dataloader(self) -> Any:
         """Our loader, made from the host's: its dataset, columns, collator, workers and sampler are kept."""
-        host = self._host_dataloader()
-        online = self.dynagroup.mode == "online"
-        return UpdateItems(self._online_updates(host) if online else self._offline_updates(host))
-
-    def _host_dataloader(self) -> Any:
         # Its sampler may group by the size of an update, which is not that of our copy of the arguments.
         self.args.gradient_accumulation_steps = self.accumulation
         try:
-            return super().get_train_dataloader()
+            host = super().get_train_dataloader()
         finally:
             self.args.gradient_accumulation_steps = 1
+        return UpdateItems(self._online(host) if self.dynagroup.mode == "online" else self._planned(host))
 
-    def _offline_updates(self, host: Any) -> StepLoader[Any]:
+    def _planned(self, host: Any) -> StepLoader[Any]:
         config = self.dynagroup
-        free = config.updates == "free"
         if is_stream(host.dataset):
-            raise ConfigError(
-                "the lengths of a stream are not known beforehand: pass DynagroupConfig(mode='online', updates='free', "
-                "accumulation=...), and max_steps in the arguments"
-            )
-        return PlannedDataLoader(
-            host.dataset,
-            sample_lengths(self, self.train_dataset, name="train_dataset")
-            if config.lengths is None
-            else config.lengths,
-            config.budget,
-            samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
-            accumulation=config.accumulation or self.accumulation if free else 1,
-            sampler=None if free else host_order(host),
-            seed=self._data_seed,
-            weigh=self._weigh,
-            drop_last=self.args.dataloader_drop_last and not free,
-            plan={**config.plan, "work": work_of(self)},
-            world=data_parallel_world(self, config.world),
-            **loader_kwargs(host),
-        )
+            raise ConfigError(f"the lengths of a stream are not known beforehand: {OF_STREAMS}")
+        lengths = config.lengths
+        if lengths is None:
+            lengths = sample_lengths(self, self.train_dataset, name="train_dataset")
+        plan = {**config.plan, "work": work_of(self)}
+        order = None if config.updates == "free" else host_order(host)
+        settings = {**self._settings, **loader_kwargs(host)}
+        return PlannedDataLoader(host.dataset, lengths, config.budget, sampler=order, plan=plan, **settings)
 
-    def _online_updates(self, host: Any) -> StepLoader[Any]:
-        config = self.dynagroup
-        free = config.updates == "free"
-        dataset = unsharded(host.dataset)
-        if is_stream(dataset) and not free:
+    def _online(self, host: Any) -> StepLoader[Any]:
+        config, dataset = self.dynagroup, unsharded(host.dataset)
+        if is_stream(dataset) and config.updates != "free":
             raise ConfigError(
-                "the updates of a stream cannot be preserved, because nobody knows its order beforehand: pass "
-                "DynagroupConfig(mode='online', updates='free', accumulation=...), and max_steps in the arguments"
+                "the updates of a stream cannot be preserved, because nobody knows its order beforehand: " + OF_STREAMS
             )
-        return OnlineDataLoader(
-            dataset,
-            config.budget,
-            sampler=None if is_stream(dataset) else host_order(host),
-            length_of=config.length_of,
-            length_hint=config.lengths,
-            samples_per_update=None if free else config.samples_per_update or self._fixed_samples,
-            drop_last=self.args.dataloader_drop_last and not free,
-            accumulation=config.accumulation or self.accumulation if free else 1,
-            seed=self._data_seed,
-            weigh=self._weigh,
-            world=data_parallel_world(self, config.world),
-            **{**config.plan, "work": work_of(self), **loader_kwargs(host)},
-        )
+        order = None if is_stream(dataset) else host_order(host)
+        measured = {"length_of": config.length_of, "length_hint": config.lengths, "work": work_of(self)}
+        settings = {**self._settings, **config.plan, **measured, **loader_kwargs(host)}
+        return OnlineDataLoader(dataset, config.budget, sampler=order, **settings)
 
     @property
-    def _data_seed(self) -> int:
-        return self.args.data_seed if self.args.data_seed is not None else self.args.seed
+    def _settings(self) -> dict[str, Any]:
+        """What both loaders are told."""
+        config, args = self.dynagroup, self.args
+        free = config.updates == "free"
+        world = config.world
+        return {
+            "samples_per_update": None if free else config.samples_per_update or self._fixed_samples,
+            "accumulation": config.accumulation or self.accumulation if free else 1,
+            "seed": args.data_seed if args.data_seed is not None else args.seed,
+            "weigh": self._weigh,
+            "drop_last": args.dataloader_drop_last and not free,
+            "world": world or (current_world() if args.world_size > 1 else SingleProcess()),
+        }
 
     # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of
     # `_run_epoch` come from here alone.
@@ -172,9 +153,6 @@ class DynagroupTrainerMixin(Evaluating):
             return resumed
         if loader.budget.layout == "packed":
             check_packed_training(self)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, (StateCallback, DynagroupCallback)):
-                callback.trainer = self
         if checkpoint is None or not self.state.global_step:
             return resumed
         states = read_states(checkpoint)
@@ -186,7 +164,7 @@ class DynagroupTrainerMixin(Evaluating):
             self._continue_fixed_batches(loader)
         if self.args.ignore_data_skip:
             loader.restart_epoch()
-        self._just_resumed = True
+        self.just_resumed = True
         return loader.epoch, 0
 
     # Called on every rank within `_save_checkpoint`, before the file that makes a checkpoint complete is written; it is told
@@ -194,7 +172,7 @@ class DynagroupTrainerMixin(Evaluating):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.update_loader is not None:
-            write_state(output_dir, self.update_loader)
+            write_states(output_dir, self.update_loader)
 
     def _continue_fixed_batches(self, loader: StepLoader[Any]) -> None:
         per_epoch = loader.num_updates_in(0)

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom.inference import evaluating
@@ -57,7 +57,8 @@ def use_varlen_attention(model: Any) -> Any:
     'dynagroup_varlen'
     """
     asked = check_own_attention(model)
-    kept = [(part.config, part.config._attn_implementation) for part in _parts(model) if not asked & {*part.modules()}]
+    parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    kept = [(part.config, part.config._attn_implementation) for part in parts if not asked & {*part.modules()}]
     model.set_attn_implementation(NAME)
     for config, attention in kept:
         config._attn_implementation = attention
@@ -75,6 +76,8 @@ def check_own_attention(model: Any) -> set[Any]:
     Raises:
         ConfigError: the two differ (soft caps, sinks, chunks, biases, ...), or cannot be compared.
     """
+    import torch
+
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
             f"`model` must be a transformers model with a choice of attention, but is {type(model).__name__}; "
@@ -87,7 +90,9 @@ def check_own_attention(model: Any) -> set[Any]:
     try:
         with _shortened(model), evaluating(model):
             model.set_attn_implementation(PROBE)
-            _run_probe(model)
+            ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
+            with torch.no_grad():
+                model(input_ids=ids[None])
     except ConfigError:
         raise
     except Exception as error:
@@ -104,30 +109,16 @@ def _register(probe: Callable[..., Any]) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
-    AttentionInterface.register(PROBE, probe)
-    AttentionMaskInterface.register(PROBE, eager_mask)
-
-
-def _run_probe(model: Any) -> None:
-    import torch
-
-    ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
-    with torch.no_grad():
-        model(input_ids=ids[None])
-
-
-def _parts(model: Any) -> list[Any]:
-    return [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    for name, attention, mask in ((NAME, _attend, _no_mask), (PROBE, probe, eager_mask)):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
 
 
 @contextlib.contextmanager
 def _shortened(model: Any) -> Iterator[None]:
     """Windows and chunks of a few tokens, and no cache; afterwards all settings are what they were."""
-    configs: list[Any] = [
-        *{id(c): c for part in model.modules() if hasattr(c := getattr(part, "config", None), "to_dict")}.values()
-    ]
+    found = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
+    configs: list[Any] = [*{id(config): config for config in found}.values()]
     windowed = [part for part in model.modules() if _number(vars(part).get("sliding_window"))]
     before = [(vars(owner), dict(vars(owner))) for owner in (*configs, *windowed)]
     sizes = {size for config in configs for name in WINDOWS if (size := _number(getattr(config, name, None)))}
@@ -154,14 +145,9 @@ def _number(value: Any) -> int:
 
 
 def _attend_both(
-    asked: set[Any],
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any = None,
+    asked: set[Any], module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     import torch
 
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -172,7 +158,7 @@ def _attend_both(
     q, k, v = (2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value))
     wanted = own(module, q, k, v, attention_mask, **options)[0]
     apart = float((_attend(module, q, k, v, **options)[0] - wanted).abs().max() / wanted.abs().max())
-    if not apart < 1e-2 if wanted.is_cuda else not apart < 1e-4:
+    if not apart < (1e-2 if wanted.is_cuda else 1e-4):
         raise ConfigError(
             f"{type(module).__name__} does more than packed attention does: the two are {apart:.1%} apart (it adds to the "
             f"scores, or limits what a token sees by other than a window); {INSTEAD}"
@@ -182,14 +168,9 @@ def _attend_both(
 
 
 def _no_mask(
-    batch_size: int,
-    q_length: int,
-    *args: Any,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: torch.Tensor | None = None,
-    device: Any = "cpu",
-    **kwargs: Any,
-) -> None:
+    batch_size: int, q_length: int, *args: Any, mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None, device: Any = "cpu", **kwargs: Any,
+) -> None:  # fmt: skip
     import torch
 
     if attention_mask is not None and not bool(attention_mask.all()):
@@ -207,21 +188,19 @@ def _no_mask(
             )
 
 
+class Scoring(NamedTuple):
+    """How a query scores keys: those before it only, times ``scale``, fewer than ``window`` tokens away."""
+
+    causal: bool
+    scale: float | None
+    window: int | None
+
+
 def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers' attention functions have it."""
     _refuse_unknown(module, {**kwargs, "attention_mask": attention_mask})
     if query.shape[2] != key.shape[2]:
@@ -229,12 +208,12 @@ def _attend(
     if cu_seq_lens_q is None:
         cu_seq_lens_q, max_length_q = _rows_as_samples(query, kwargs.get("position_ids"))
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    how = Scoring(causal, scaling, sliding_window)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype.itemsize == 2 and not dropout:
-        longest = int(max_length_q or cu_seq_lens_q.diff().max())
-        out = kernel(q, k, v, cu_seq_lens_q, longest, causal=causal, scale=scaling, window=sliding_window)
+        out = kernel(q, k, v, cu_seq_lens_q, int(max_length_q or cu_seq_lens_q.diff().max()), how)
     else:
-        out = one_by_one(q, k, v, cu_seq_lens_q, causal=causal, scale=scaling, window=sliding_window, dropout=dropout)
+        out = one_by_one(q, k, v, cu_seq_lens_q, how, dropout)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
@@ -263,15 +242,7 @@ def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> 
 
 
 def kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    longest: int,
-    *,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, longest: int, how: Scoring
 ) -> torch.Tensor:
     import torch
     from torch.nn.attention.varlen import varlen_attn
@@ -280,17 +251,16 @@ def kernel(
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     known = inspect.signature(varlen_attn).parameters
-    near = window - 1 if window else -1
-    options: dict[str, Any] = {"window_size": (near, 0 if causal else near)}
+    near = how.window - 1 if how.window else -1
+    options: dict[str, Any] = {"window_size": (near, 0 if how.causal else near)}
     if "window_size" not in known:  # torch 2.10
-        if window is not None:
+        if how.window is not None:
             raise ConfigError("sliding windows in packed attention need torch 2.11 or later")
-        options = {"is_causal": causal}
-    if scale is not None:
-        if "scale" in known:
-            options["scale"] = scale
-        else:
-            query = query * (scale * query.shape[-1] ** 0.5)
+        options = {"is_causal": how.causal}
+    if how.scale is not None and "scale" in known:
+        options["scale"] = how.scale
+    elif how.scale is not None:
+        query = query * (how.scale * query.shape[-1] ** 0.5)
     borders = borders.to(device=query.device, dtype=torch.int32)
     out: Any = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
     return out
@@ -301,29 +271,25 @@ def one_by_one(
     key: torch.Tensor,
     value: torch.Tensor,
     borders: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    dropout: float,
+    how: Scoring,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """(T, H, D) -> (T, H, D), a sample at a time: exact on any device and dtype; its cost is one call a sample and layer."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    marks = borders.tolist()
-    parts = []
+    parts, marks = [], borders.tolist()
     for start, stop in zip(marks[:-1], marks[1:], strict=True):
         q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
         near = None
-        if window is not None and stop - start > window:
+        if how.window is not None and stop - start > how.window:
             place = torch.arange(stop - start, device=q.device)
             back = place[:, None] - place[None]
-            near = (back < window) & (back >= 0) if causal else back.abs() < window
+            near = (back < how.window) & (back >= 0) if how.causal else back.abs() < how.window
         parts.append(
             scaled_dot_product_attention(
-                q, k, v, attn_mask=near, dropout_p=dropout, is_causal=causal and near is None and stop - start > 1,
-                scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+                q, k, v, attn_mask=near, dropout_p=dropout, is_causal=how.causal and near is None and stop - start > 1,
+                scale=how.scale, enable_gqa=query.shape[1] != key.shape[1],
             )[0].transpose(0, 1)
         )  # fmt: skip
     return torch.cat(parts)

@@ -13,11 +13,10 @@ pytest.importorskip("transformers")
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
 
 from dynagroup import TokenBudget  # noqa: E402
-from dynagroup.integrations.evaluation import EvaluationRows  # noqa: E402
 from dynagroup.integrations.hf import dynagroup_trainer  # noqa: E402
+from dynagroup.integrations.hf_evaluate import EvaluationRows  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import arguments, trainer  # noqa: E402
-from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 COUNT = 37
@@ -199,7 +198,7 @@ def test_rows_hold_every_sample_once_and_fit(num_ranks):
     assert sorted(gathered) == list(range(COUNT))
 
 
-def on_two_ranks(folder: Any) -> list[Any]:
+def predicted(folder: Any) -> list[Any]:
     warnings.simplefilter("ignore")
     found = []
     for kind in ("classifier", "causal"):
@@ -207,13 +206,3 @@ def on_two_ranks(folder: Any) -> list[Any]:
         output = run.predict(run.eval_dataset)
         found.append((run.evaluate(), output.predictions, output.label_ids))
     return found
-
-
-@pytest.mark.slow
-def test_two_ranks_find_what_one_finds(tmp_path):
-    alone = on_two_ranks(tmp_path)
-    for rank in on_ranks(2, on_two_ranks, tmp_path):
-        for (metrics, predictions, labels), (expected, wanted, targets) in zip(rank, alone, strict=True):
-            assert same(metrics, expected)
-            assert (labels == targets).all()
-            assert np.abs(predictions - wanted)[labels != -100].max() < 1e-6

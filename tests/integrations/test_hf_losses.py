@@ -11,7 +11,7 @@ from transformers import Trainer  # noqa: E402
 from dynagroup import ConfigError  # noqa: E402
 from dynagroup.distributed import SingleProcess  # noqa: E402
 from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin  # noqa: E402
-from dynagroup.integrations.losses import is_a_mean  # noqa: E402
+from dynagroup.integrations.hf_step import is_a_mean  # noqa: E402
 from tests.integrations import jobs, toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
 

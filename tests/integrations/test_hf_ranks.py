@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 from dynagroup import TokenBudget  # noqa: E402
+from dynagroup.update.schedule import doubling  # noqa: E402
 from tests.allocator import Allocator  # noqa: E402
 from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import parameters, trained_on, trainer  # noqa: E402
+from tests.integrations.jobs import MODELS, parameters, train, train_both, trained_on, trainer  # noqa: E402
+from tests.integrations.test_hf_evaluation import predicted, same  # noqa: E402
+from tests.packed import training  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -40,11 +44,9 @@ def resumed_and_whole(folder: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return parameters(found.model)
 
     pairs = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number, config in enumerate(MODES):
-            whole = run(config, f"whole{number}")
-            pairs.append((whole, run(config, f"resumed{number}", f"{folder}/whole{number}/checkpoint-{SAVED}")))
+    for number, config in enumerate(MODES):
+        whole = run(config, f"whole{number}")
+        pairs.append((whole, run(config, f"resumed{number}", f"{folder}/whole{number}/checkpoint-{SAVED}")))
     return pairs
 
 
@@ -58,7 +60,7 @@ def with_and_without_failures(folder: Any, limits: list[float]) -> list[tuple[to
     def run(config: dict[str, Any], place: str | None) -> tuple[torch.Tensor, int]:
         found = trainer(
             "causal", f"{folder}/run", fits=True, exact_loss=True, config={**config, "out_of_memory": "retry" if place else None},
-            gradient_accumulation_steps=4 // len(limits), max_steps=8, max_grad_norm=0.3,
+            gradient_accumulation_steps=4 // len(limits), count=48, max_steps=4, max_grad_norm=0.3,
         )  # fmt: skip
         allocator = Allocator(limits[found.args.process_index])
         if place is not None:
@@ -67,11 +69,9 @@ def with_and_without_failures(folder: Any, limits: list[float]) -> list[tuple[to
         return parameters(found.model), len(allocator.failures)
 
     found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for config in MODES:
-            untroubled, _ = run(config, None)
-            found += [(untroubled, *run(config, place)) for place in PLACES]
+    for config in MODES:
+        untroubled, _ = run(config, None)
+        found += [(untroubled, *run(config, place)) for place in PLACES]
     return found
 
 
@@ -122,15 +122,37 @@ def with_idle_steps(folder: Any) -> dict[Any, tuple[torch.Tensor, int]]:
     return found
 
 
+CASES = list(product(["causal", "seq2seq", "classifier"], [0.0, 0.3]))
+
+
+def agreeing(folder: Any) -> dict[Any, list[torch.Tensor]]:
+    """Parameters of fixed batches and of batches that fit: planned, each kind clipped and not; online; and two schedules."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    common: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 10}
+    for kind, max_grad_norm in CASES:
+        settings = {**common, "exact_loss": kind != "classifier", "max_grad_norm": max_grad_norm}
+        found[kind, max_grad_norm] = [found for found, _ in train_both(kind, f"{folder}/{kind}", settings)]
+    common["exact_loss"] = True
+    fixed, _ = train("causal", f"{folder}/fixed", False, dict(common))
+    found["online"] = [fixed, train("causal", f"{folder}/online", True, {**common, "config": ONLINE})[0]]
+    configs = [{**mode, "samples_per_update": doubling(7, milestones=(2, 5))} for mode in MODES]
+    found["scheduled"] = [train("causal", f"{folder}/s", True, {**common, "config": config})[0] for config in configs]
+    found["packed"] = [found for found, _ in training.trained_both(folder)]
+    return found
+
+
 LIMITS = {"one": [NEVER, 90.0], "both": [60.0, 60.0]}
 """Tokens that each rank's memory holds, by which ranks run out of it. What one learns, both then avoid."""
 
 
 def everything(folder: Any) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
     found: dict[str, Any] = {
         "resumed": resumed_and_whole(folder),
         "rates": learning_rates(folder),
         "idle": with_idle_steps(folder),
+        "agreeing": agreeing(folder),
+        "predicted": predicted(folder),
     }
     for name, settings in STRATEGIES.items():
         found[name] = samples_resumed(f"{folder}/{name}", settings)
@@ -141,6 +163,31 @@ def everything(folder: Any) -> dict[str, Any]:
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     return on_ranks(2, everything, folder)  # once for all tests: to start ranks takes longer than to train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, "online", "scheduled", "packed"])
+def test_parameters_agree_on_two_ranks(ranks, case):
+    for rank in ranks:
+        fixed, ours = rank["agreeing"][case]
+        assert (fixed - ours).abs().max() < 1e-8
+        if isinstance(case, tuple):
+            kind, max_grad_norm = case
+            assert (ours - rank["agreeing"][kind, 0.3 - max_grad_norm][1]).abs().max() > 1e-4, (
+                "clipping changes what is learned"
+            )
+            assert (ours - parameters(MODELS[kind]())).abs().max() > 1e-2, "nothing was trained"
+    assert torch.equal(*(rank["agreeing"][case][1] for rank in ranks)), "the ranks part"
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_finds(ranks, tmp_path):
+    alone = predicted(tmp_path)
+    for rank in ranks:
+        for (metrics, predictions, labels), (expected, wanted, targets) in zip(rank["predicted"], alone, strict=True):
+            assert same(metrics, expected)
+            assert (labels == targets).all()
+            assert abs(predictions - wanted)[labels != -100].max() < 1e-6
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
-from dynagroup.integrations.batches import UpdateItems
+from dynagroup.integrations.hf_data import UpdateItems
 from dynagroup.integrations.llamafactory import STAGES, dynamic_batching, stage_trainer  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, train_both, trainer  # noqa: E402
+from tests.packed import training  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -38,13 +39,14 @@ def resumed_at_an_epochs_end(folder: str) -> tuple[int, int, torch.Tensor, torch
 
 def everything(folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
-    changes = {"exact_loss": True, "gradient_accumulation_steps": 2, "max_steps": 3}
+    changes = {"exact_loss": True, "count": 48, "gradient_accumulation_steps": 2, "max_steps": 3}
     (fixed, _), (ours, _) = train_both("causal", f"{folder}/same", changes)
     run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
     return {
         "same": (fixed, ours),
         "resumed": resumed_at_an_epochs_end(folder),
         "evaluated": run.predict(run.eval_dataset).predictions,
+        "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
     }
 
 
@@ -74,3 +76,11 @@ def test_two_ranks_predict_in_dataset_order(ranks, tmp_path):
     expected = run.predict(run.eval_dataset).predictions
     for rank in ranks:
         assert abs(rank["evaluated"] - expected).max() < 1e-6
+
+
+def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(ranks):
+    for (ours, losses, updates, _), (others, *_rest) in zip(*(rank["packed"] for rank in ranks), strict=True):
+        assert torch.equal(ours, others)
+        theirs, fixed_losses = training.fixed(updates, "sdpa")
+        assert losses == pytest.approx(fixed_losses, rel=1e-9)
+        assert (ours - theirs).abs().max() < 1e-8

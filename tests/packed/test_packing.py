@@ -94,12 +94,7 @@ def test_the_one_liner_packs_by_updates_on_every_rank_and_resumes(tokenizer) -> 
     texts = numbered([1 + i % 9 for i in range(30)])
 
     def rank(number: int, size: int = 2) -> Any:
-        options = {
-            "samples_per_update": 8,
-            "rank": number,
-            "world_size": size,
-            "seed": 1,
-        }
+        options = {"samples_per_update": 8, "rank": number, "world_size": size, "seed": 1}
         return text_dataloader(texts, tokenizer, TokenBudget(16, layout="packed"), **options)
 
     def texts_in(batches: Iterable[Any]) -> list[str]:

@@ -13,7 +13,6 @@ from dynagroup import ConfigError  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import trainer  # noqa: E402
 from tests.packed import training  # noqa: E402
-from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -31,16 +30,6 @@ def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind: st
     assert padding == 0
 
 
-def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(tmp_path) -> None:
-    for (ours, losses, updates, _), (others, *_rest) in zip(
-        *on_ranks(2, training.packed_on_ranks, ["planned", "online"]), strict=True
-    ):
-        assert torch.equal(ours, others)
-        theirs, fixed_losses = training.fixed(updates, "sdpa")
-        assert losses == pytest.approx(fixed_losses, rel=1e-9)
-        assert (ours - theirs).abs().max() < 1e-8
-
-
 def test_the_trainer_on_packed_batches_ends_with_the_parameters_of_fixed_ones(tmp_path) -> None:
     (theirs, fixed_logs), (ours, logs) = training.trained_both(tmp_path)
     assert (ours - theirs).abs().max() < 1e-8
@@ -48,12 +37,6 @@ def test_the_trainer_on_packed_batches_ends_with_the_parameters_of_fixed_ones(tm
     assert len(losses) == 1
     assert losses == pytest.approx(fixed_losses, abs=1e-8)
     assert float(next(entry for entry in logs if "padding" in entry)["padding"]) == 0
-
-
-@pytest.mark.slow
-def test_the_trainer_on_two_ranks_too(tmp_path) -> None:
-    for (theirs, _), (ours, _logs) in on_ranks(2, training.trained_both, str(tmp_path)):
-        assert (ours - theirs).abs().max() < 1e-8
 
 
 def packed_trainer(folder: Any, **changes: Any) -> Any:

@@ -88,18 +88,9 @@ def packed(kind: str, attention: str) -> tuple[torch.Tensor, list[float], list[l
             dist.all_reduce(value)
         optimizer.step()
         losses.append(total.item())
-        updates.append(
-            torch.flatnonzero(seen == 1).tolist()
-            if hasattr(torch, "flatnonzero")
-            else seen.nonzero().flatten().tolist()
-        )
+        updates.append(seen.nonzero().flatten().tolist())
         assert seen.sum() == len(updates[-1])
     return parameters(model), losses, updates, loader.stats.padding
-
-
-def packed_on_ranks(kinds: list[str]) -> list[tuple[torch.Tensor, list[float], list[list[int]], float]]:
-    dist.init_process_group("gloo")
-    return [packed(kind, "sdpa") for kind in kinds]
 
 
 def trained(folder: Any, fits: bool, mode: str = "planned") -> tuple[torch.Tensor, list[dict[str, Any]]]:

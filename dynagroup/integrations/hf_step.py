@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
 from dynagroup.budget.learning import LearningBudget
+from dynagroup.device import is_out_of_memory
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.batches import counted, flattened, is_update
-from dynagroup.integrations.books import Books
-from dynagroup.integrations.figures import LossFigures
-from dynagroup.integrations.host import mean_weight
-from dynagroup.integrations.losses import is_a_mean
-from dynagroup.oom.split import BatchSplitter
+from dynagroup.integrations.hf_progress import Progress
+from dynagroup.integrations.trl import LossFigures
+from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.train import OomSafeBackward
+from dynagroup.update.loss_weight import mean_items, predicts_next_token
 from dynagroup.update.step import Step
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Updating"]
+__all__ = ["UpdateRunner", "is_a_mean"]
+
+NOTED = ("_metrics", "_stored_metrics")
+"""Where TRL's losses note figures of each batch: two more forward passes must not count there."""
 
 
-class Updating(Books):
+class UpdateRunner(Progress):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that runs updates."""
 
     figures: LossFigures
@@ -36,20 +41,23 @@ class Updating(Books):
 
     @property
     def _weigh(self) -> Any:
-        return mean_weight(self) if self.dynagroup.weigh == "auto" else self.dynagroup.weigh
+        """What a batch weighs when its loss is a mean: with "auto" its predicted label tokens, else its samples."""
+        if self.dynagroup.weigh != "auto":
+            return self.dynagroup.weigh
+        shifted = bool(self._loss_shifts_labels) or predicts_next_token(self.accelerator.unwrap_model(self.model))
+        return partial(mean_items, shifted=shifted)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         update = next(epoch_iterator, None)
         if update is None:
             self.control.should_epoch_stop = True
             return [], None
-        self._just_resumed = False
-        if not is_update(update):
-            return [update], self._get_num_items_in_batch([update], device)
-        return [update], self._get_num_items_in_batch([counted(step) for step in update], device)
+        self.just_resumed = False
+        batches = [_counted(step) for step in update] if _is_update(update) else [update]
+        return [update], self._get_num_items_in_batch(batches, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        if not is_update(inputs):
+        if not _is_update(inputs):
             return super().training_step(model, inputs, num_items_in_batch)
         total: Any = 0.0
         for number, step in enumerate(inputs):
@@ -133,10 +141,10 @@ class Updating(Books):
                 f"{type(self).__name__} may exchange data between ranks; leave it None"
             )
         learned = LearningBudget.within(loader.budget)
-        weigh = self._weigh if mean else "sum"
         return OomSafeBackward(
-            model, mode=config.out_of_memory, weigh=weigh, splitter=config.splitter, world=loader.world,
-            learned=learned if isinstance(learned, LearningBudget) else None, backward=self.accelerator.backward,
+            model, mode=config.out_of_memory, weigh=self._weigh if mean else "sum", splitter=config.splitter,
+            world=loader.world, learned=learned if isinstance(learned, LearningBudget) else None,
+            backward=self.accelerator.backward,
         )  # fmt: skip
 
     def _local_gradients(self, model: Any, step: Step[Any]) -> Any:
@@ -148,16 +156,95 @@ class Updating(Books):
         return self.accelerator.no_sync(model)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        if not is_update(inputs):
-            return super().floating_point_ops(inputs)
-        return sum(super(Updating, self).floating_point_ops(s.batch) for s in inputs if not s.idle)
+        batches = [step.batch for step in inputs if not step.idle] if _is_update(inputs) else [inputs]
+        return sum(super(UpdateRunner, self).floating_point_ops(batch) for batch in batches)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if is_update(inputs):
-            inputs = flattened(inputs)
-        super()._track_num_input_tokens(inputs)
+        for batch in map(_counted, inputs) if _is_update(inputs) else [inputs]:
+            super()._track_num_input_tokens(batch)
+
+
+def _is_update(inputs: Any) -> bool:
+    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], Step)
+
+
+def _counted(step: Step[Any]) -> Any:
+    """The batch as its tokens and labels are counted: an idle one has no samples."""
+    if not step.idle or not isinstance(step.batch, Mapping):
+        return step.batch
+    return {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in step.batch.items()}
 
 
 def _defines_compute_loss(trainer_class: type) -> bool:
     """Whether a class of the user's or of a library's computes the loss itself."""
-    return any("compute_loss" in vars(c) and c not in (Updating, Trainer) for c in trainer_class.__mro__)
+    return any("compute_loss" in vars(c) and c not in (UpdateRunner, Trainer) for c in trainer_class.__mro__)
+
+
+# What: the loss for one item, and for two, on the same batch without gradients, dropout or other randomness.
+# Why right: a sum divided by the number of items halves, a mean stays; auxiliary terms are small beside a sum over one item.
+#   Heads that take ``**kwargs`` and drop the number (transformers#47688, open), and ``compute_loss`` of a subclass that
+#   returns a mean, look alike from outside: the Trainer takes both for sums, and they would count once a batch.
+# Cost: two forward passes, once a run. Collective: all ranks take the same answer, or raise alike.
+def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Splitter[Any] | None = None) -> bool | None:
+    """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell.
+
+    Args:
+        splitter: halves a batch that runs out of memory here; None: running out of memory is an error.
+
+    Raises:
+        ConfigError: the loss cannot be asked, or neither halves nor stays. Names ``loss_is_scaled_for_ga``.
+    """
+    error: Exception | None = None
+    halves = stays = unclear = False
+    try:
+        one, two = _losses(trainer, model, batch, splitter)
+        if math.isfinite(one) and math.isfinite(two) and one and two:
+            halves, stays = one / two > 1.5, abs(one / two - 1.0) < 0.1
+            unclear = not halves and not stays
+    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+        error = caught
+    failed, unclear, halves, stays = (bool(v) for v in world.all_max([error is not None, unclear, halves, stays]))
+    if error is not None and is_out_of_memory(error):
+        raise error
+    if failed or (unclear and not halves):
+        raise ConfigError(
+            f"whether the loss of {type(trainer).__name__} is a mean over its batch cannot be found out by computing it for "
+            f"one item and for two ({error or 'it neither halves nor stays'}); say it: set the class attribute "
+            "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
+        ) from error
+    return None if not halves and not stays else not halves
+
+
+def _losses(trainer: Any, model: Any, batch: Any, splitter: Splitter[Any] | None) -> tuple[float, float]:
+    try:
+        inputs = trainer._prepare_inputs(batch)
+        with _nothing_left_behind(trainer, model):
+            return _loss(trainer, model, inputs, 1), _loss(trainer, model, inputs, 2)
+    except Exception as error:
+        size = splitter.num_samples(batch) if splitter is not None else 1
+        if splitter is None or size < 2 or not is_out_of_memory(error):
+            raise
+    return _losses(trainer, model, splitter.take(batch, 0, size // 2), splitter)
+
+
+def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:
+    import torch
+
+    # Both losses draw the same random numbers, and training draws those it would have drawn.
+    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), trainer.compute_loss_context_manager():
+        items = torch.tensor(count, device=trainer.args.device)
+        return float(trainer.compute_loss(model, {**inputs}, num_items_in_batch=items))
+
+
+@contextlib.contextmanager
+def _nothing_left_behind(trainer: Any, model: Any) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    noted = {name: copy.deepcopy(vars(trainer)[name]) for name in NOTED if name in vars(trainer)}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        vars(trainer).update(noted)

@@ -13,14 +13,13 @@ import numpy as np
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.host import is_stream, loader_kwargs, work_of
-from dynagroup.integrations.reading import sample_lengths
-from dynagroup.integrations.updating import Updating
+from dynagroup.integrations.hf_data import is_stream, loader_kwargs, sample_lengths, work_of
+from dynagroup.integrations.hf_step import UpdateRunner
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import TOKENS, IntArray
 
-__all__ = ["Evaluating", "EvaluationRows"]
+__all__ = ["EvaluationRows", "Evaluator"]
 
 
 # What: batches for W ranks, row by row, each row with the same number of samples on every rank, since the Trainer gathers
@@ -84,7 +83,7 @@ class _Run:
     def gather(self, tensors: Any) -> Any:
         found = self.accelerator.gather(tensors)
         last = self.rows.num_left and self.row == len(self.rows.rows) - 1
-        return _mapped(found, self._without_repeats) if last else found
+        return _mapped(self._without_repeats, found) if last else found
 
     def _without_repeats(self, values: Any) -> Any:
         return values[: self.rows.num_left] if values.ndim and len(values) == self.rows.num_ranks else values
@@ -101,7 +100,7 @@ class _Run:
 
     def in_order(self, values: Any) -> Any:
         """Gathered results of all samples, in dataset order."""
-        return _mapped(values, self._one_in_order)
+        return _mapped(self._one_in_order, values)
 
     def _one_in_order(self, values: Any) -> Any:
         if not np.ndim(values) or len(values) != len(self.rows.order):
@@ -119,17 +118,14 @@ class _Run:
         return self._one_in_order(np.concatenate(used)[: len(self.rows.order)])
 
 
-def _mapped(values: Any, fn: Callable[[Any], Any]) -> Any:
-    if values is None:
-        return None
-    if isinstance(values, Mapping):
-        return type(values)({key: _mapped(value, fn) for key, value in values.items()})  # type: ignore[call-arg]
-    if isinstance(values, (tuple, list)):
-        return type(values)(_mapped(value, fn) for value in values)
-    return fn(values)
+def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
+    """``fn`` of every array or tensor, within tuples, lists and mappings."""
+    from accelerate.utils import recursively_apply
+
+    return recursively_apply(fn, values, test_type=lambda value: hasattr(value, "ndim"))
 
 
-class Evaluating(Updating):
+class Evaluator(UpdateRunner):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that evaluates and predicts."""
 
     dynagroup_eval: Budget | bool = True

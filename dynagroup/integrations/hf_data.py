@@ -1,0 +1,207 @@
+"""A Trainer's data, as a loader needs it: the order and lengths of samples, updates as items, the place in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynagroup.errors import ConfigError, StateError
+from dynagroup.lengths import count_ids, measure_lengths
+from dynagroup.plan.cost import Work
+from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.update.loader import StepLoader
+from dynagroup.update.step import Step
+
+__all__ = [
+    "UpdateItems",
+    "host_order",
+    "is_stream",
+    "loader_kwargs",
+    "read_states",
+    "sample_lengths",
+    "unsharded",
+    "work_of",
+    "write_states",
+]
+
+KEPT = (
+    *(
+        "collate_fn",
+        "num_workers",
+        "persistent_workers",
+        "prefetch_factor",
+        "multiprocessing_context",
+        "worker_init_fn",
+    ),
+    "timeout",
+)
+STATES = "dynagroup.json"
+TARGET = "target"
+PAIR, PROMPT = ("chosen_ids", "rejected_ids"), "prompt_ids"
+"""TRL's columns of a preference: both answers are rows of a batch padded to the longest, in DPO each behind the prompt."""
+
+
+class UpdateItems:
+    """A loader for a host that counts its items: one item is one update, a list of steps."""
+
+    def __init__(self, loader: StepLoader[Any]) -> None:
+        self.loader = loader
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    def __len__(self) -> int:
+        """Updates of the first epoch."""
+        try:
+            return self.loader.num_updates_in(0)
+        except ConfigError as error:  # what has no length says so by a TypeError
+            raise TypeError(str(error)) from error
+
+    def __iter__(self) -> Iterator[list[Step[Any]]]:
+        return self.loader.updates()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
+
+    def set_samples_per_update(self, samples: int) -> int:
+        """For callbacks of the Trainer, which find this object as ``train_dataloader``: see
+        :meth:`StepLoader.set_samples_per_update`."""
+        return self.loader.set_samples_per_update(samples)
+
+
+def host_order(loader: Any) -> Iterable[int]:
+    """The sampler of indices behind a loader, however many times accelerate wrapped it."""
+    batch_sampler = loader.batch_sampler
+    while hasattr(batch_sampler, "batch_sampler"):
+        batch_sampler = batch_sampler.batch_sampler
+    sampler = getattr(batch_sampler, "sampler", None)
+    if sampler is None:
+        raise ConfigError(
+            "the training DataLoader has no sampler of indices (an IterableDataset, or a batch sampler of its own); "
+            "use a map-style dataset"
+        )
+    return sampler
+
+
+def loader_kwargs(loader: Any) -> dict[str, Any]:
+    """What our DataLoader takes over from the host's."""
+    pinned = bool(loader.pin_memory) and torch.cuda.is_available()
+    return {**{name: getattr(loader, name) for name in KEPT}, "pin_memory": pinned}
+
+
+def is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, torch.utils.data.IterableDataset)
+
+
+def unsharded(dataset: Any) -> Any:
+    """The stream inside accelerate's sharding wrapper: the online loader shards it itself."""
+    from accelerate.data_loader import IterableDatasetShard
+
+    return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
+
+def work_of(trainer: Any) -> Work:
+    """What a step of this Trainer is predicted to take: ``plan["work"]``, or else what its model's config and device say."""
+    own = trainer.dynagroup.plan.get("work")
+    return Work.of_known(trainer.model, device=trainer.args.device) if own is None else own
+
+
+def write_states(folder: str, loader: StepLoader[Any]) -> None:
+    """All ranks' places, into a checkpoint. Collective: every rank gives its own, the first writes the file."""
+    from accelerate.utils import gather_object
+
+    states = dict(gather_object([(loader.world.rank, loader.state_dict())]))
+    if loader.world.rank == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, STATES).write_text(json.dumps([states[rank] for rank in sorted(states)]), encoding="utf-8")
+
+
+def read_states(folder: str) -> list[Any]:
+    """All ranks' places in a checkpoint, in the order of ranks; none if there are none. Collective: the file may lie on the
+    disk of one node, and who cannot read it raises on every rank: none may wait for one that raised.
+
+    Raises:
+        StateError: the file is damaged.
+    """
+    from accelerate.utils import gather_object
+
+    found = gather_object([_read_states(Path(folder, STATES))])
+    for _, damage in found:
+        if damage is not None:
+            raise StateError(damage)
+    return next((states for states, _ in found if states), [])
+
+
+def _read_states(path: Path) -> tuple[list[Any], str | None]:
+    """The states, none where there is no file, or what is wrong with it."""
+    try:
+        states = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        if isinstance(states, list) and (states or not path.exists()):
+            return states, None
+        why: Any = "it holds no list"
+    except (ValueError, RecursionError) as error:
+        why = f"it is no JSON ({error})"
+    return [], f"{path} is damaged, {why}; resume from the checkpoint before it"
+
+
+def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArray]:
+    """Tokens of each sample; for an encoder-decoder those of its labels too, in the stream ``target``.
+
+    From the length column, else from the columns that are padded, else row by row.
+
+    Args:
+        dataset: the one that the Trainer was given: what it hands to its samplers has lost the length column.
+        name: what messages call it, e.g. "train_dataset".
+
+    Raises:
+        ConfigError: samples have neither the length column nor a known input, nor are they ids.
+    """
+    columns = getattr(dataset, "column_names", None)
+    columns = columns if isinstance(columns, (list, tuple)) else []
+    known = trainer.args.length_column_name
+    first = (getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"])[0]
+    both = bool(getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False))
+    if known in columns:
+        streams = {TOKENS: np.asarray(dataset[known][:], np.int64)}
+    elif set(PAIR) <= set(columns):
+        streams = {TOKENS: _pair_tokens(trainer, dataset, has_prompt=PROMPT in columns)}
+    elif first in columns:
+        streams = {TOKENS: measure_lengths(dataset, column=first).astype(np.int64)}
+    else:
+        return _row_by_row(trainer, dataset, first, both, name)
+    if both and "labels" in columns and len(dataset) and hasattr(dataset[0]["labels"], "__len__"):
+        streams[TARGET] = measure_lengths(dataset, column="labels").astype(np.int64)
+    return streams
+
+
+def _pair_tokens(trainer: Any, dataset: Any, *, has_prompt: bool) -> IntArray:
+    longest = np.maximum(*(measure_lengths(dataset, column=column) for column in PAIR)).astype(np.int64)
+    if has_prompt:
+        longest += measure_lengths(dataset, column=PROMPT)
+    most = getattr(trainer.args, "max_length", None)
+    return 2 * (longest if most is None else np.minimum(longest, most))
+
+
+def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> dict[str, IntArray]:
+    def lengths_of(row: Any) -> dict[str, int]:
+        plain = isinstance(row, (list, np.ndarray, torch.Tensor))
+        count = count_ids(row) if plain else len(row[column])
+        if count is None:
+            raise TypeError("no row of ids")
+        target: Any = row.get("labels") if both and not plain else None
+        return {TOKENS: count, **({TARGET: len(target)} if hasattr(target, "__len__") else {})}
+
+    try:
+        measured: Any = measure_lengths(dataset, length_of=lengths_of, progress=not trainer.args.disable_tqdm)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"the lengths of {name} are not known: it has no column {trainer.args.length_column_name!r} and no {column!r}; "
+            "pass DynagroupConfig(budget=..., lengths=...), e.g. measure_lengths(texts, tokenizer)"
+        ) from error
+    return {stream: np.asarray(values, np.int64) for stream, values in measured.items()}

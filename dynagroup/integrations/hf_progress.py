@@ -1,0 +1,221 @@
+"""Progress of a Trainer, counted by samples: how long a run is, where it stands, its learning rate and its figures."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
+
+from dynagroup.errors import ConfigError
+from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.integrations.hf_data import UpdateItems
+from dynagroup.oom.train import OomSafeBackward
+from dynagroup.update.loader import StepLoader
+from dynagroup.update.schedule import scale_learning_rate
+from dynagroup.update.stats import LoaderStats
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+__all__ = ["DynagroupCallback", "MemoryCleanupCallback", "Progress", "StateCallback"]
+
+FIGURES = ("samples_per_update", "smallest_batch", "largest_batch", "idle_steps")
+
+
+class Progress(_Base):
+    """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that counts. An epoch ends when its samples
+    are used, however many updates that takes."""
+
+    dynagroup: DynagroupConfig
+    update_loader: StepLoader[Any] | None
+    guard: OomSafeBackward | None
+    just_resumed = False
+    _fixed_samples: int
+    _changes_known = 0
+    _since_log = 0.0
+    _stats_logged: LoaderStats
+    _ooms_logged = 0
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples of an update, over all ranks; of the first one, where a schedule changes it."""
+        wanted = self.dynagroup.samples_per_update
+        return self._fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        items: Any = dataloader
+        loader = dataloader.loader if isinstance(dataloader, UpdateItems) else None
+        if (
+            loader is not None
+        ):  # whoever asked for others (a callback that looks at the data), and with a model that may be new
+            self.update_loader, self.guard = loader, None
+            self._stats_logged, self._changes_known = loader.stats.copy(), loader.num_changes
+            self._since_log = time.perf_counter()
+        if loader is None or loader.num_samples is None or not has_length(dataloader):
+            return super().set_initial_training_values(args, items)
+        num_samples = loader.num_samples
+        max_steps, num_epochs = self._training_length(loader)
+        most_updates = max(num_samples, len(dataloader), 1)  # a bound; the loader's end ends the epoch
+        counted = args.max_steps > 0 or self.dynagroup.max_samples
+        train_samples = max_steps * self.samples_per_update if counted else num_samples * args.num_train_epochs
+        return num_epochs, most_updates, num_samples, train_samples, self.samples_per_update, most_updates, max_steps
+
+    def _training_length(self, loader: StepLoader[Any]) -> tuple[int, int]:
+        """(updates, epochs begun) of the whole run."""
+        args, most_samples = self.args, self.dynagroup.max_samples
+        updates, samples, epoch = 0, 0, 0
+        num_samples = loader.num_samples or 0
+        while True:
+            count = loader.num_updates_in(epoch)
+            if count == 0:
+                raise ConfigError(
+                    f"no update of {self.samples_per_update} samples can be made of {num_samples}; "
+                    "use smaller updates or dataloader_drop_last=False"
+                )
+            if args.max_steps > 0 and updates + count >= args.max_steps:
+                return args.max_steps, epoch + 1
+            if most_samples is not None and samples + num_samples >= most_samples:
+                return loader.updates_until(most_samples), epoch + 1
+            if args.max_steps <= 0 and most_samples is None and epoch + 1 >= args.num_train_epochs:
+                # As the Trainer counts epochs of equal length: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
+                return updates + math.ceil(args.num_train_epochs * count) - epoch * count, epoch + 1
+            updates, samples, epoch = updates + count, samples + num_samples, epoch + 1
+
+    def note_place(self, state: Any) -> None:
+        """The epoch by its samples, and the run's length, which may have changed with the size of updates."""
+        loader = self.update_loader
+        if loader is None:
+            return
+        if loader.num_samples is not None:
+            state.epoch = loader.cursor.epoch + loader.cursor.samples_used / max(loader.num_samples, 1)
+        if loader.num_changes != self._changes_known:
+            self._changes_known = loader.num_changes
+            if self.args.max_steps <= 0:
+                state.max_steps = self._training_length(loader)[0]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.dynagroup.learning_rate_schedule == "updates":
+            return super().create_scheduler(num_training_steps, optimizer)
+        from torch.optim.lr_scheduler import LambdaLR
+
+        loader = self.update_loader
+        if self.lr_scheduler is not None or loader is None:
+            raise ConfigError(
+                "learning_rate_schedule='samples' needs the Trainer's own scheduler; pass no `optimizers`"
+            )
+        scheduler = super().create_scheduler(loader.samples_after(num_training_steps), optimizer)
+        if not isinstance(scheduler, LambdaLR):
+            raise ConfigError(
+                f"learning_rate_schedule='samples' needs a scheduler that is a function of progress, but "
+                f"{type(scheduler).__name__} is not; choose another `lr_scheduler_type`"
+            )
+        scheduler.lr_lambdas = [_by_samples(function, loader) for function in scheduler.lr_lambdas]
+        return scheduler
+
+    def learning_rate_factor(self) -> float:
+        """What the next update's learning rate is multiplied by, for its size."""
+        loader, config = self.update_loader, self.dynagroup
+        if loader is None:
+            return 1.0
+        coupled = getattr(config.samples_per_update, "learning_rate_factor", None)
+        factor = coupled(loader.cursor.update - 1) if coupled is not None else 1.0
+        return factor * scale_learning_rate(
+            1.0,
+            samples_per_update=loader.cursor.current or self.samples_per_update,
+            base_samples_per_update=config.base_samples_per_update or self._fixed_samples,
+            rule=config.learning_rate_scaling,
+        )
+
+    # Collective: with "loss" and "learning_rate" the Trainer itself calls it, on all ranks.
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        loader = self.update_loader
+        if loader is not None and {"loss", "learning_rate"} <= logs.keys():
+            stats = (loader.stats - self._stats_logged).merged(loader.world)
+            if stats.updates:
+                logs.update(self._figures(stats, loader))
+                self._stats_logged = loader.stats.copy()
+        super().log(logs, *args, **kwargs)
+
+    def _figures(self, stats: LoaderStats, loader: StepLoader[Any]) -> dict[str, float]:
+        """Of all ranks together: each of them has counted every update, and its samples on all ranks."""
+        since, self._since_log = self._since_log, time.perf_counter()
+        figures = {name: getattr(stats, name) for name in FIGURES}
+        figures["padding"] = round(stats.padding, 4)
+        figures["tokens_per_s"] = round(stats.real_tokens / max(self._since_log - since, 1e-9), 1)
+        if self.guard is not None:
+            ooms = self.guard.learned.report.num_ooms
+            figures["oom_retries"], self._ooms_logged = ooms - self._ooms_logged, ooms
+        if loader.num_samples is not None:
+            figures["train_coverage"] = loader.cursor.samples_used / max(loader.num_samples, 1)
+        return figures
+
+    def log_suggested_work(self) -> None:
+        """One line at a training's end, where it was long enough to tell: ``Work`` for the next run's ``plan={"work": ...}``."""
+        work = self.update_loader.stats.work if self.update_loader is not None else None
+        if work is not None:
+            self.log({"work_per_step": round(work.per_step, 1), "work_crossover": round(work.crossover, 1)})
+
+
+def _by_samples(function: Callable[[int], float], loader: StepLoader[Any]) -> Callable[[int], float]:
+    return lambda update: function(loader.cursor.samples_seen if update else 0)
+
+
+class StateCallback(TrainerCallback):
+    """Counts ``state.epoch`` by samples, before other callbacks read it: it stands first. Added by the mixin."""
+
+    def __init__(self, trainer: Progress) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.note_place(state)
+
+
+class DynagroupCallback(TrainerCallback):
+    """An update's learning rate, around its step, by its samples; what ends with an epoch and a training. Added by the mixin."""
+
+    def __init__(self, trainer: Progress) -> None:
+        self.trainer = trainer
+        self.rates: list[Any] | None = None
+        """The learning rates before they were multiplied; None between steps."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        factor = self.trainer.learning_rate_factor()
+        if factor != 1.0:
+            self.rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        rates, self.rates = self.rates, None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True) if rates is not None else ():
+            group["lr"] = rate
+
+    # A free-running loader finds out only now that nothing remained of the epoch that it was resumed into, and the Trainer would
+    # end the training (as ``step < 0``).
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.just_resumed:
+            self.trainer.just_resumed = False
+            control.should_training_stop = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.log_suggested_work()
+
+
+class MemoryCleanupCallback(TrainerCallback):
+    """Returns cached device memory after evaluation, prediction and epochs, whose shapes differ from training's."""
+
+    def _clean(self, *args: Any, **kwargs: Any) -> None:
+        import torch
+
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    on_evaluate = on_predict = on_epoch_end = _clean
