@@ -34,6 +34,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "pack": ("predicted", "packs", "pack"),
         "streams": ("predicted", "streams", "streams"),
         "growth": ("growth", "growth", "growth"),
+        "ablation": ("ablation", "ablation", "ablation"),
     },
     "loader": {
         "speed": ("loader", "speed", "loader_speed"),

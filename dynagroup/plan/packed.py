@@ -19,16 +19,10 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
 __all__ = ["pack"]
 
-FURTHER_ROWS = 1
-"""Rows beyond the fewest that are tried where those are not equal work."""
 WORTH = 1.02
-"""Times the least predicted time: what rows of equal work may take."""
-EQUAL, CLOSE = 0.05, 0.005
-"""Of a row's mean work: what its batches may differ by, and below what they are not brought closer."""
-EXCHANGES, PARTNERS = 4, 3
-"""Exchanges for each batch of a row at most; batches that the dearest and the cheapest may exchange with."""
-SINGLES = 96
-"""Samples of a batch that are tried."""
+"""Times the predicted time of the fewest rows: what one more may take that makes them equal work."""
+EQUAL = 0.05
+"""Of a row's mean work: what its batches may differ by."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LENGTHS = 97
 """Numbers of samples and quantiles of the lengths for which a budget is asked how many tokens a batch may have."""
@@ -192,10 +186,6 @@ class _Room:
             longest = self._sums[0][0][bin.members[0]]
             bin.room = min(bin.room, self._asked.most(len(bin.members) + 1, longest) - bin.used[0])
 
-    def spare(self, bin: Bin) -> int:
-        """Tokens that the limit on their sum leaves."""
-        return self._sums[0][1] - int(self.tokens[bin.members].sum())
-
     def together(self, members: Sequence[int]) -> bool:
         """Whether these samples fit one batch."""
         few = {name: values[list(members)] for name, values in self._streams.items()}
@@ -213,20 +203,16 @@ class _Packing:
         self._oversize: list[int] = order[~self._room.alone[order]].tolist()
 
     def rows(self, per_step: float) -> list[Bin]:
-        """The fewest rows; or one or two more, where the fewest cannot be made equal and that is worth its time."""
-        bins = self._levelled(self._fewest())
-        if self._multiple == 1 or len(bins) % self._multiple:
+        """The fewest rows, dearest batches first; or one row more, where that makes rows equal work and is worth its time."""
+        bins = self._dearest_first(self._fewest())
+        if self._multiple == 1 or len(bins) % self._multiple or self._are_equal(bins):
             return bins
-        found, rows = [bins], len(bins) // self._multiple
-        for further in range(rows + 1, rows + 1 + FURTHER_ROWS):
-            if self._are_equal(found[-1]):
-                break
-            more = self._balanced(further)
-            if more is not None and len(more) % self._multiple == 0:
-                found.append(self._levelled(more))
-        times = [sum(bin.load + per_step for bin in bins[:: self._multiple]) for bins in found]
-        worth = self._are_equal(found[-1]) and times[-1] <= WORTH * min(times)
-        return found[-1 if worth else int(np.argmin(times))]
+        more = self._balanced(len(bins) // self._multiple + 1)
+        if more is None or len(more) % self._multiple:
+            return bins
+        more = self._dearest_first(more)
+        before, after = (sum(bin.load + per_step for bin in found[:: self._multiple]) for found in (bins, more))
+        return more if after <= (WORTH if self._are_equal(more) else 1.0) * before else bins
 
     def _fewest(self) -> list[Bin]:
         """The window in few rows, at most a hundredth more than best fit needs; every batch has a sample."""
@@ -310,61 +296,18 @@ class _Packing:
             insort(by_room, (bins[number].room, number))
         return bins
 
-    # Local search: the dearest and the cheapest batch of a row exchange a sample, or one gives a sample away, with few partners,
-    # as often as that brings them closer. What moves half the difference is best. O(96 * 96) an exchange.
-    def _levelled(self, bins: Sequence[Bin]) -> list[Bin]:
-        """The bins in rows of ``multiple``, dearest first, with the work in each row evened out."""
+    def _dearest_first(self, bins: list[Bin]) -> list[Bin]:
+        """Rows of ``multiple`` bins of like work, one after another."""
         for bin in bins:
             bin.load = float(self._costs[bin.members].sum())
-        ordered = sorted(bins, key=lambda bin: -bin.load)
-        if self._multiple == 1:
-            return ordered
-        rows = [ordered[first : first + self._multiple] for first in range(0, len(ordered), self._multiple)]
-        for row in rows:
-            for _ in range(EXCHANGES * len(row)):
-                row.sort(key=lambda bin: -bin.load)
-                pairs = [(row[0], low) for low in row[: -PARTNERS - 1 : -1]]
-                pairs += [(high, row[-1]) for high in row[1:PARTNERS]]
-                if row[0].load - row[-1].load <= CLOSE * _mean(row) or not any(self._closer(*pair) for pair in pairs):
-                    break
-        return [bin for row in rows for bin in sorted(row, key=lambda bin: -bin.load)]
-
-    def _closer(self, high: Bin, low: Bin) -> bool:
-        """The exchange of two batches that brings their work closest; whether there was one."""
-        gap, ours, theirs = high.load - low.load, _tried(high.members), _tried(low.members)
-        costs, tokens = np.append(self._costs, 0.0), np.append(self._room.tokens, 0)
-        grown = tokens[ours][:, None] - tokens[theirs]
-        fits = (grown <= self._room.spare(low)) & (-grown <= self._room.spare(high))
-        rest = np.where(fits, np.abs(2 * (costs[ours][:, None] - costs[theirs]) - gap), np.inf)
-        given, taken = np.unravel_index(int(rest.argmin()), rest.shape)
-        if not rest[given, taken] < gap * 0.9:
-            return False
-        more = [*(s for s in high.members if s != ours[given]), *(s for s in theirs[[taken]] if s >= 0)]
-        less = [*(s for s in low.members if s != theirs[taken]), *(s for s in ours[[given]] if s >= 0)]
-        if not (more and less and self._room.together(more) and self._room.together(less)):
-            return False
-        for bin, members in ((high, more), (low, less)):
-            bin.members, bin.load = members, float(self._costs[members].sum())
-        return True
+        return sorted(bins, key=lambda bin: -bin.load)
 
     def _are_equal(self, bins: Sequence[Bin]) -> bool:
         """Whether the batches of each row are equal work, or some single sample is more work than their mean."""
-        rows = (bins[first : first + self._multiple] for first in range(0, len(bins), self._multiple))
-        return all(
-            row[0].load - row[-1].load <= EQUAL * _mean(row)
-            or max(self._costs[bin.members].max() for bin in row) > _mean(row)
-            for row in rows
-        )
-
-
-def _mean(row: Sequence[Bin]) -> float:
-    return sum(bin.load for bin in row) / len(row)
-
-
-def _tried(members: Sequence[int]) -> IntArray:
-    """The samples of a batch that are tried, evenly spread; and -1, which is none."""
-    spread = np.linspace(0, len(members) - 1, min(len(members), SINGLES)).astype(np.int64)
-    return np.append(np.asarray(members)[spread], -1)
+        rows = np.asarray([bin.load for bin in bins]).reshape(-1, self._multiple)
+        longest = np.asarray([self._costs[bin.members].max() for bin in bins]).reshape(rows.shape).max(axis=1)
+        mean = rows.mean(axis=1)
+        return bool(((rows[:, 0] - rows[:, -1] <= EQUAL * mean) | (longest > mean)).all())
 
 
 def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> list[float]:

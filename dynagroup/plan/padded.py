@@ -334,7 +334,7 @@ def by_sizes(window: OrderedWindow, price: float) -> IntArray:
 # this nearly as good as the exact cut. O(B log N).
 def one_by_one(window: OrderedWindow, price: float) -> IntArray:
     """Each run, from the longest sample on, as long as makes its price and padding a sample least."""
-    num, sums = len(window), offsets_of_floats(window.work).data
+    num, sums = len(window), np.append(0.0, np.cumsum(window.work)).data
     work, most = window.work.data, window.most.data
     allowed = None if window.allowed is None else window.allowed.data
     offsets, start = [0], 0
@@ -347,10 +347,6 @@ def one_by_one(window: OrderedWindow, price: float) -> IntArray:
         start += size
         offsets.append(start)
     return np.asarray(offsets, np.int64)
-
-
-def offsets_of_floats(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.append(0.0, np.cumsum(values))
 
 
 def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntArray:

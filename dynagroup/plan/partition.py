@@ -24,9 +24,6 @@ from dynagroup.validation import check_flag, check_int, check_number
 
 __all__ = ["balanced_partitions", "shard_micro_batches"]
 
-EXCHANGES = 8
-"""Exchanges between the dearest part and the cheapest that are tried, a part."""
-
 
 def balanced_partitions(
     costs: Sequence[float] | np.ndarray,
@@ -70,7 +67,6 @@ def balanced_partitions(
     if parts is None:
         raise BudgetError(_why_not(size, num_parts, most))
     _fill_empty(parts)
-    _exchange(parts, cost, size, most)
     return [sorted(part) for part in parts]
 
 
@@ -163,29 +159,6 @@ def _fill_empty(parts: list[list[int]]) -> None:
         fullest = max(parts, key=len)
         if not part and len(fullest) > 1:
             part.append(fullest.pop())
-
-
-def _exchange(parts: list[list[int]], cost: NDArray[np.float64], size: NDArray[np.float64], most: float) -> None:
-    """Swap one item of the dearest part for one of the cheapest, the pair that brings the two closest, while that helps."""
-    load = np.asarray([cost[part].sum() for part in parts])
-    held = np.asarray([size[part].sum() for part in parts])
-    for _ in range(EXCHANGES * len(parts)):
-        dear, cheap = int(load.argmax()), int(load.argmin())
-        gap = load[dear] - load[cheap]
-        if not parts[cheap] or gap <= 1e-9 * load[dear]:
-            return
-        one, other = np.asarray(parts[dear]), np.asarray(parts[cheap])
-        moved = cost[one][:, None] - cost[other][None, :]
-        larger = size[one][:, None] - size[other][None, :]
-        fits = (held[cheap] + larger <= most) & (held[dear] - larger <= most) & (moved > 0) & (moved < gap)
-        if not fits.any():
-            return
-        best = int(np.argmin(np.where(fits, np.abs(moved - gap / 2), np.inf)))
-        i, j = divmod(best, len(other))
-        parts[dear][i], parts[cheap][j] = int(other[j]), int(one[i])
-        for part, sign in ((dear, -1), (cheap, 1)):
-            load[part] += sign * moved[i, j]
-            held[part] += sign * larger[i, j]
 
 
 def shard_micro_batches(

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynagroup import BudgetError, ConfigError, TokenBudget, balanced_partitions
+from dynagroup import BudgetError, ConfigError, TokenBudget, Work, balanced_partitions
 from dynagroup.plan.partition import shard_micro_batches
 
+LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
 HARD, HARD_LIMIT = [5, 3, 2, 10, 5, 9, 12], 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3, which none of the heuristics finds
 COSTS = st.lists(st.integers(0, 50), max_size=40)
 
@@ -185,3 +187,20 @@ def test_sharding_needs_no_torch():
 
 def test_nothing_to_shard():
     assert shard_micro_batches([], 2, TokenBudget(10)) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "cap", "layout", "time"),
+    [
+        ("azure_llm_conv_2023", 16_384, "packed", 50_729),
+        ("python_files", 65_536, "padded", 214_093),
+        ("mooncake_conv", 131_072, "packed", 1_271_862),
+        ("mooncake_conv", 131_072, "padded", 1_454_356),
+    ],
+)
+def test_steps_of_real_lengths_take_about_the_time_that_they_took(name, cap, layout, time):
+    tokens = np.random.default_rng(0).permutation(np.load(LENGTHS / f"{name}.npz")["tokens"])[:256]
+    shards, each = shard_micro_batches(tokens, 8, TokenBudget(cap, layout=layout)), Work().of_lengths(tokens)
+    cost = (lambda batch: each[batch].sum()) if layout == "packed" else (lambda batch: len(batch) * each[batch].max())
+    steps = np.asarray([[cost(batch) for batch in rank] for rank in shards])
+    assert Work().of_rows(steps.T) <= 1.01 * time
