@@ -117,7 +117,10 @@ class _Placed:
         return found.after_windows(self._window.num_windows) if rows == len(self._window.table) else found
 
 
-def steps_from(planner: Planner, cursor: Cursor, size: int, order: Any = None) -> Iterator[Any]:
+def steps_from(planner: Any, cursor: Cursor, size: int, order: Any = None) -> Iterator[Any]:
+    if hasattr(planner, "steps_from"):
+        yield from planner.steps_from(cursor, size, order)
+        return
     from dynagroup.plan.position import Position
 
     start = planner.start(size, cursor.epoch, order)

@@ -32,15 +32,6 @@ test_steps_by_hand = contract.test_steps_by_hand
 test_gradients_are_those_of_one_batch_over_epochs = contract.test_gradients_are_those_of_one_batch_over_epochs
 test_updates_are_counted_exactly = contract.test_updates_are_counted_exactly
 test_statistics_add_up_subtract_and_merge = contract.test_statistics_add_up_subtract_and_merge
-test_several_resumes_on_changing_ranks_lose_nothing = contract.test_several_resumes_on_changing_ranks_lose_nothing
-test_what_remains_of_an_update_weighs_what_it_would_have = (
-    contract.test_what_remains_of_an_update_weighs_what_it_would_have
-)
-
-
-@pytest.mark.parametrize(("ranks", "resumed"), [(2, 1), (2, 3)])
-def test_a_run_goes_on_from_every_step(make: contract.Make, sizes: dict[str, Any], ranks: int, resumed: int) -> None:
-    contract.test_a_run_goes_on_from_every_step(make, sizes, ranks, resumed)
 
 
 def test_a_change_at_run_time_takes_effect_at_the_update_it_names(make: contract.Make) -> None:

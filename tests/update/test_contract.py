@@ -7,20 +7,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import GPT2LMHeadModel
 
 from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
 from dynagroup.budget.base import Layout
 from dynagroup.oom.concatenated import packed_borders
-from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
+from dynagroup.testing import assert_conserves, run_ranks
 from dynagroup.update.schedule import linear_ramp
 from dynagroup.update.stats import LoaderStats
 from tests import models
@@ -87,40 +84,6 @@ def samples_of(step: Any) -> list[int]:
     found = [] if step.idle else ids_in_batch(step.batch)
     assert step.idle or found == list(step.indices)
     return found
-
-
-# Conservation, equal steps, exact weights.
-
-
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
-    ranks=st.integers(1, 4),
-    size=st.one_of(st.none(), st.integers(1, 15)),
-    kind=st.sampled_from(sorted(LOADERS)),
-    layout=st.sampled_from(sorted(COLLATE)),
-    epochs=st.integers(1, 2),
-)
-def test_every_sample_once_an_epoch_in_equal_steps(lengths, ranks, size, kind, layout, epochs):
-    def run(world: Any) -> list[list[Any]]:
-        loader = LOADERS[kind](world, lengths, max_tokens=64, layout=layout, samples_per_update=size)
-        return [list(loader) for _ in range(epochs)]
-
-    by_rank = run_ranks(ranks, run)
-    for epoch in range(epochs):
-        rows = list(zip(*(found[epoch] for found in by_rank), strict=True))  # strict: equal steps
-        assert_conserves((samples_of(step) for row in rows for step in row), range(len(lengths)))
-        update: list[Any] = []
-        for row in rows:
-            assert len({step.ends_update for step in row}) == 1
-            assert all(s.batch["input_ids"].numel() <= 64 or len(s.indices) == 1 for s in row if not s.idle)
-            update += row
-            if row[0].ends_update:
-                assert {step.samples.total for step in update} == {sum(step.samples.local for step in update)}
-                assert {step.weight.total for step in update} == {sum(step.weight.local for step in update)}
-                assert all(step.weight.local == 0.0 == step.loss_scale for step in update if step.idle)
-                update = []
-        assert not update, "an epoch ends with an update"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -350,91 +313,6 @@ def test_statistics_add_up_subtract_and_merge(make, sizes):
     assert 0 <= merged.padding < 1
 
 
-# Places.
-
-
-@pytest.mark.parametrize(("ranks", "resumed"), [(1, 1), (2, 2), (1, 2), (3, 2), (2, 1)])
-def test_a_run_goes_on_from_every_step(make, sizes, ranks, resumed):
-    assert_resumes_exactly(
-        lambda world: make(world, **sizes), world_size=ranks, resume_world_size=resumed, indices_of=samples_of
-    )
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_remains_of_an_update_weighs_what_it_would_have(make, sizes, ranks):
-    def whole(world: Any) -> list[tuple[Any, ...]]:
-        return [(s.samples, s.weight, s.loss_scale, s.ends_update) for s in make(world, **sizes)]
-
-    expected = run_ranks(ranks, whole)
-    for stop in range(len(expected[0])):
-
-        def rest(world: Any, stop: int = stop) -> list[tuple[Any, ...]]:
-            first = make(world, **sizes)
-            for number, _ in enumerate(first, start=1):
-                if number == stop:
-                    break
-            again = make(world, **sizes)
-            if stop:
-                again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-            return [(s.samples, s.weight, s.loss_scale, s.ends_update) for s in again]
-
-        for found, steps in zip(run_ranks(ranks, rest), expected, strict=True):
-            assert found == steps[stop:], "to the last bit"
-
-
-@pytest.mark.parametrize(("ranks", "resumed"), [(1, 3), (3, 2)])
-def test_an_update_begun_on_other_ranks_is_finished_as_one(make, sizes, ranks, resumed):
-    """Its totals are those of the whole update, so that the gradients summed before and after the stop add up; a free-running
-    update takes the rows that it had left."""
-
-    def some(world: Any, stop: int | None, states: Any) -> Any:
-        loader = make(world, max_tokens=25, **sizes)
-        if states is not None:
-            loader.load_state_dict(states)
-        return [*islice(loader, stop)], json.loads(json.dumps(loader.state_dict()))
-
-    fixed, accumulation = "samples_per_update" in sizes, sizes.get("accumulation", 1)
-    for stop in (1, 2, 4):
-        first = run_ranks(ranks, lambda world, k=stop: some(world, k, None))
-        rest = run_ranks(resumed, lambda world, s=[state for _, state in first]: some(world, None, s))
-        before = list(zip(*(steps for steps, _ in first), strict=True))
-        after = list(zip(*(steps for steps, _ in rest), strict=True))
-        begun = stop - max((n for n, row in enumerate(before, start=1) if row[0].ends_update), default=0)
-        left = next(n for n, row in enumerate(after, start=1) if row[0].ends_update)
-        if not fixed:
-            assert left == accumulation - begun
-            continue
-        update = [step for row in before[len(before) - begun :] + after[:left] for step in row]
-        assert {step.samples.total for step in update} == {sum(step.samples.local for step in update)}
-        weight = sum(step.weight.local for step in update)
-        assert {step.weight.total for step in update} == {weight}
-        scales = [step.loss_scale * weight for row in after[:left] for step in row]
-        assert scales == pytest.approx([step.weight.local * resumed for row in after[:left] for step in row])
-
-
-def test_several_resumes_on_changing_ranks_lose_nothing(make, sizes):
-    """2 ranks, then 3, then 1, a few steps each, twice over within one epoch: each sample once."""
-    states: Any = None
-    emitted: list[int] = []
-    for ranks, steps in ((2, 1), (3, 1), (1, 2), (2, 2), (1, None)):
-
-        def some(world: Any, states: Any = states, steps: int | None = steps) -> tuple[list[int], Any]:
-            loader = make(world, max_tokens=25, **sizes)
-            if states is not None:
-                loader.load_state_dict(states)
-            used: list[int] = []
-            for number, step in enumerate(loader, start=1):
-                used += samples_of(step)
-                if number == steps:
-                    break
-            return used, json.loads(json.dumps(loader.state_dict()))
-
-        found = run_ranks(ranks, some)
-        emitted += [i for used, _ in found for i in used]
-        states = [state for _, state in found]
-    assert_conserves([emitted], range(37))
-
-
 def test_books_go_on_after_resuming_on_other_ranks(make, sizes):
     """Updates and samples done are facts: they are not counted again by the new number of ranks."""
 
@@ -496,37 +374,6 @@ def test_a_loaded_place_is_kept_by_its_epoch_and_forgotten_by_others(make, sizes
 
 # States that do not belong, or are not whole.
 
-FOREIGN: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-    "both": [
-        ({"samples_per_update": 7}, {"samples_per_update": 8}),
-        ({"samples_per_update": 7}, {"samples_per_update": linear_ramp(7, 7, num_updates=3)}),
-        ({"samples_per_update": lambda update, current: 7}, {"samples_per_update": lambda update, current: 6}),
-        ({"samples_per_update": 7}, {"accumulation": 7}),
-        ({"samples_per_update": 7}, {"samples_per_update": 7, "drop_last": True}),
-        ({"accumulation": 2}, {"accumulation": 3}),
-        ({"seed": 0}, {"seed": 1}),
-        ({"weigh": "tokens"}, {"weigh": "samples"}),
-        ({"weigh": lambda batch: 1.0}, {"weigh": lambda batch: 2.0}),
-        ({"max_tokens": 80}, {"max_tokens": 90}),
-        ({"lengths": LENGTHS}, {"lengths": LENGTHS[:-1]}),
-        ({"samples_per_update": 7, "shuffle": True}, {"samples_per_update": 7, "shuffle": False}),
-        (
-            {"samples_per_update": 7, "sampler": list(range(37)), "shuffle": False},
-            {"samples_per_update": 7, "sampler": list(range(36, -1, -1)), "shuffle": False},
-        ),
-        (
-            {"samples_per_update": 7, "sampler": list(range(37)), "shuffle": False},
-            {"samples_per_update": 7, "shuffle": False},
-        ),
-    ],
-    "planned": [
-        ({"lengths": LENGTHS}, {"lengths": [*LENGTHS[:-1], LENGTHS[-1] + 1]}),
-        ({"plan": {"window": 8}}, {"plan": {"window": 9}}),
-        ({"samples_per_update": 7}, {"samples_per_update": 7, "plan": {"oversize": "drop"}}),
-    ],
-    "online": [({"window": 8}, {"window": 9}), ({}, {"length_hint": LENGTHS}), ({}, {"uneven": "stop"})],
-}
-
 
 def facts_of(loader: StepLoader[Any]) -> Any:
     return copy.deepcopy((loader.state_dict(), loader.epoch, loader.cursor, loader.budget.fingerprint))
@@ -539,73 +386,9 @@ def refuses(loader: StepLoader[Any], state: Any, match: str | None = None) -> No
     assert facts_of(loader) == before, "a refused state changes nothing"
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-def test_states_of_other_settings_are_refused(kind):
-    make = LOADERS[kind]
-    for theirs, ours in FOREIGN["both"] + FOREIGN[kind]:
-        first, own = make(**theirs), make(**ours)
-        steps, own_steps = iter(first), iter(own)
-        next(steps), next(own_steps)
-        refuses(own, first.state_dict())
-        twin = make(**ours)
-        twin_steps = iter(twin)
-        next(twin_steps)
-        rest = [samples_of(step) for step in own_steps]
-        assert rest == [samples_of(step) for step in twin_steps], "the iteration under way goes on"
-        same = make(**theirs)
-        same.load_state_dict(first.state_dict())
-
-
 def test_states_of_the_other_loader_are_refused(sizes):
     refuses(planned(**sizes), online(**sizes).state_dict(), "'OnlineDataLoader', not of PlannedDataLoader")
     refuses(online(**sizes), planned(**sizes).state_dict(), "'PlannedDataLoader', not of OnlineDataLoader")
-
-
-def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    if isinstance(value, dict):
-        for key, element in value.items():
-            yield from places_in(element, (*path, key))
-    elif isinstance(value, list):
-        for number, element in enumerate(value[:3]):
-            yield from places_in(element, (*path, number))
-
-
-def state_after(loader: StepLoader[Any], steps: int) -> Any:
-    for _ in islice(loader, steps):
-        pass
-    return loader.state_dict()
-
-
-def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
-    if not path:
-        return value
-    found = copy.deepcopy(state)
-    inner = found
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return found
-
-
-MUTATIONS = [None, -1, 10**12, 2**70, 1.5, float("nan"), "x", [], {}, [[1]], True]
-
-
-def test_damaged_states_are_refused(make, sizes):
-    """Every part of a state, each way, and what is no state."""
-    loader = make(**sizes)
-    state = json.loads(json.dumps(state_after(make(**sizes), 4)))
-    rng = np.random.default_rng(0)
-    for path in [path for path in places_in(state) if path and path[0] != "learned"]:
-        for wrong in rng.choice(len(MUTATIONS), 2, replace=False):
-            broken = changed(state, path, MUTATIONS[wrong])
-            if broken != state:
-                refuses(loader, broken)
-    for nothing in (None, 3, "state", [], {}, [None], [{}], [state, {**state, "epoch": 1, "cursor": {}}]):
-        refuses(loader, nothing)
-    for key in state:
-        refuses(loader, {k: v for k, v in state.items() if k != key}, "missing|its seal differs")
-    loader.load_state_dict(state)
 
 
 class Counting:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import re
 import warnings
@@ -55,71 +54,6 @@ def test_updates_hold_the_samples_that_fixed_batches_would():
     expected = [sorted(order[k : k + 10].tolist()) for k in range(0, 53, 10)]
     assert [samples(update) for update in loader.updates()] == expected
     assert loader.num_updates_in(1) == len(expected) == 6
-
-
-@settings(max_examples=30)
-@given(size=st.integers(4, 30), ranks=st.integers(1, 4), workers=st.just(0), free=st.booleans())
-def test_every_sample_once_equal_steps_and_weights_that_add_up(size, ranks, workers, free):
-    def one(world):
-        loader = loader_of(
-            samples_per_update=None if free else size, world=world, weigh=lambda batch: float(sum(batch))
-        )
-        return list(loader.updates()), loader.num_updates_in(0)
-
-    on_ranks = run_ranks(ranks, one)
-    assert len({(tuple(len(u) for u in updates), count) for updates, count in on_ranks}) == 1
-    assert len(on_ranks[0][0]) == on_ranks[0][1]
-    assert sorted(i for updates, _ in on_ranks for update in updates for i in samples(update)) == list(range(53))
-    for number in range(on_ranks[0][1]):
-        steps = [step for updates, _ in on_ranks for step in updates[number]]
-        total = sum(sum(step.batch) for step in steps if not step.idle)
-        assert all(step.weight.total == total for step in steps)
-        assert sum(step.loss_scale for step in steps) == pytest.approx(ranks if total else 0)
-        assert all(step.samples.total == sum(s.samples.local for s in steps) for step in steps)
-        for step in steps:
-            assert len(step.batch) * max(LENGTHS[i] for i in step.batch) <= 80
-
-
-@pytest.mark.parametrize(
-    "settings", [{"samples_per_update": 7}, {"samples_per_update": linear_ramp(4, 9, num_updates=9)}, {}]
-)
-@pytest.mark.parametrize("resumed_ranks", [1, 2])
-def test_a_run_resumes_at_every_update(settings, resumed_ranks):
-    def remaining(loader, epochs=2):
-        found = []
-        for epoch in range(loader.epoch, epochs):
-            loader.set_epoch(epoch)
-            found += [samples(update) for update in loader.updates()]
-        return found
-
-    whole = remaining(loader_of(**settings))
-    for stop in range(len(whole) + 1):
-        first, used, state = loader_of(**settings), [], None
-        state = first.state_dict()
-        for epoch in range(2):
-            first.set_epoch(epoch)
-            for update in first.updates():
-                if len(used) == stop:
-                    break
-                used.append(samples(update))
-                state = json.loads(json.dumps(first.state_dict()))
-            if len(used) == stop:
-                break
-
-        def rest(world, state=state):
-            loader = loader_of(world=world, **settings)
-            loader.load_state_dict(state)
-            return remaining(loader)
-
-        on_ranks = run_ranks(resumed_ranks, rest)
-        if "samples_per_update" in settings:  # the same updates, on any number of ranks
-            together = [sorted(sum(parts, [])) for parts in zip(*on_ranks, strict=True)]
-            assert used + together == whole
-        elif resumed_ranks == 1:
-            assert used + on_ranks[0] == whole
-        else:
-            flat = [i for part in (used, *on_ranks) for update in part for i in update]
-            assert sorted(flat) == sorted([*range(53)] * 2)
 
 
 def test_schedules_end_an_epoch_by_samples_with_and_without_its_tail():
@@ -234,16 +168,6 @@ def test_ranks_idle_in_an_update_of_fewer_samples():
         assert sum(step.samples.local for step in steps) == sum(not step.idle for step in steps) <= 2
         assert sum(step.loss_scale for step in steps) == pytest.approx(3)
     assert sorted(i for updates in by_rank for update in updates for i in samples(update)) == list(range(53))
-
-
-def test_states_of_other_runs_are_refused():
-    state = loader_of(samples_per_update=10).state_dict()
-    with pytest.raises(StateError, match="seed: 0 then, 1 now"):
-        loader_of(samples_per_update=10, seed=1).load_state_dict(state)
-    with pytest.raises(StateError, match="this is no state of PlannedDataLoader"):
-        loader_of(samples_per_update=10).load_state_dict({"epoch": 1})
-    with pytest.raises(StateError, match="version 9"):
-        loader_of(samples_per_update=10).load_state_dict({**state, "version": 9})
 
 
 # What goes wrong is told.
