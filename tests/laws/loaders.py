@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
-from dynagroup.plan.work import Work
+from dynagroup.plan.cost import Work
 from dynagroup.update.loss_weight import Share
 from dynagroup.update.schedule import linear_ramp
 from dynagroup.update.step import Step
