@@ -20,7 +20,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.device import is_out_of_memory
 from dynagroup.memory import MemoryRegressor, Workload, measure, simulate
-from dynagroup.memory.trace.build import as_random_model
+from dynagroup.memory.trace.model import as_random_model
 from dynagroup.plan.report import format_table
 from regressor.families import FAMILIES, Sizes
 from regressor.measure_gpu import MODELS, DryDevice

@@ -104,7 +104,7 @@ class Run:
 
     def _switch(self) -> Callable[[Any], bool]:
         """What decides before each batch whether it is recomputed."""
-        from dynagroup.memory.trace.build import checkpoint_layers
+        from dynagroup.memory.trace.model import checkpoint_layers
         from dynagroup.oom import RecomputeWhereNeeded
 
         if self.method.recompute:

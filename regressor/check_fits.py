@@ -22,7 +22,7 @@ import torch
 import transformers as hf
 
 from dynagroup.memory import simulate, what_fits
-from dynagroup.memory.trace.build import as_run_model
+from dynagroup.memory.trace.model import as_run_model
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "fits.json"
 LENGTHS = (128, 1024, 8192, 32768)

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from dynagroup.memory.run import MONOMIALS
-from dynagroup.memory.trace.build import as_meta_model
+from dynagroup.memory.trace.model import as_meta_model
 from dynagroup.memory.trace.phases import trace_phases
 from dynagroup.memory.trace.program import prepare, static_bytes, trace
 from dynagroup.memory.workload import Workload

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.memory.learned.plausible import LIKE
-from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.protocols import PaddedTokens
+from dynagroup.memory.regressor import LIKE, MemoryRegressor
 from dynagroup.memory.run import Phases
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
@@ -57,7 +56,7 @@ class Judge:
     def _add_direct(self, group: Group, regressor: MemoryRegressor, about: dict[str, Any]) -> None:
         """Every two of the shapes whose whole model was simulated, the traced workload among the rivals."""
         traced = group.workload.replace(phases=Phases(tuple(map(tuple, group.phases))))
-        rivals = {"regressor, workload traced": MemoryRegressor(regressor.boosters, regressor.card, traced).relative,
+        rivals = {"regressor, workload traced": MemoryRegressor(regressor.trees, regressor.card, traced).relative,
                   **_rivals(group, regressor)}  # fmt: skip
         n, length, target = np.array(CHECK_SHAPES).T
         first, second = np.array(list(permutations(range(len(n)), 2))).T
@@ -87,7 +86,7 @@ class Judge:
 
 def _rivals(group: Group, regressor: MemoryRegressor) -> dict[str, Predict]:
     def told(workload: Workload, **card: Any) -> Predict:
-        return MemoryRegressor(regressor.boosters, {**regressor.card, **card}, workload).relative
+        return MemoryRegressor(regressor.trees, {**regressor.card, **card}, workload).relative
 
     known, mode = group.workload, Workload(mode=group.workload.mode)
     kind = Workload(**{name: getattr(known, name) for name in (*LIKE, "max_new_tokens", "fixed_tokens")})

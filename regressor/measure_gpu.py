@@ -31,7 +31,7 @@ import torch
 
 from dynagroup.device import CudaDevice, Device
 from dynagroup.memory import Measurement, Workload, measure, simulate
-from dynagroup.memory.trace.build import as_random_model
+from dynagroup.memory.trace.model import as_random_model
 from dynagroup.plan.report import environment, format_table
 from regressor.families import FAMILIES, Sizes
 

@@ -24,12 +24,10 @@ import numpy as np
 import xgboost
 
 from dynagroup.memory.closed_form import ClosedForm
-from dynagroup.memory.learned.features import features
-from dynagroup.memory.learned.fitting import TrainingRows, train_booster
-from dynagroup.memory.learned.fitting import pairs_of as measured_pairs
-from dynagroup.memory.learned.plausible import member
-from dynagroup.memory.learned.regressor import PRETRAINED, MemoryRegressor, describe
+from dynagroup.memory.features import TrainingRows, features, train_booster
+from dynagroup.memory.features import pairs_of as measured_pairs
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.regressor import PRETRAINED, MemoryRegressor, describe, member
 from regressor import report
 from regressor.calibrate import calibrate
 from regressor.judge import Judge
@@ -87,11 +85,11 @@ def train(
     pairs = [pairs_of(g, recipe.pairs) for g in groups]
     sharp = [sharp_rows(p, constants) for p in pairs]
     sharp += [measured_pairs(table, ClosedForm.of(table.workload, constants)) for table in measured]
-    boosters = {"sharp": train_booster(sharp, **dict(recipe.sharp))}
+    booster = train_booster(sharp, **dict(recipe.sharp))
     places = np.linspace(0, len(groups) - 1, min(recipe.plausible, len(groups))).astype(int)
     plausible = [member(groups[p].workload, groups[p].two_streams, groups[p].phases) for p in places]
     chosen = {"lift": recipe.lift, "quantile": recipe.quantile, "plausible": plausible}
-    return MemoryRegressor(boosters, {**describe(sharp, constants), **chosen})
+    return MemoryRegressor.of(booster, {**describe(sharp, constants), **chosen})
 
 
 def judge_fold(groups: list[Group], recipe: Recipe, fold: int, pairs: int, choices: int) -> Judge:
@@ -133,9 +131,7 @@ def main() -> None:
         regressor = train(groups, recipe, measured)
         print("constants:", regressor.card["constants"])
         arguments.artifact.parent.mkdir(parents=True, exist_ok=True)
-        MemoryRegressor(regressor.boosters, {**regressor.card, **json.loads(json.dumps(about))}).save(
-            arguments.artifact
-        )
+        MemoryRegressor(regressor.trees, {**regressor.card, **json.loads(json.dumps(about))}).save(arguments.artifact)
     if arguments.no_evaluation:
         return
     judge = Judge(arguments.pairs, arguments.choices)

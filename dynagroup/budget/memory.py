@@ -13,8 +13,8 @@ from dynagroup.budget.base import BoolArray, Budget, FloatArray
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.fits import largest_within, parsed_bytes
-from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.protocols import BytesMemoryModel, LargestTable, MemoryModel
+from dynagroup.memory.regressor import MemoryRegressor
 from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said

@@ -2,12 +2,11 @@
 
 from dynagroup.memory.closed_form import ClosedForm
 from dynagroup.memory.fits import Fits, what_fits
-from dynagroup.memory.learned.regressor import MemoryRegressor
 from dynagroup.memory.measurements import Measurement, Measurements
 from dynagroup.memory.profiled import ProfiledMemory
 from dynagroup.memory.protocols import BytesMemoryModel, MemoryModel, PaddedTokens
-from dynagroup.memory.trace.measure import measure
-from dynagroup.memory.trace.simulate import simulate
+from dynagroup.memory.regressor import MemoryRegressor
+from dynagroup.memory.trace.simulate import measure, simulate
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
 

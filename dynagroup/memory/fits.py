@@ -286,7 +286,7 @@ def usual_lengths(model_or_config: Any) -> list[int]:
     >>> usual_lengths(GPT2Config(n_positions=700))
     [128, 256, 512, 700]
     """
-    from dynagroup.memory.trace.build import as_config, is_model
+    from dynagroup.memory.trace.model import as_config, is_model
 
     config = model_or_config.config if is_model(model_or_config) else as_config(model_or_config)
     most = min(positions_of(config) or LENGTHS[-1], LENGTHS[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ __all__ = [
     "MONOMIALS",
     "Attention",
     "Dtype",
+    "FloatArray",
     "Layout",
     "Mode",
     "Phases",
@@ -27,6 +28,7 @@ __all__ = [
     "monomials",
 ]
 
+FloatArray: TypeAlias = NDArray[np.float64]
 Mode: TypeAlias = Literal["train", "forward", "generate"]
 Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -40,7 +42,7 @@ MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimensio
 MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
 
 
-def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> NDArray[np.float64]:
+def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:
     """The monomials of each shape: float64 (K, 12)."""
     n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
     one = np.ones_like(n)
@@ -76,49 +78,21 @@ class Phases:
             object.__setattr__(self, "aligned", Phases(**self.aligned))
 
 
-class Run(Protocol):
-    """What of a workload decides which program a model runs. See :class:`~dynagroup.memory.Workload` for each field."""
-
-    @property
-    def mode(self) -> Mode | None: ...
-    @property
-    def dtype(self) -> Dtype | None: ...
-    @property
-    def autocast(self) -> Dtype | None: ...
-    @property
-    def attention(self) -> Attention | None: ...
-    @property
-    def encoder_decoder(self) -> bool | None: ...
-    @property
-    def gradient_checkpointing(self) -> bool | None: ...
-    @property
-    def keeps_outputs(self) -> bool | None: ...
-    @property
-    def max_new_tokens(self) -> int | None: ...
-    @property
-    def optimizer_bytes(self) -> float | None: ...
-    @property
-    def ddp(self) -> bool | None: ...
-    @property
-    def sharding(self) -> Sharding | None: ...
-    @property
-    def num_ranks(self) -> int | None: ...
-    @property
-    def layout(self) -> Layout | None: ...
-
+# A :class:`~dynagroup.memory.Workload`, for files that it imports itself: what of it decides which program a model runs.
+Run: TypeAlias = Any
 
 MOST_PHASES = 4
 STARTS = 12
 
 
-def max_affine(columns: NDArray[np.float64], size: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+def max_affine(columns: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
     """Max-affine regression: phases (P, columns) with factors of at least 0 whose largest is close to ``size`` (K,), and how
     far off it is at most, as a share.
 
     Alternating minimisation from several starts: give every row to a phase, fit each phase to its rows by non-negative least
     squares of relative errors, give every row to its largest phase, and again. One phase more only if it helps by a fifth.
     """
-    best: tuple[float, int, NDArray[np.float64]] | None = None
+    best: tuple[float, int, FloatArray] | None = None
     rng = np.random.default_rng(0)
     orders = [columns[:, k] for k in range(1, columns.shape[1])] + [size]
     for count in range(1, MOST_PHASES + 1):
@@ -134,9 +108,7 @@ def max_affine(columns: NDArray[np.float64], size: NDArray[np.float64]) -> tuple
     return best[2], best[0]
 
 
-def _alternate(
-    columns: NDArray[np.float64], size: NDArray[np.float64], owner: NDArray[np.int64], count: int
-) -> tuple[NDArray[np.float64], float]:
+def _alternate(columns: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int) -> tuple[FloatArray, float]:
     nnls = needed("scipy.optimize", "fitting a profile").nnls
     scale = columns.max(axis=0)
     scale[scale == 0] = 1.0

@@ -15,8 +15,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.closed_form import ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, Layout, Mode
-from dynagroup.memory.words import Told, assumed
-from dynagroup.memory.workload import Workload
+from dynagroup.memory.workload import Told, Workload, assumed
 from dynagroup.shapes import TOKENS, BatchShape, said
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class TracedMemory:
         Raises:
             ConfigError: an argument is wrong, peft is missing, or the model can neither be traced nor simulated.
         """
-        from dynagroup.memory.trace.build import as_meta_model, as_run_model
+        from dynagroup.memory.trace.model import as_meta_model, as_run_model
         from dynagroup.memory.trace.program import prepare, static_bytes
 
         model = as_run_model(model_or_config, dtype=Workload(dtype=known.get("dtype")).dtype,

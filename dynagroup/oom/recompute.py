@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dynagroup.budget.recompute import RecomputeBudget
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
-from dynagroup.memory.trace.build import checkpoint_layers
+from dynagroup.memory.trace.model import checkpoint_layers
 from dynagroup.oom.fields import shape_of
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.plan.plan import BatchPlan

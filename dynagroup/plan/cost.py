@@ -69,7 +69,7 @@ class Work:
         Raises:
             ConfigError: the config does not state its sizes.
         """
-        from dynagroup.memory.trace.describe import architecture
+        from dynagroup.memory.trace.model import architecture
 
         sizes = architecture(getattr(model_or_config, "config", model_or_config))
         wanted = ("hidden_size", "num_layers", "num_heads", "head_size")

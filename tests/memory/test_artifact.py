@@ -15,7 +15,7 @@ from regressor.train import Recipe, train
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "regressor" / "data" / "simulated.parquet"
-SHIPPED = ROOT / "dynagroup" / "memory" / "learned" / "artifacts" / "pretrained.ubj"
+SHIPPED = ROOT / "dynagroup" / "memory" / "artifacts" / "pretrained.ubj"
 
 
 def test_the_artifact_was_trained_on_the_committed_data_and_judged_with_its_recipe():

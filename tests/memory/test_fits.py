@@ -15,7 +15,7 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory import PaddedTokens, TracedMemory, Workload, simulate, what_fits
 from dynagroup.memory.fits import parsed_bytes
-from dynagroup.memory.trace.build import as_run_model
+from dynagroup.memory.trace.model import as_run_model
 from dynagroup.memory.trace.program import kept_bytes
 from dynagroup.memory.traced import optimizer_bytes
 from dynagroup.plan.sampler import LengthAwareBatchSampler

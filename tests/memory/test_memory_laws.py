@@ -1,8 +1,6 @@
 """Laws of the memory models: monotone predictions, tables that agree with budgets, damaged artifacts refused."""
 
-import hashlib
 import json
-import struct
 import subprocess
 import sys
 
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import ClosedForm, Measurement, Measurements, MemoryRegressor, ProfiledMemory, Workload
-from dynagroup.memory.learned.features import FEATURES, MONOTONE
+from dynagroup.memory.features import FEATURES, MONOTONE
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
 
@@ -76,7 +74,7 @@ def test_a_budget_asks_the_regressor_once_for_all_batches():
             return super().relative(shape, baseline)
 
     shipped = MemoryRegressor.pretrained()
-    budget = MemoryBudget(8, longest=512, model=Counting(shipped.boosters, shipped.card))
+    budget = MemoryBudget(8, longest=512, model=Counting(shipped.trees, shipped.card))
     budget.fits(BatchShape.of([1, 9], 100))
     asked = Counting.calls
     for length in range(1, 512):
@@ -178,26 +176,16 @@ def fitted(tmp_path_factory):
     return regressor, path, truth
 
 
-def test_a_plan_made_before_saving_is_the_plan_made_after_loading(fitted):
+def test_a_regressor_learns_a_workload_of_your_own_and_says_the_same_after_loading(fitted):
     regressor, path, truth = fitted
-    assert MemoryRegressor.load(path).fingerprint == regressor.fingerprint
-    other = MemoryRegressor.fit(Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN), rounds=60)
-    assert other.fingerprint != regressor.fingerprint
-
-
-def test_a_regressor_learns_a_workload_of_your_own(fitted):
-    regressor, _, truth = fitted
     shape, baseline = BatchShape.of([8, 4, 2], [512, 1024, 128]), BatchShape.of(8, 1024)
     true = np.array([truth(8, 512), truth(4, 1024), truth(2, 128)]) / truth(8, 1024)
     assert regressor.relative(shape, baseline) == pytest.approx(true, abs=0.1)
-
-
-def test_saved_and_loaded_say_the_same(fitted):
-    regressor, path, _ = fitted
-    shape, baseline = BatchShape.of([8, 4, 2], [512, 1024, 128]), BatchShape.of(8, 1024)
     again = MemoryRegressor.load(path)
     assert (again.relative(shape, baseline) == regressor.relative(shape, baseline)).all()
-    assert again.workload == KNOWN
+    assert (again.workload, again.fingerprint) == (KNOWN, regressor.fingerprint)
+    other = MemoryRegressor.fit(Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN), rounds=60)
+    assert other.fingerprint != regressor.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -211,10 +199,6 @@ def test_saved_and_loaded_say_the_same(fitted):
         (lambda p: edit(p, format=99), "has format 99"),
         (lambda p: digit(p), "is not as it was saved"),
         (lambda p: p.unlink(), "is missing"),
-        (lambda p: forge(p, lambda raw: raw[:-1]), "holds no trees of a regressor: it ends too early"),
-        (lambda p: forge(p, lambda raw: raw + b"}"), "1 bytes follow the model"),
-        (lambda p: forge(p, lambda raw: raw.replace(b"gbtree", b"gblist", 9)), "its booster is 'gblist', not 'gbtree'"),
-        (lambda p: forge(p, point_beyond), "its nodes are not each the child of one other"),
     ],
 )
 def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
@@ -236,48 +220,6 @@ def digit(path):
     """A constant of the card is another number."""
     card = path.with_suffix(".json")
     card.write_text(json.dumps({**json.loads(card.read_text()), "constants": {"keep_hidden": 0.1}}))
-
-
-def forge(path, change):
-    """Damage the trees, and make the card say that they are what was saved."""
-    path.write_bytes(change(path.read_bytes()))
-    edit(path, hashes={"sharp": hashlib.sha256(path.read_bytes()).hexdigest()})
-
-
-def point_beyond(raw):
-    place = raw.index(b"left_children[$l#") + len(b"left_children[$l#L") + 8
-    return raw[:place] + struct.pack(">i", 10**6) + raw[place + 4 :]
-
-
-def test_no_damage_to_a_file_of_trees_ends_the_process(fitted):
-    """XGBoost reads in a process of its own here, so that a crash of it would be seen."""
-    code = """
-import random, sys
-import numpy as np, xgboost
-from dynagroup.memory.learned.features import FEATURES
-from dynagroup.memory.learned.trees import NotTrees, check_trees
-raw, rng, passed = open(sys.argv[1], "rb").read(), random.Random(0), 0
-check_trees(raw, len(FEATURES))
-head = raw[: raw.index(b"trees[")]
-for _ in range(400):
-    damaged = bytearray(raw)
-    place = rng.randrange(len(damaged) if rng.random() < 0.5 else len(head) + 900)
-    damaged[place : place + rng.randrange(3)] = rng.randbytes(rng.randrange(1, 4))
-    try:
-        check_trees(bytes(damaged), len(FEATURES))
-    except NotTrees:
-        continue
-    passed += 1
-    booster = xgboost.Booster()
-    try:
-        booster.load_model(damaged)
-        booster.inplace_predict(np.zeros((2, len(FEATURES)), np.float32))
-    except xgboost.core.XGBoostError:
-        pass
-assert passed
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(fitted[1])], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_xgboost_is_needed_for_trees_alone(fitted):

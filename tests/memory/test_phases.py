@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError
 from dynagroup.memory import ClosedForm, MemoryRegressor, TracedMemory, Workload, simulate
-from dynagroup.memory.learned.plausible import Plausible, member
+from dynagroup.memory.regressor import Plausible, member
 from dynagroup.memory.run import Phases
 from dynagroup.memory.trace import phases
 from dynagroup.shapes import BatchShape

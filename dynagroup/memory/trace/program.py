@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from dynagroup.memory.run import ELEMENT_BYTES, Run
-from dynagroup.memory.trace.build import checkpoint_layers, make_inputs, stacks
-from dynagroup.memory.trace.kernels import CudaKernels
-from dynagroup.memory.trace.tracer import BLOCK, LiveBytes
+from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
+from dynagroup.memory.trace.model import checkpoint_layers, make_inputs, stacks
 from dynagroup.shapes import TARGET, TOKENS
 
 __all__ = ["MakeInputs", "as_gathered", "kept_bytes", "prepare", "static_bytes", "trace"]

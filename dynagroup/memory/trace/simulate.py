@@ -1,19 +1,22 @@
-"""Peak memory without a device: the model runs on tensors that have shapes but no data."""
+"""Peak memory of a batch: simulated, on tensors that have shapes but no data, or measured on a device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from dynagroup.device import CudaDevice, Device, is_out_of_memory
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurement, Measurements
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS
 
 if TYPE_CHECKING:
+    import torch
+
     from dynagroup.memory.trace.program import MakeInputs
 
-__all__ = ["Shape", "checked_shapes", "checked_workload", "simulate"]
+__all__ = ["Shape", "measure", "simulate"]
 
 Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
 ABSURD = 2**40  # elements of one batch: beyond every device
@@ -44,12 +47,12 @@ def simulate(
     """
     import torch
 
-    from dynagroup.memory.trace.build import as_config, as_meta_model, is_model
+    from dynagroup.memory.trace.model import as_config, as_meta_model, is_model
     from dynagroup.memory.trace.program import as_gathered, prepare, static_bytes, trace
 
-    wanted = checked_shapes(shapes)
+    wanted = _checked_shapes(shapes)
     model_or_config = model_or_config if is_model(model_or_config) else as_config(model_or_config)
-    workload = checked_workload(model_or_config, workload)
+    workload = _checked_workload(model_or_config, workload)
     rows = []
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
         model = prepare(as_meta_model(model_or_config, workload), workload)
@@ -62,7 +65,7 @@ def simulate(
     return Measurements(tuple(rows), workload, "simulated", _about())
 
 
-def checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
+def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
     """The shapes with named streams, or a ConfigError about the first that cannot be."""
     checked = []
     for number, shape in enumerate(shapes):
@@ -84,7 +87,7 @@ def checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
     return checked
 
 
-def checked_workload(model_or_config: Any, workload: Workload | None) -> Workload:
+def _checked_workload(model_or_config: Any, workload: Workload | None) -> Workload:
     """The workload with unknown fields read from the model, or a ConfigError where the two differ."""
     if workload is None:
         return Workload.from_model(model_or_config, trace=False)
@@ -134,3 +137,123 @@ def _about() -> dict[str, str]:
     except ImportError:
         return about
     return {**about, "transformers": str(transformers.__version__)}
+
+
+def measure(
+    model: torch.nn.Module,
+    workload: Workload | None,
+    shapes: Iterable[Shape],
+    *,
+    inputs: MakeInputs | None = None,
+    device: Device | None = None,
+) -> Measurements:
+    """Peak memory of each shape on a real device: what :func:`simulate` predicts, measured.
+
+    The model is moved to the device. Training is measured as a step inside an accumulation, gradients present; no optimizer
+    is run, and its state is added to ``static_bytes`` by size. Generation runs ``model.generate`` for exactly
+    ``max_new_tokens`` tokens. Every shape is run twice and the second counts. A shape that runs out of memory is a row
+    without a size, and longer runs go on.
+
+    Args:
+        device: counters of another allocator; default: CUDA's.
+
+    Raises:
+        ConfigError: there is no CUDA device, or the workload contradicts the model.
+    """
+    wanted = _checked_shapes(shapes)
+    workload = _checked_workload(model, workload)
+    counters = device or CudaDevice()
+    model = _prepared(model, workload, counters.device)
+    counters.reset()
+    resident, extra = counters.allocated(), _optimizer_bytes(model, workload)
+    rows = [_row(model, workload, n, longest, inputs, counters, resident, extra) for n, longest in wanted]
+    about = counters.about() if isinstance(counters, CudaDevice) else {}
+    return Measurements(tuple(rows), workload, "measured", about)
+
+
+def _prepared(model: Any, workload: Workload, device: torch.device) -> torch.nn.Module:
+    import torch
+
+    from dynagroup.memory.trace.model import checkpoint_layers
+
+    model = model.to(device)
+    model.train(workload.mode == "train")
+    if workload.mode == "train":
+        if workload.gradient_checkpointing:
+            checkpoint_layers(model)
+        for p in model.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+    return model
+
+
+def _optimizer_bytes(model: torch.nn.Module, workload: Workload) -> int:
+    if workload.mode != "train":
+        return 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    per_parameter = workload.optimizer_bytes if workload.optimizer_bytes is not None else 8.0
+    ddp = sum(p.numel() * p.element_size() for p in trained) if workload.ddp else 0
+    return int(per_parameter * sum(p.numel() for p in trained)) + ddp
+
+
+def _row(
+    model: torch.nn.Module,
+    workload: Workload,
+    num_samples: int,
+    longest: Mapping[str, int],
+    inputs: MakeInputs | None,
+    counters: Device,
+    resident: int,
+    extra: int,
+) -> Measurement:
+    failed = False
+    for _ in range(2):  # the first run pays for workspaces and caches of kernels
+        counters.reset()
+        try:
+            _run(model, workload, num_samples, longest, inputs, counters.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        if failed:  # outside the except block: its traceback kept the batch's tensors alive
+            counters.reset()
+            return Measurement(num_samples, longest, resident + extra, None, oom=True)
+    allocated, reserved = counters.peaks()
+    return Measurement(num_samples, longest, resident + extra, max(0, allocated - resident), False, reserved)
+
+
+def _run(
+    model: Any,
+    workload: Workload,
+    num_samples: int,
+    longest: Mapping[str, int],
+    inputs: MakeInputs | None,
+    device: torch.device,
+) -> None:
+    import torch
+
+    from dynagroup.memory.trace.model import make_inputs
+
+    training = workload.mode == "train"
+    if inputs is None:
+        batch = make_inputs(model, num_samples, longest, with_labels=training, device=str(device))
+    else:
+        with device:
+            batch = inputs(model, num_samples, longest)
+    if "attention_mask" in batch and num_samples > 1:
+        batch["attention_mask"][0, 0] = 0  # padding, as real batches have
+    lower = getattr(torch, workload.autocast) if workload.autocast else None
+    with torch.autocast(device.type, dtype=lower, enabled=lower is not None):
+        if workload.mode == "generate":
+            for name in ("decoder_input_ids", "labels"):
+                batch.pop(name, None)
+            count = workload.max_new_tokens or 1
+            with torch.no_grad():
+                model.generate(**batch, max_new_tokens=count, min_new_tokens=count, do_sample=True)
+            return
+        if not training:
+            with torch.no_grad():
+                _held = model(**batch)
+            return
+        outputs = model(**batch)
+    outputs["loss"].backward()

@@ -4,37 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
+from dynagroup.memory.closed_form import CONSTANTS, ClosedForm, columns
 from dynagroup.memory.extras import needed
-from dynagroup.memory.learned.features import CANDIDATE, FEATURES, Features, features, is_sharp
-from dynagroup.memory.learned.fitting import MIN_ROWS, pairs_of, train_booster
-from dynagroup.memory.learned.plausible import Plausible
-from dynagroup.memory.learned.trees import NotTrees, check_trees
+from dynagroup.memory.features import (
+    CANDIDATE,
+    FEATURES,
+    MIN_ROWS,
+    Features,
+    FloatArray,
+    TrainingRows,
+    features,
+    is_sharp,
+    pairs_of,
+    train_booster,
+)
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
 from dynagroup.memory.run import MONOMIALS, Layout, Phases
-from dynagroup.memory.words import assumed
-from dynagroup.memory.workload import Workload
+from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
 
 if TYPE_CHECKING:
     import xgboost
 
-__all__ = ["MemoryRegressor"]
+__all__ = ["LIKE", "PRETRAINED", "MemoryRegressor", "Plausible", "describe", "member"]
 
-FloatArray = NDArray[np.float64]
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 FORMAT = 2
 MOST_LIFT = 5.0  # of a log ratio: no limit
@@ -55,8 +61,8 @@ class MemoryRegressor:
     True
     """
 
-    boosters: Mapping[str, xgboost.Booster] = field(repr=False)
-    """"sharp": the trees for a known workload."""
+    trees: bytes = field(repr=False)
+    """XGBoost's UBJSON, read where trees are asked."""
     card: Mapping[str, Any] = field(repr=False)
     """What the artifact was trained on: features, ranges, constants, metrics, versions, data hash."""
     workload: Workload = Workload()
@@ -79,8 +85,8 @@ class MemoryRegressor:
         """
         path = Path(path)
         card = _read_card(path.with_suffix(".json"))
-        raw = {name: _read_trees(file, card["hashes"][name]) for name, file in _files(path, card["hashes"]).items()}
-        return cls(_Kept(raw), card, workload or Workload.from_mapping(card.get("workload", {})))
+        trees = _read_trees(path, card["hashes"]["sharp"])
+        return cls(trees, card, workload or Workload.from_mapping(card.get("workload", {})))
 
     @classmethod
     def fit(
@@ -104,8 +110,8 @@ class MemoryRegressor:
             ConfigError: too few rows.
         """
         tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
-        if not tables or any(len(t.complete) < MIN_ROWS for t in tables):
-            least = min((len(t.complete) for t in tables), default=0)
+        least = min((len(t.complete) for t in tables), default=0)
+        if least < MIN_ROWS:
             raise ConfigError(
                 f"fit needs at least {MIN_ROWS} measurements of each workload that did not run out of memory, but got {least}; "
                 "simulate or measure more shapes"
@@ -114,38 +120,34 @@ class MemoryRegressor:
         parts = [pairs_of(table, form) for table, form in zip(tables, forms, strict=True)]
         few = {"least_weight": 1.0, "regularisation": 1.0}  # hundreds of rows, not hundreds of thousands
         booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed, **few)
-        own: dict[str, Any] = {"workload": json.loads(tables[0].workload.to_json())}
-        if tables[0].workload.phases is None:
+        workload = tables[0].workload
+        own: dict[str, Any] = {"workload": json.loads(workload.to_json())}
+        if workload.phases is None:
             own["form"] = forms[0].phases.sum(axis=1).tolist()
         else:
             own |= {"corrects": "trace", "lift": [0.0, MOST_LIFT]}
-        boosters = {"sharp": booster}
-        card = {**describe(parts, CONSTANTS), **own, "hashes": _hashes(_raw(boosters))}
-        return cls(boosters, card, tables[0].workload)
+        return cls.of(booster, {**describe(parts, CONSTANTS), **own}, workload)
+
+    @classmethod
+    def of(cls, booster: xgboost.Booster, card: Mapping[str, Any], workload: Workload | None = None) -> MemoryRegressor:
+        """A regressor of these trees; the card is told their hash."""
+        trees = bytes(booster.save_raw("ubj"))
+        return cls(trees, {**card, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}, workload or Workload())
 
     def save(self, path: str | Path) -> None:
         """Write XGBoost's UBJSON (``path``) and a JSON card beside it."""
         path = Path(path)
         if path.suffix != ".ubj":
             raise ConfigError(f"`path` must end in .ubj, XGBoost's own format, but is {str(path)!r}")
-        raw = _raw(self.boosters)
-        hashes = _hashes(raw)
-        for name, file in _files(path, hashes).items():
-            file.write_bytes(raw[name])
-        card = json.loads(json.dumps({**self.card, "hashes": hashes}))
+        path.write_bytes(self.trees)
+        card = json.loads(json.dumps(dict(self.card)))
         card["seal"] = seal_of(card)
         path.with_suffix(".json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
+        how = "known by its sizes" if self.sharp else "not known in full, so taken for a hungry one"
         known = assumed(self.workload)
-        how = (
-            "traced"
-            if self._traced
-            else "known by its sizes"
-            if self.sharp
-            else "not known in full, so taken for a hungry one"
-        )
-        return f"a regressor of a model that is {how}{f' ({known})' if known else ''}"
+        return f"a regressor of a model that is {'traced' if self._traced else how}{f' ({known})' if known else ''}"
 
     @property
     def sharp(self) -> bool:
@@ -182,12 +184,12 @@ class MemoryRegressor:
             return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
         found = features(shape, baseline, self.workload, self._form)
         lowest, highest = self.card.get("lift", (-np.inf, np.inf))
-        trees = np.zeros(len(shape))
+        lifted = np.zeros(len(shape))
         if highest > 0:  # clipping a rising function leaves it rising
             values = found.values.astype(np.float32)
-            raw = self.boosters["sharp"].inplace_predict(values, predict_type="margin", base_margin=trees)
-            trees = np.clip(raw, lowest, highest)
-        return self._clamped(np.exp(found.margin + trees), found)
+            raw = _booster(self.trees).inplace_predict(values, predict_type="margin", base_margin=lifted)
+            lifted = np.clip(raw, lowest, highest)
+        return self._clamped(np.exp(found.margin + lifted), found)
 
     def _plausible(self, two_streams: bool) -> Plausible:
         """Traced models that this one may be like."""
@@ -206,17 +208,16 @@ class MemoryRegressor:
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
         """At least the closed form for a strange workload or first batch, and padded tokens for a batch beyond the range."""
         lowest, highest = (np.array(self.card["ranges"][k], dtype=np.float64) for k in ("lowest", "highest"))
-        values = found.values
-        count = len(CANDIDATE)
+        values, count = found.values, len(CANDIDATE)
         with np.errstate(invalid="ignore"):
-            above = (values[:, :count] > highest[:count] + 1e-6).any(axis=1)
-            strange = ((values < lowest - 1e-6) | (values > highest + 1e-6))[:, count:].any(axis=1)
+            above = values > highest + 1e-6
+            outside = above | (values < lowest - 1e-6)
+        beyond, strange = above[:, :count].any(axis=1), outside[:, count:].any(axis=1)
         if strange.any():
-            outside = (values < lowest - 1e-6) | (values > highest + 1e-6)
             self._warn(FEATURES[count + int(outside[:, count:].any(axis=0).argmax())])
         padded = values[:, CANDIDATE.index("padded_tokens")]
-        floored = np.where(strange | above, np.maximum(predicted, np.exp(found.margin)), predicted)
-        return np.where(above, np.maximum(floored, np.exp(padded)), floored)
+        floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
+        return np.where(beyond, np.maximum(floored, np.exp(padded)), floored)
 
     def _warn(self, feature: str) -> None:
         if self.__dict__.setdefault("_warned", False):
@@ -229,18 +230,72 @@ class MemoryRegressor:
         )
 
 
+# Fields that make memory another function of the batch. Those further behind give way first where too few models agree.
+LIKE = ("mode", "gradient_checkpointing", "attention", "encoder_decoder", "causal", "lm_head", "score_bias", "autocast", "dtype",
+        "dropout")  # fmt: skip
+# Sizes: the nearest models count.
+NEAR = ("max_new_tokens", "vocabulary_size", "hidden_size", "num_layers", "num_kv_heads", "intermediate_size")
+FEWEST = 24
+
+
+def member(workload: Workload, two_streams: bool, phases: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """One traced model, as the card of a regressor holds it: phases without their zeros."""
+    known = {name: getattr(workload, name) for name in (*LIKE, *NEAR, "fixed_tokens")}
+    rows = [{name: round(float(v), 1) for name, v in zip(MONOMIALS, row, strict=True) if v} for row in phases]
+    return {"workload": known, "two_streams": two_streams, "phases": rows}
+
+
+class Plausible:
+    """What each of several traced models would need for a batch.
+
+    Args:
+        workload: those members count that agree with what is known of it. Lengths are taken to count everything that is
+            read, unless its ``fixed_tokens`` say otherwise.
+        members: from :func:`member`.
+        two_streams: whether batches have a target with lengths of its own.
+    """
+
+    def __init__(self, workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> None:
+        chosen = _like(workload, members, two_streams)
+        rows = [[[row.get(name, 0.0) for name in MONOMIALS] for row in m["phases"]] for m in chosen]
+        self._phases = np.array([row for phases in rows for row in phases])
+        self._starts = np.cumsum([0, *(len(phases) for phases in rows[:-1])])
+
+    def batch_bytes(self, shape: BatchShape) -> FloatArray:
+        """Bytes that grow with the batch, of each of K batches in each of M models: float64 (K, M)."""
+        return np.maximum(np.maximum.reduceat(columns(shape) @ self._phases.T, self._starts, axis=1), 1.0)
+
+
+def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> list[Mapping[str, Any]]:
+    found = [m for m in members if m["two_streams"] == two_streams]
+    apart = bool(workload.fixed_tokens)
+    found = [m for m in found if bool(m["workload"]["fixed_tokens"]) == apart] or list(members)
+    for name in LIKE:
+        value = getattr(workload, name)
+        agreeing = [m for m in found if m["workload"][name] == value]
+        if value is not None and len(agreeing) >= (1 if name == "mode" else FEWEST):
+            found = agreeing
+    sizes = {name: getattr(workload, name) for name in NEAR if getattr(workload, name)}
+    if sizes and len(found) > FEWEST:
+        found = sorted(found, key=lambda m: _distance(sizes, m["workload"]))[: max(FEWEST, len(found) // 3)]
+    return found
+
+
+def _distance(sizes: Mapping[str, int], known: Mapping[str, Any]) -> float:
+    return sum(abs(math.log(value / max(known[name] or 1, 1))) for name, value in sizes.items())
+
+
 def _own_form(table: Measurements) -> ClosedForm:
     """What was traced, or the closed form that these rows themselves say: better than one from sizes alone."""
     if table.workload.phases is not None:
         return ClosedForm.of(table.workload)
     profile = ProfiledMemory.fit(table)
     rows = np.zeros((len(profile.phases), len(MONOMIALS)))
-    for column, name in enumerate(profile.monomials):
-        rows[:, MONOMIALS.index(name)] = [phase[column] for phase in profile.phases]
+    rows[:, [MONOMIALS.index(name) for name in profile.monomials]] = profile.phases
     return ClosedForm.traced(Phases(tuple(map(tuple, rows.tolist()))))
 
 
-def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, Any]:
+def describe(parts: Sequence[TrainingRows], constants: Mapping[str, float]) -> dict[str, Any]:
     """The card of a regressor trained on these rows."""
     xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.features.values for p in parts])
@@ -251,7 +306,7 @@ def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, 
     return {
         "format": FORMAT,
         "features": list(FEATURES),
-        "ranges": {"lowest": _finite(lowest, -np.inf), "highest": _finite(highest, np.inf)},
+        "ranges": {"lowest": _finite(lowest, -1e30), "highest": _finite(highest, 1e30)},
         "constants": dict(constants),
         "rows": len(values),
         "data_hash": digest,
@@ -260,48 +315,16 @@ def describe(parts: Sequence[Any], constants: Mapping[str, float]) -> dict[str, 
 
 
 def _finite(values: FloatArray, missing: float) -> list[float]:
-    big = np.sign(missing) * 1e30
-    return [round(float(v), 9) if np.isfinite(v) else float(big) for v in values]  # the last bits differ between CPUs
+    return [round(float(v), 9) if np.isfinite(v) else missing for v in values]  # the last bits differ between CPUs
 
 
-class _Kept(Mapping[str, "xgboost.Booster"]):
-    """Boosters as the bytes that were read, until one is asked for."""
-
-    def __init__(self, raw: Mapping[str, bytes]) -> None:
-        self.raw = dict(raw)
-        self._made: dict[str, xgboost.Booster] = {}
-
-    def __getitem__(self, name: str) -> xgboost.Booster:
-        if name not in self._made:
-            xgboost = needed("xgboost", "the trees of a regressor")
-            booster = xgboost.Booster()
-            booster.load_model(bytearray(self.raw[name]))
-            booster.set_param({"nthread": 1})
-            self._made[name] = booster
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.raw)
-
-    def __len__(self) -> int:
-        return len(self.raw)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"raw": self.raw, "_made": {}}
-
-
-def _raw(boosters: Mapping[str, xgboost.Booster]) -> dict[str, bytes]:
-    if isinstance(boosters, _Kept):
-        return boosters.raw
-    return {name: bytes(booster.save_raw("ubj")) for name, booster in boosters.items()}
-
-
-def _hashes(raw: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: hashlib.sha256(data).hexdigest() for name, data in raw.items()}
-
-
-def _files(path: Path, names: Mapping[str, Any]) -> dict[str, Path]:
-    return {name: path if name == "sharp" else path.with_suffix(f".{name}.ubj") for name in names}
+@lru_cache(maxsize=4)
+def _booster(trees: bytes) -> xgboost.Booster:
+    xgboost = needed("xgboost", "the trees of a regressor")
+    booster = xgboost.Booster()
+    booster.load_model(bytearray(trees))
+    booster.set_param({"nthread": 1})
+    return booster
 
 
 @lru_cache(maxsize=1)
@@ -316,10 +339,9 @@ def _read_card(path: Path) -> dict[str, Any]:
         raise StateError(f"{path} is missing: a saved regressor is an .ubj file and a .json card beside it") from None
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path} is not JSON ({error}); save the regressor again") from error
-    if not isinstance(card, dict) or card.get("format") != FORMAT:
-        raise StateError(
-            f"{path} has format {card.get('format') if isinstance(card, dict) else None!r}, expected {FORMAT}"
-        )
+    form = card.get("format") if isinstance(card, dict) else None
+    if form != FORMAT:
+        raise StateError(f"{path} has format {form!r}, expected {FORMAT}")
     if card.get("features") != list(FEATURES):
         found = card.get("features")
         named = set(map(str, found)) if isinstance(found, list) else set()
@@ -344,8 +366,4 @@ def _read_trees(path: Path, expected: str) -> bytes:
         raise StateError(
             f"{path} has hash {digest[:12]}, but its card says {expected[:12]}; the two do not belong together"
         )
-    try:
-        check_trees(raw, len(FEATURES))
-    except NotTrees as error:
-        raise StateError(f"{path} holds no trees of a regressor: {error}; save the regressor again") from None
     return raw

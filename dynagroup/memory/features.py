@@ -1,18 +1,35 @@
-"""The one feature function of the regressor: training and prediction both call it."""
+"""The one feature function of the regressor, which training and prediction both call; its training rows and its trees."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.memory.closed_form import COMPONENTS, ClosedForm
+from dynagroup.memory.extras import needed
+from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import ELEMENT_BYTES
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape, target_tokens
 
-__all__ = ["FEATURES", "MONOTONE", "Features", "features", "is_sharp"]
+if TYPE_CHECKING:
+    import xgboost
+
+__all__ = [
+    "FEATURES",
+    "MIN_ROWS",
+    "MONOTONE",
+    "Features",
+    "TrainingRows",
+    "features",
+    "is_sharp",
+    "pairs_of",
+    "train_booster",
+]
 
 FloatArray = NDArray[np.float64]
 
@@ -75,7 +92,7 @@ def _logs(shape: BatchShape) -> tuple[FloatArray, FloatArray, FloatArray]:
 
 
 def _workload_values(w: Workload) -> FloatArray:
-    def flag(value: bool | None) -> float:
+    def number(value: float | None) -> float:
         return np.nan if value is None else float(value)
 
     def log(value: float | None) -> float:
@@ -84,20 +101,74 @@ def _workload_values(w: Workload) -> FloatArray:
     def share(part: int | None, whole: int | None) -> float:
         return np.nan if part is None or not whole else part / whole
 
-    known_kind = w.attention is not None
+    def known(value: Any, answer: float) -> float:
+        return np.nan if value is None else float(answer)
+
     found = {
-        "generates": np.nan if w.mode is None else float(w.mode == "generate"),
-        "trains": np.nan if w.mode is None else float(w.mode == "train"),
+        "generates": known(w.mode, w.mode == "generate"), "trains": known(w.mode, w.mode == "train"),
         "layers": log(w.num_layers), "encoder_layers": log(w.num_encoder_layers), "hidden": log(w.hidden_size),
         "heads": log(w.num_heads), "kv_share": share(w.num_kv_heads, w.num_heads),
         "ffn_share": share(w.intermediate_size, w.hidden_size),
-        "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": flag(w.gated_mlp),
-        "experts": log(w.experts_per_token), "dropout": flag(w.dropout), "lm_head": flag(w.lm_head),
-        "causal": flag(w.causal), "score_bias": flag(w.score_bias), "fixed_tokens": log(w.fixed_tokens), "parameters": log(w.num_parameters),  # noqa: E501
-        "trainable_share": np.nan if w.trainable_share is None else w.trainable_share,
-        "parameter_bytes": np.nan if w.dtype is None else float(ELEMENT_BYTES[w.dtype]),
-        "autocast": np.nan if w.dtype is None else float(w.autocast is not None),
-        "eager": float(w.attention == "eager") if known_kind else np.nan,
-        "checkpointing": flag(w.gradient_checkpointing), "new_tokens": log(w.max_new_tokens),
+        "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": number(w.gated_mlp),
+        "experts": log(w.experts_per_token), "dropout": number(w.dropout), "lm_head": number(w.lm_head),
+        "causal": number(w.causal), "score_bias": number(w.score_bias), "fixed_tokens": log(w.fixed_tokens),
+        "parameters": log(w.num_parameters), "trainable_share": number(w.trainable_share),
+        "parameter_bytes": known(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
+        "autocast": known(w.dtype, w.autocast is not None), "eager": known(w.attention, w.attention == "eager"),
+        "checkpointing": number(w.gradient_checkpointing), "new_tokens": log(w.max_new_tokens),
     }  # fmt: skip
     return np.array([found[name] for name in WORKLOAD])
+
+
+MIN_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRows:
+    """K rows: features, and the log of the true ratio."""
+
+    features: Features
+    log_ratio: FloatArray
+
+
+def pairs_of(measurements: Measurements, form: ClosedForm) -> TrainingRows:
+    """Every complete row against every other one as its baseline."""
+    shapes, size = measurements.shapes(), measurements.batch_bytes()
+    first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
+    candidate, baseline = (
+        BatchShape.of(shapes.num_samples[rows], {k: v[rows] for k, v in shapes.longest.items()})
+        for rows in (second, first)
+    )
+    ratio = np.log(np.maximum(size[second], 1.0)) - np.log(np.maximum(size[first], 1.0))
+    return TrainingRows(features(candidate, baseline, measurements.workload, form), ratio)
+
+
+def train_booster(
+    parts: Sequence[TrainingRows],
+    *,
+    rounds: int,
+    max_depth: int,
+    seed: int = 0,
+    quantile: float | None = None,
+    learning_rate: float = 0.05,
+    regularisation: float = 20.0,
+    least_weight: float = 30.0,
+) -> xgboost.Booster:
+    """Trees for what the closed form misses: they start from its log ratio, and rise with every candidate feature.
+
+    ``quantile``: bound instead of predict; the share of rows that should lie below the prediction.
+    """
+    xgboost = needed("xgboost", "fitting a regressor")
+    values = np.concatenate([p.features.values for p in parts]).astype(np.float32)
+    margin = np.concatenate([p.features.margin for p in parts])
+    target = np.concatenate([p.log_ratio for p in parts])
+    weight = np.exp(-0.5 * (target / 0.5) ** 2) + 0.05  # decisions are made near ratio 1
+    data = xgboost.QuantileDMatrix(values, label=target, base_margin=margin, weight=weight, max_bin=128, nthread=1)
+    settings: dict[str, Any] = {
+        "tree_method": "hist", "max_depth": max_depth, "eta": learning_rate, "lambda": regularisation, "seed": seed,
+        "min_child_weight": least_weight, "subsample": 0.7, "colsample_bytree": 0.7, "max_bin": 128, "nthread": 1, "base_score": 0.0,  # noqa: E501
+        "monotone_constraints": MONOTONE, "objective": "reg:squarederror",
+    }  # fmt: skip
+    if quantile is not None:
+        settings |= {"objective": "reg:quantileerror", "quantile_alpha": quantile}
+    return xgboost.train(settings, data, num_boost_round=rounds)

@@ -1,1 +1,0 @@
-"""What XGBoost has learned about memory."""
