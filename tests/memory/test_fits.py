@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from transformers import OlmoeConfig
+from transformers import LlamaForCausalLM, OlmoeConfig
 
 from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.memory import MemoryBudget
@@ -23,9 +23,9 @@ from dynagroup.shapes import BatchShape
 from tests import models
 
 POSITIONS = 40_000
-LLAMA = models.llama(vocab=4000, width=256, layers=7, heads=8, num_key_value_heads=2, max_position_embeddings=POSITIONS)
-GPT2 = models.gpt2(vocab=1000, width=128, layers=6, heads=4, inner=512, dropout=0.1, n_positions=POSITIONS)
-BERT = models.bert(vocab=900, width=128, layers=6, heads=4, dropout=0.1, max_position_embeddings=POSITIONS)
+LLAMA = models.llama(vocab=4000, width=256, layers=5, heads=8, num_key_value_heads=2, max_position_embeddings=POSITIONS)
+GPT2 = models.gpt2(vocab=1000, width=128, layers=5, heads=4, inner=512, dropout=0.1, n_positions=POSITIONS)
+BERT = models.bert(vocab=900, width=128, layers=3, heads=4, dropout=0.1, max_position_embeddings=POSITIONS)
 T5 = models.t5(vocab=900, width=64, layers=3, heads=4, d_kv=16, dropout=0.1)
 BART = models.bart(vocab=900, width=64, layers=3, heads=4, max_position_embeddings=POSITIONS)
 OLMOE = models.config(OlmoeConfig, vocab=900, width=64, layers=3, heads=4, inner=64, num_experts=8, num_experts_per_tok=2,
@@ -33,25 +33,27 @@ OLMOE = models.config(OlmoeConfig, vocab=900, width=64, layers=3, heads=4, inner
 ROOM = 0.9 * 8e9
 
 
+def named(value):
+    return "-".join(value) if isinstance(value, dict) else type(value).__name__
+
+
 @pytest.mark.parametrize(
     ("config", "how"),
     [
-        (LLAMA, {"dtype": torch.bfloat16}),
         (LLAMA, {"dtype": "bf16", "lora": 8, "gradient_checkpointing": True}),
         (LLAMA, {"dtype": "bf16", "layout": "packed", "attention": "flash"}),
-        (LLAMA, {"dtype": "bf16", "pad_to_multiple_of": 16}),
+        (LLAMA, {"dtype": torch.bfloat16, "pad_to_multiple_of": 16}),
         (GPT2, {"mode": "generate", "max_new_tokens": 100}),
         (BERT, {"mode": "forward", "autocast": "bf16"}),
         (T5, {"gradient_checkpointing": True}),
-        (OLMOE, {"dtype": "bf16", "lora": 8, "gradient_checkpointing": True}),
+        (OLMOE, {"dtype": "bf16", "lora": 8}),
         (BART, {"mode": "generate", "lora": 8, "max_new_tokens": 50}),
-        (BART, {"lora": 8, "dtype": "bf16"}),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else type(value).__name__,
+    ids=named,
 )
 def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(config, how):
     multiple = how.get("pad_to_multiple_of", 1)
-    lengths = [128, 2048, 32768] if multiple == 16 else [127, 2047, 32767]  # most lengths are no multiple of 16
+    lengths = [128, 32768] if multiple == 16 else [127, 32767]  # most lengths are no multiple of 16
     found = what_fits(config, 8 * 10**9, lengths=lengths, **how)
     model = as_run_model(
         config, dtype=found.memory.workload.dtype, attention=how.get("attention"), lora=how.get("lora")
@@ -61,61 +63,41 @@ def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(config, how):
         fits, does_not = (row.peak_bytes for row in simulate(model, found.memory.workload, shapes))
         assert count == 0 or fits <= 1.02 * ROOM, (length, count, fits / ROOM)
         assert does_not > ROOM, (length, count, does_not / ROOM)
-    budget = MemoryBudget.from_model(config, "8GB", **how)
+    budget = MemoryBudget.from_bytes(8 * 10**9, model=found.memory, pad_to_multiple_of=multiple)
     if how.get("layout") != "packed":
         assert tuple(budget.largest(np.array(lengths)).tolist()) == found.samples
     some = np.maximum(found.samples, 1)
     assert budget.fits(BatchShape.of(some, lengths)).tolist() == [count > 0 for count in found.samples]
 
 
-def test_the_token_budget_is_safe_and_the_largest_that_is():
-    found = what_fits(LLAMA, "1GB", lengths=[64, 1024], dtype="bf16")
-    lengths = np.arange(1, 1025)
-
-    def exceeds(tokens):
-        counts = tokens // lengths
-        held = counts > 0
-        size = found.memory.static_bytes + found.memory.batch_bytes(BatchShape.of(counts[held], lengths[held]))
-        return bool((size > 0.9 * 1e9).any())
-
-    assert not exceeds(found.max_tokens)
-    assert exceeds(found.max_tokens + 1)
-
-
 @pytest.mark.parametrize(
     ("config", "how"),
     [
         (GPT2, {"mode": "generate", "max_new_tokens": 200}),
-        (BART, {"mode": "generate", "max_new_tokens": 50}),
         (LLAMA, {"mode": "generate", "max_new_tokens": 37, "pad_to_multiple_of": 16}),
-        (LLAMA, {"dtype": "bf16", "pad_to_multiple_of": 16}),
+        (LLAMA, {"dtype": "bf16"}),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else type(value).__name__,
+    ids=named,
 )
-def test_the_token_budget_allows_what_the_traced_budget_allows(config, how):
+def test_the_token_budget_is_safe_and_the_largest_that_is(config, how):
     """Of prompts it counts what is generated, too: one-token prompts, which bring caches of all new tokens, decide no more."""
     found = what_fits(config, "4GB", lengths=[64, 1024], **how)
-    traced, multiple = MemoryBudget.from_model(config, "4GB", **how), how.get("pad_to_multiple_of", 1)
+    multiple, new = how.get("pad_to_multiple_of", 1), how.get("max_new_tokens", 0)
+    traced = MemoryBudget.from_bytes(4 * 10**9, model=found.memory, pad_to_multiple_of=multiple)
     lengths = np.arange(1, 1025)
 
     def safe(tokens):
-        budget = TokenBudget(tokens, pad_to_multiple_of=multiple)
-        counts = np.maximum(budget.largest(lengths + how.get("max_new_tokens", 0)), 1)
-        return bool(traced.fits(BatchShape.of(counts, lengths)).all())
+        counts = TokenBudget(tokens, pad_to_multiple_of=multiple).largest(lengths + new)
+        return bool(traced.fits(BatchShape.of(np.maximum(counts, 1), lengths)).all())
 
     assert safe(found.max_tokens)
     assert not safe(found.max_tokens + multiple)
     assert found.max_tokens > 0.5 * min(total for _, _, total, _ in found.rows())
     assert f"TokenBudget({found.max_tokens}" in str(found)
-
-
-def test_what_is_said_of_prompts_names_what_is_generated():
-    found = what_fits(GPT2, "4GB", lengths=[100, 1000], mode="generate", max_new_tokens=200)
     (_, few, total, _), _ = found.rows()
-    assert total == few * 300
-    assert "of lengths + 200 (prompts with what is generated) that is safe for prompts of up to 1000: TokenB" in str(
-        found
-    )
+    assert total == few * (64 + new)
+    told = f"of lengths + {new} (prompts with what is generated) that is safe for prompts of up to 1024: TokenB"
+    assert (told in str(found)) == (new > 0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +114,7 @@ def test_what_is_said_of_prompts_names_what_is_generated():
             ["flash attention, packed, LoRA of rank 8, checkpointing, lion of 4 bytes", "logits let go", " tokens"],
         ),
         (
-            lambda: MemoryBudget.from_model(GPT2, "8GB", mode="generate", max_new_tokens=64, dtype="fp16"),
+            lambda: MemoryBudget.from_model(BART, "8GB", mode="generate", max_new_tokens=64, dtype="fp16"),
             ["generate, float16, sdpa attention, 64 new tokens", "samples by tokens of the longest"],
         ),
         (
@@ -148,27 +130,21 @@ def test_a_budget_says_what_it_took_for_granted(budget, said):
     assert [part for part in said if part not in str(made)] == []
     assert "\n" not in repr(made)
     assert len(repr(made)) < 80
-
-
-def test_the_batches_that_a_budget_names_are_the_largest_that_fit():
-    budget = MemoryBudget.from_model(LLAMA, "8GB", dtype="bf16")
-    named = re.findall(r"([\d,]+) of ([\d,]+)", str(budget).splitlines()[-1])
-    counts, lengths = (np.array([int(n.replace(",", "")) for n in part]) for part in zip(*named, strict=True))
-    assert lengths[-1] == POSITIONS
-    assert budget.largest(lengths).tolist() == counts.tolist()
+    shown = re.findall(r"([\d,]+) of ([\d,]+)", str(made).splitlines()[-1])
+    if shown and "not known" not in str(made):  # the batches that it names are the largest that fit
+        counts, lengths = (np.array([int(n.replace(",", "")) for n in part]) for part in zip(*shown, strict=True))
+        assert made.largest(lengths).tolist() == counts.tolist()
 
 
 def test_packed_batches_are_held_against_the_sum_of_their_tokens():
-    budget = MemoryBudget.from_model(LLAMA, "1GB", layout="packed", attention="flash", dtype="bf16")
-    assert budget.layout == "packed"
-    assert budget.largest(np.array([8])) is None
-    most = what_fits(LLAMA, "1GB", layout="packed", attention="flash", dtype="bf16").max_tokens
+    found = what_fits(LLAMA, "1GB", layout="packed", attention="flash", dtype="bf16")
+    budget = MemoryBudget.from_bytes(10**9, model=found.memory)
+    assert (budget.layout, budget.largest(np.array([8]))) == ("packed", None)
+    most = found.max_tokens
     shape = BatchShape.of([1, 1, 90, 90], [1, 1, most, most], [most, most + 1, most, most + 1])
     assert budget.fits(shape).tolist() == [True, False, True, False]
-    line, square = (
-        TracedMemory.of(LLAMA, layout="packed", attention=a).batch_bytes(BatchShape.of(1, [8192, 16384]))
-        for a in ("flash", "sdpa")
-    )
+    squared = TracedMemory.of(LLAMA, layout="packed", attention="sdpa")
+    line, square = (memory.batch_bytes(BatchShape.of(1, [8192, 16384])) for memory in (found.memory, squared))
     assert line[1] / line[0] == pytest.approx(2, rel=0.02)
     assert square[1] / square[0] > 3
 
@@ -184,11 +160,10 @@ def test_static_memory_is_divided_over_ranks():
     whole = static[None, 1]
     part = whole / 4  # parameters, gradients, and two states of as many bytes
     buffers = static[None, 1] - 4 * part
+    bucket = part  # of all gradients
     assert static["ddp", 8] == pytest.approx(whole + part, rel=0.01)
-    assert static["zero1", 8] == pytest.approx(
-        2 * part + 2 * part / 8 + part, rel=0.01
-    )  # and a bucket of all gradients
-    assert static["zero2", 8] == pytest.approx(part + 3 * part / 8 + part, rel=0.01)
+    assert static["zero1", 8] == pytest.approx(2 * part + 2 * part / 8 + bucket, rel=0.01)
+    assert static["zero2", 8] == pytest.approx(part + 3 * part / 8 + bucket, rel=0.01)
     assert 4 * part / 8 + buffers < static["zero3", 8] == static["fsdp", 8] < whole
     assert static["fsdp", 1] == whole
 
@@ -235,10 +210,10 @@ def test_optimizers_by_name_or_bytes(name, dtype, expected):
 
 
 def test_adapters_train_alone():
-    whole, adapted = (TracedMemory.of(LLAMA, dtype="bf16", lora=lora) for lora in (None, 4))
-    assert adapted.static_bytes < 0.4 * whole.static_bytes
+    whole, adapted = (TracedMemory.of(BART, dtype="bf16", lora=lora) for lora in (None, 2))
+    assert adapted.static_bytes < 0.5 * whole.static_bytes
     assert adapted.workload.optimizer_bytes == 8.0  # they are kept in float32
-    assert 0 < (adapted.workload.trainable_share or 0) < 0.05
+    assert 0 < (adapted.workload.trainable_share or 0) < 0.1
 
 
 def test_code_that_is_printed_makes_the_same_decisions():
@@ -247,15 +222,16 @@ def test_code_that_is_printed_makes_the_same_decisions():
     again = eval(found.code, {"MemoryBudget": MemoryBudget, "model": LLAMA})
     assert tuple(again.largest(np.array(found.lengths)).tolist()) == found.samples
     assert found.code in str(found)
-    assert f"{found.max_tokens}" in str(found)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory": "lots"}, "`memory` must be a size such as 80GB"),
+        ({"memory": "lots"}, "`memory` must be a size such as 80GB or 24GiB"),
         ({"memory": 0}, "`memory` must be a size"),
-        ({"headroom": 1.5}, "at most 1.0, but is 1.5"),
+        ({"memory": 80.0}, "`memory` must be a size"),
+        ({"memory": "24"}, "write 24GB"),
+        ({"headroom": 1.5}, "at most 1(.0)?, but is 1.5"),
         ({"optimizer": "best"}, "`optimizer` must be one of adamw"),
         ({"sharding": "fsdp"}, "say how many: num_ranks=8"),
         ({"sharding": "zero9", "num_ranks": 2}, "`sharding` must be one of 'ddp'"),
@@ -263,10 +239,7 @@ def test_code_that_is_printed_makes_the_same_decisions():
         ({"dtype": "int3"}, "`dtype` must be one of"),
         ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' is for training"),
         ({"model": T5, "layout": "packed"}, "`layout` 'packed' is for models of one stack"),
-        (
-            {"model": BERT, "mode": "generate"},
-            "`mode` 'generate' is for models that decode, but BertConfig is of an enc",
-        ),
+        ({"model": BERT, "mode": "generate"}, "'generate' is for models that decode, but BertConfig is of an encoder"),
         ({"colour": 1}, "Workload has no field 'colour'"),
     ],
 )
@@ -278,18 +251,23 @@ def test_what_cannot_be_is_said(arguments, message):
             ask(model, **arguments)
 
 
+def test_sizes_as_people_write_them():
+    assert parsed_bytes("24GiB") == parsed_bytes("25769803776") == 24 * 2**30
+
+
 def test_a_device_that_the_model_alone_fills():
-    assert not any(what_fits(LLAMA, "100MB").samples)
-    with pytest.raises(BudgetError, match="static memory .* alone exceeds 90% of limit_bytes=100,000,000"):
-        MemoryBudget.from_model(LLAMA, "100MB")
+    found = what_fits(BERT, "5MB")
+    assert not any(found.samples)
+    with pytest.raises(BudgetError, match="static memory .* alone exceeds 90% of limit_bytes=5,000,000"):
+        MemoryBudget.from_bytes(5 * 10**6, model=found.memory)
 
 
 def test_a_model_is_traced_under_no_grad_too():
     with torch.no_grad():
-        under = Workload.from_model(GPT2, "train")
+        under = Workload.from_model(BART, "forward")
     with torch.inference_mode():
-        inside = Workload.from_model(GPT2, "train")
-    assert under == inside == Workload.from_model(GPT2, "train")
+        inside = Workload.from_model(BART, "forward")
+    assert under == inside == Workload.from_model(BART, "forward")
     assert under.phases is not None
 
 
@@ -311,22 +289,8 @@ def test_a_decoder_does_not_take_a_second_padded_stream_for_nothing():
     assert max(map(len, capped.plan.batches)) <= 10
 
 
-def test_a_size_without_a_unit_is_not_taken_for_bytes():
-    with pytest.raises(ConfigError, match="write 24GB"):
-        parsed_bytes("24")
-
-
-@pytest.mark.parametrize("memory", [24, 80.0, 99_999])
-def test_a_number_that_is_no_number_of_bytes_is_told_so(memory):
-    with pytest.raises(ConfigError, match="`memory` .*GB"):
-        parsed_bytes(memory)
-
-
 def test_a_quantised_models_dtype_is_that_of_what_it_computes_with():
-    model = models.llama(vocab=100, width=32, layers=1, heads=2)
-    from transformers import LlamaForCausalLM
-
-    quantised = LlamaForCausalLM(model).to(torch.bfloat16)
+    quantised = LlamaForCausalLM(models.llama(vocab=100, width=32, layers=1, heads=2)).to(torch.bfloat16)
     table = quantised.get_input_embeddings()
     table.weight = torch.nn.Parameter(torch.zeros(100, 16, dtype=torch.uint8), requires_grad=False)
     assert next(quantised.parameters()).dtype == torch.uint8
