@@ -30,8 +30,6 @@ SHOWN_BY = {
 LONELY: set[str] = {
     *(
         "integrations/callbacks.py",
-        "memory/learned/fitting.py",
-        "memory/learned/plausible.py",
         "online/feeds/batches.py",
     ),
     *("online/takeover.py", "oom/trim.py", "oom/vote.py", "plan/reach.py", "plan/saving.py", "update/clock.py"),

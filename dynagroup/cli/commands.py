@@ -121,7 +121,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def _comparison(args: argparse.Namespace) -> Comparison:
     from dynagroup.budget.tokens import TokenBudget
-    from dynagroup.memory.trace.build import as_config
+    from dynagroup.memory.trace.model import as_config
     from dynagroup.plan.compare import compare
     from dynagroup.plan.cost import Work
 
@@ -253,7 +253,7 @@ def _curve(found: Fits) -> Figure:
 
 def profile(args: argparse.Namespace) -> None:
     from dynagroup.memory import simulate, what_fits
-    from dynagroup.memory.trace.build import as_config
+    from dynagroup.memory.trace.model import as_config
 
     _check_picture(args)
     config, rows = as_config(args.model), None
@@ -278,7 +278,7 @@ def _measured(args: argparse.Namespace, config: Any) -> tuple[Fits, Any]:
     from dynagroup.device import CudaDevice
     from dynagroup.memory import Fits, ProfiledMemory, Workload, measure
     from dynagroup.memory.fits import new_tokens_of, parsed_bytes, usual_lengths
-    from dynagroup.memory.trace.build import as_random_model
+    from dynagroup.memory.trace.model import as_random_model
 
     device, limit = CudaDevice(), parsed_bytes(args.gpu_memory)  # refuses before a model is built
     lengths, workload = usual_lengths(config), Workload.from_model(config, args.mode, **_workload(args))
