@@ -127,10 +127,13 @@ class _Describer:
             if is_dataclass(value):
                 held = {field.name: getattr(value, field.name) for field in fields(value)}
                 return f"{self._class(type(value))}({self._named_parts(held)})"
-            make, arguments, state, *rest = (*value.__reduce_ex__(2), None)[:5]
+            reduced = value.__reduce_ex__(2)
         except Exception:  # noqa: BLE001 - whatever its class raises, it cannot be seen
             self.unseen.add(_named(type(value)))
             return f"{_named(type(value))}, which cannot be compared"
+        if isinstance(reduced, str):  # the name under which its module holds it
+            return f"{_named(type(value))}.{reduced}"
+        make, arguments, state, *rest = (*reduced, None)[:5]
         if isinstance(state, dict):  # without what it merely keeps from computing it again
             state = {
                 k: v

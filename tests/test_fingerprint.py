@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import subprocess
@@ -48,6 +49,13 @@ def own_budget(constant, kind="code"):
     return Quadratic()
 
 
+class Slotted:
+    __slots__ = ("limit",)
+
+    def __init__(self, limit):
+        self.limit = limit
+
+
 LARGE = np.arange(5000)
 OTHER = np.where(LARGE == 2500, 0, LARGE)
 holder = Holder(3)
@@ -72,6 +80,11 @@ DIFFERENT = {
     "name": (friendly_size, multiple_of(8)),
     "budget": (TokenBudget(8), TokenBudget(9)),
     "set": ({1, 2}, {1, 3}),
+    "what is held by name": (torch.float32, torch.float64),
+    "arguments of a pickle": (torch.device("cpu"), torch.device("meta")),
+    "items of a mapping": (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
+    "class attribute": (type("Own", (), {"k": 1})(), type("Own", (), {"k": 2})()),
+    "slots": (Slotted(1), Slotted(2)),
 }
 
 
