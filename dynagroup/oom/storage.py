@@ -173,14 +173,9 @@ class Journal:
     def _whole_records(self, file: Any, path: Path, size: int) -> tuple[dict[int, tuple[Path, int]], int]:
         records: dict[int, tuple[Path, int]] = {}
         end = file.tell()
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            length, checksum, index = _HEAD.unpack(head)
-            if end + len(head) + length > size or not 0 <= index < self._num_samples:
-                break
-            if _checksum(index, file.read(length)) != checksum:
-                break
-            records.setdefault(index, (path, end))
-            end += len(head) + length
+        while (record := _record(file, size)) is not None and 0 <= record[0] < self._num_samples:
+            records.setdefault(record[0], (path, end))
+            end = file.tell()
         return records, end
 
     def _is_ours(self, header: bytes, path: Path) -> bool:
@@ -199,12 +194,20 @@ class Journal:
 
     def _read(self, file: Any, at: int, index: int) -> Any:
         file.seek(at)
-        length, checksum, found = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size, b"\0"))
-        data = file.read(length)
-        if found != index or _checksum(index, data) != checksum:
+        record = _record(file, os.fstat(file.fileno()).st_size)
+        if record is None or record[0] != index:
             path = Path(file.name)
             raise StateError(f"the result of sample {index} in {path} is damaged; {_way_out(path)}")
-        return self._kind.unpack(data)
+        return self._kind.unpack(record[1])
+
+
+def _record(file: Any, size: int) -> tuple[int, bytes] | None:
+    """Index and result of the record that begins here, in a file of so many bytes; None if it is not whole."""
+    head = file.read(_HEAD.size)
+    length, checksum, index = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
+    data = file.read(min(length, size))
+    whole = len(head) == _HEAD.size and len(data) == length and _checksum(index, data) == checksum
+    return (index, data) if whole else None
 
 
 class Output:
