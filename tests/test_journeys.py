@@ -1,6 +1,7 @@
 """How many files of the package one journey passes: what a reader has to open to follow it.
 
-Goals: 14 for a sampler's first batch, 20 for a planned loader's first step, 22 for an online one's. The numbers below only go down.
+Goals: 14 for a sampler's first batch, 20 for a planned loader's first step, 22 for an online one's. The numbers below
+only go down.
 """
 
 from __future__ import annotations
