@@ -13,10 +13,9 @@ import numpy as np
 
 from benchmarks.loader import BUDGET, CV_ONE, LENGTHS
 from dynagroup import TokenBudget
-from dynagroup.online.align import Offer, agree, hand_out, level
 from dynagroup.online.config import OnlineConfig
-from dynagroup.online.exchange import WIDTH
-from dynagroup.online.requests import Rank, exact_plans, exact_window
+from dynagroup.online.plans import Rank, exact_plans, exact_window
+from dynagroup.online.protocol import WIDTH, Offer, agree, hand_out, level
 from dynagroup.plan.padded import cut
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.shapes import TOKENS
@@ -50,7 +49,7 @@ class Job:
         target = (self.depth + 1) * self.window + round(self.low_water * self.per_batch)
         grants, self.start = hand_out(loads, self.start, len(self.lengths), window=self.window, target=target)
         for rank, grant in enumerate(grants):
-            self.pending[rank] += grant.ranges
+            self.pending[rank] += grant
 
     def run(self) -> Job:
         self.grant([0] * self.ranks)
@@ -106,10 +105,11 @@ def learned(ranks: int, samples: int) -> dict[str, Any]:
     """An epoch planned from known lengths: rows of the exact plan against all its batches."""
     tokens = np.load(LENGTHS / f"{CV_ONE}.npz")["tokens"]
     lengths = {"tokens": np.random.default_rng(ranks).choice(tokens, ranks * samples)}
-    window = exact_window(lengths, TokenBudget(BUDGET), ranks, OnlineConfig(shuffle=True))
+    config = OnlineConfig(shuffle=True)
+    window = exact_window(lengths, TokenBudget(BUDGET), ranks, config)
     counts = []
     for rank in sorted({0, ranks // 2, ranks - 1}):
-        plans = exact_plans(lengths, TokenBudget(BUDGET), Rank(rank, ranks, 0, 0), window=window, shuffle=True)
+        plans = exact_plans(lengths, Rank(rank, ranks, 0, TokenBudget(BUDGET), config), window=window)
         counts.append(sum(len(p.groups or ()) for p in plans))
     total = sum(
         len(cut_rows({TOKENS: lengths[TOKENS][s : s + window]}, TokenBudget(BUDGET), ranks))

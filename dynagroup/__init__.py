@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from dynagroup.budget.tokens import TokenBudget
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.lengths import measure_lengths
+    from dynagroup.online.collator import RefinementCollator
     from dynagroup.online.loader import OnlineDataLoader
-    from dynagroup.online.refine import RefinementCollator
     from dynagroup.oom import (
         OomSafeBackward,
         classify_dataset,
@@ -54,7 +54,7 @@ _HOME = {
     "OnlineDataLoader": "online.loader",
     "OomSafeBackward": "oom",
     "PlannedDataLoader": "update.planned",
-    "RefinementCollator": "online.refine",
+    "RefinementCollator": "online.collator",
     "ShapeLadder": "plan.static_shapes",
     "Share": "update.loss_weight",
     "StateError": "errors",

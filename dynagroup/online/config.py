@@ -1,16 +1,18 @@
-"""What an online loader is told, checked once."""
+"""What an online loader is told, checked once; or read from an existing ``DataLoader``."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
-from dynagroup.online.align import Uneven
+from dynagroup.online.protocol import Uneven
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.padded import OBJECTIVES, Objective
 from dynagroup.shapes import TOKENS
@@ -19,7 +21,7 @@ from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
 from dynagroup.validation import check_choice, check_flag, check_int
 
-__all__ = ["OnlineConfig", "as_hint", "check_budget", "check_sources", "worker_kwargs"]
+__all__ = ["OnlineConfig", "as_hint", "check_budget", "check_sources", "taken_over", "worker_kwargs"]
 
 WINDOW_BYTES = 1 << 28
 OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "dataset")
@@ -102,7 +104,7 @@ def check_budget(budget: Budget) -> None:
 
 def check_sources(
     *,
-    streams: bool,
+    iterable: bool,
     per_update: bool,
     shuffle: bool,
     sampler: Iterable[int] | None,
@@ -117,12 +119,12 @@ def check_sources(
     given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * shuffle
     if len(given) > 1:
         raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
-    if streams and given:
+    if iterable and given:
         raise ConfigError(f"`{given[0]}` needs a map-style dataset; an iterable one brings its own order")
-    if per_update and (streams or batch_sampler is not None):
+    if per_update and (iterable or batch_sampler is not None):
         raise ConfigError(
             "`samples_per_update` needs a map-style dataset and no `batch_sampler`: an update's samples are drawn "
-            "from one order over all ranks; for a stream set `accumulation`"
+            "from one order over all ranks; of an iterable dataset set `accumulation`"
         )
     for name, source in sources.items():
         if isinstance(source, Iterator):
@@ -159,3 +161,40 @@ def as_hint(hint: Any, num_samples: int) -> np.ndarray:
         wide = array.astype(np.float64)  # 2**40 is beyond float16
         array = wide * (2**40 / (float(np.abs(wide).max(initial=1.0)) or 1.0))
     return array.astype(np.int64)
+
+
+CARRIED = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def taken_over(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Arguments of an OnlineDataLoader that does what this loader did. The loader is not changed."""
+    taken: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    defaults = {"pin_memory_device": "", "in_order": True, "timeout": 0, "persistent_workers": False}
+    for name in CARRIED:
+        value = getattr(loader, name, None)
+        if value is not None and value != defaults.get(name, value if name in ("num_workers", "pin_memory") else None):
+            taken[name] = value
+    for name in ("num_workers", "pin_memory"):
+        taken[name] = getattr(loader, name)
+    if isinstance(loader.dataset, IterableDataset):
+        return taken
+    if loader.drop_last:
+        warnings.warn("drop_last=True is not taken over: every sample is used once an epoch", stacklevel=3)
+    sampler = loader.sampler
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return {**taken, "batch_sampler": loader.batch_sampler}
+    if isinstance(sampler, SequentialSampler):
+        return taken
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        return {**taken, "shuffle": True}
+    return {**taken, "sampler": sampler}

@@ -1,4 +1,4 @@
-"""Worker side of the online half: the user's dataset, read a window at a time."""
+"""Worker side: datasets that are read a window at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
-from dynagroup.online.records import WindowRequest, WindowSamples, shorten
+from dynagroup.online.messages import Request, WindowSamples, shorten
 
-__all__ = ["IndexedDataset", "StreamDataset", "sample_bytes", "is_stream", "opening_of", "set_epoch"]
+__all__ = ["IndexedDataset", "IterableWindows", "is_stream", "opening_of", "sample_bytes", "set_epoch"]
 
 OPENING = 16
-"""Samples by which shares of a stream are compared; fewer than a quarter of them different say nothing."""
-
+"""Samples by which ranks' and workers' shares are compared; fewer than a quarter of them different say nothing."""
 FETCHED_AT_ONCE = 64
 """Samples that are read before their bytes are counted for the first time."""
 
@@ -135,18 +134,19 @@ class IndexedDataset(_Forwarding):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, request: WindowRequest | list[int]) -> WindowSamples:
-        if not isinstance(request, WindowRequest):
-            return WindowSamples(WindowRequest(0, request, (len(request),)), self._fetch(request))
+    def __getitems__(self, request: Request | list[int]) -> WindowSamples:
+        if not isinstance(request, Request):
+            asked = Request(np.arange(len(request)), (len(request),), number=0, indices=request)
+            return WindowSamples(asked, _fetch(self.dataset, request))
         if self._epoch != request.epoch:
             self._epoch = request.epoch
             set_epoch(self.dataset, request.epoch)
         if request.max_bytes is None:
-            return WindowSamples(request, self._fetch(request.indices) if len(request) else [])
+            return WindowSamples(request, _fetch(self.dataset, request.indices) if len(request) else [])
         samples = self._fetch_bounded(request, request.max_bytes)
-        return WindowSamples(request.first(len(samples)), samples)
+        return WindowSamples(request.part(0, len(samples)), samples)
 
-    def _fetch_bounded(self, request: WindowRequest, max_bytes: int) -> list[Any]:
+    def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Any]:
         """As many samples as hold about ``max_bytes``: whole planned batches, at least one.
 
         The first samples say how large they are, the next read goes as far as the rest may be expected to fit. So a window
@@ -157,39 +157,40 @@ class IndexedDataset(_Forwarding):
         size, wanted = 0, FETCHED_AT_ONCE
         while len(samples) < len(request) and (not samples or size < max_bytes):
             stop = int(ends[min(np.searchsorted(ends, min(wanted, len(request))), len(ends) - 1)])
-            fetched = self._fetch(request.indices[len(samples) : stop])
+            fetched = _fetch(self.dataset, request.indices[len(samples) : stop])
             samples += fetched
             size += sum(sample_bytes(sample) for sample in fetched)
             wanted = max(int(max_bytes * len(samples) / max(size, 1)), len(samples) + 1)
         return samples
 
-    def _fetch(self, indices: Sequence[int]) -> list[Any]:
-        fetch = getattr(self.dataset, "__getitems__", None)
-        if fetch is not None:
-            try:
-                samples = list(fetch(list(indices)))
-            except Exception as error:
-                raise RuntimeError(f"dataset items {shorten(indices)} raised {_said(error)}") from error
-            if len(samples) != len(indices):
-                raise RuntimeError(
-                    f"the dataset's __getitems__ gave {len(samples)} samples for {len(indices)} indices "
-                    f"{shorten(indices)}; it must give one for each, in their order"
-                )
-            return samples
-        samples = []
-        for index in indices:
-            try:
-                samples.append(self.dataset[index])
-            except Exception as error:
-                raise RuntimeError(f"dataset item {index} raised {_said(error)}") from error
-        return samples
+
+def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    together = getattr(dataset, "__getitems__", None)
+    if together is None:
+        return [_item(dataset, index) for index in indices]
+    try:
+        samples = list(together(list(indices)))
+    except Exception as error:
+        raise RuntimeError(f"dataset items {shorten(indices)} raised {type(error).__name__}: {error}") from error
+    if len(samples) != len(indices):
+        raise RuntimeError(
+            f"the dataset's __getitems__ gave {len(samples)} samples for {len(indices)} indices "
+            f"{shorten(indices)}; it must give one for each, in their order"
+        )
+    return samples
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _item(dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:
+        raise RuntimeError(f"dataset item {index} raised {type(error).__name__}: {error}") from error
 
 
-class StreamDataset(_Forwarding, IterableDataset):
+FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
+
+
+class IterableWindows(_Forwarding, IterableDataset):
     """An iterable dataset, a window at a time. Sharding over ranks and workers is the dataset's own affair.
 
     Resumed, a worker reads on from its first window that was not used up, leaves out what was used of it, and where nothing
@@ -209,12 +210,12 @@ class StreamDataset(_Forwarding, IterableDataset):
         object.__setattr__(self, "dataset", dataset)
         self.window, self.max_bytes, self.rank, self.size = window, max_bytes, rank, size
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers see it change
-        self._resume: Mapping[str, Any] | None = None
+        self._resume: tuple[int, Mapping[str, Any]] = (0, {})
 
-    def start(self, epoch: int, resume: Mapping[str, Any] | None) -> None:
-        """Choose the epoch of the next iteration, and from where each worker resumes it."""
+    def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
+        """Choose the epoch of the next iteration, and the spot from where each worker resumes it."""
         self._epoch.fill_(epoch)
-        self._resume = resume
+        self._resume = epoch, spots
         set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[WindowSamples]:
@@ -222,40 +223,49 @@ class StreamDataset(_Forwarding, IterableDataset):
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         epoch = int(self._epoch)
         set_epoch(self.dataset, epoch)
-        resume = self._resume if self._resume and self._resume["epoch"] == epoch else None
-        spot = (resume or {}).get("workers", {}).get(str(worker))
-        read, until, keep = (spot["read"], spot["until"], set(spot["keep"])) if spot else (0, 0, set())
-        if spot and spot["state"] is not None:
+        resumed, spots = self._resume
+        spot = spots.get(str(worker), FRESH) if resumed == epoch else FRESH
+        if spot["state"] is not None:
             self.dataset.load_state_dict(spot["state"])
         samples = iter(self.dataset)
-        passed = list(islice(samples, 1 if spot and spot["state"] is None and read else 0))
-        if passed:
-            next(islice(samples, read - 1, read - 1), None)
+        spare = []
+        if spot["state"] is None:
+            spare = list(islice(samples, min(spot["read"], 1)))
+            for _ in islice(samples, max(spot["read"] - 1, 0)):
+                pass
         came = False
+        for first, numbers, chosen, place in self._windows(samples, spot, spare):
+            came = True
+            arrivals = [(n * workers + worker) * self.size + self.rank for n in numbers]
+            request = Request(np.asarray(arrivals), number=first, indices=arrivals, epoch=epoch)
+            yield WindowSamples(request, chosen, place, worker)
+        if spare and not came:
+            yield WindowSamples(
+                Request(np.zeros(1, np.int64), indices=(0,), epoch=epoch), spare[:1], {}, worker, spare=True
+            )
+
+    def _windows(
+        self, samples: Iterator[Any], spot: Mapping[str, Any], spare: list[Any]
+    ) -> Iterator[tuple[int, list[int], list[Any], dict[str, Any]]]:
+        """(its first sample's number, numbers of those not used yet, these samples, its place) of each window."""
+        read, until, keep = spot["read"], spot["until"], set(spot["keep"])
         while True:
             state, first, chosen, numbers, size = self._state(), read, [], [], 0
             while len(chosen) < self.window and (self.max_bytes is None or size < self.max_bytes):
-                try:
-                    sample = next(samples)
-                except StopIteration:
+                found = list(islice(samples, 1))
+                if not found:
                     break
                 if read >= until or read in keep:
-                    chosen.append(sample)
+                    chosen += found
                     numbers.append(read)
-                    size += 0 if self.max_bytes is None else sample_bytes(sample)
-                elif not passed:
-                    passed.append(sample)
+                    size += 0 if self.max_bytes is None else sample_bytes(found[0])
+                elif not spare:
+                    spare += found
                 read += 1
             if not chosen:
-                break
-            came = True
-            arrivals = [(n * workers + worker) * self.size + self.rank for n in numbers]
+                return
             place = {"read": first, "until": read, "state": state, "numbers": numbers}
-            if not first:
-                place["opening"] = opening_of(chosen)
-            yield WindowSamples(WindowRequest(first, arrivals, epoch=epoch), chosen, place, worker)
-        if passed and not came:
-            yield WindowSamples(WindowRequest(-1, (0,), epoch=epoch), passed, {}, worker, spare=True)
+            yield first, numbers, chosen, place if first else {**place, "opening": opening_of(chosen)}
 
     def _state(self) -> Any:
         """The dataset's own state before the next sample, where it keeps one."""

@@ -1,6 +1,6 @@
 """The alignment engine: one rank's refined windows become steps that all ranks take together.
 
-It knows no DataLoader: a :class:`~dynagroup.online.feeds.base.Feed` brings windows, a ``World`` carries a few numbers.
+It knows no DataLoader: a feed brings windows, a ``World`` carries a few numbers.
 """
 
 from __future__ import annotations
@@ -9,61 +9,60 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
-
-from dynagroup.online.align import Agreement, Offer, Uneven, agree, even_parts, quantile
-from dynagroup.online.exchange import Exchange
-from dynagroup.online.feeds.base import Feed
-from dynagroup.online.records import Queued, RefinedWindow, Take
+from dynagroup.online.config import OnlineConfig
+from dynagroup.online.feeds import Feed
+from dynagroup.online.messages import Refined, RefinedWindow
+from dynagroup.online.protocol import Agreement, Exchange, Offer, Uneven, agree, even_parts, placed, quantile
+from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import units_of
 from dynagroup.update.loss_weight import Share
 from dynagroup.update.stats import LoaderStats
-from dynagroup.validation import Check, a_flag, a_list, a_number, an_int, warn_user
+from dynagroup.validation import warn_user
 
-__all__ = ["FreeRunner", "Knobs", "Runner", "UpdateRunner", "placed"]
+__all__ = ["FreeRunner", "Runner", "Take", "UpdateRunner"]
 
-T = TypeVar("T")
+LOW_WATER = 32
+"""Batches that a rank wants queued before an exchange: so many steps follow one exchange."""
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
-    """How ranks are aligned. The same on all of them."""
+class Take:
+    """One step on this rank: a batch, or None to idle, and what it weighs."""
 
-    accumulation: int = 1
-    seed: int = 0
-    uneven: Uneven = "idle"
-    low_water: int = 32
-    """Batches that a rank wants queued before an exchange: so many steps follow one exchange."""
+    batch: Refined | None
+    samples: Share
+    weight: Share
+    ends_update: bool
 
 
-@dataclass
 class Runner(ABC):
-    """What both ways of running share: updates whose totals are known, splitting, counting, and the saved place."""
+    """What both ways of running share: updates whose totals are known, splitting, counting, and the saved place.
 
-    exchange: Exchange
-    feed: Feed
-    knobs: Knobs
-    stats: LoaderStats
-    split: Callable[[Queued, int], list[Queued]]
-    due: deque[Take] = field(default_factory=deque)
-    """Steps whose update's totals are known."""
-    partial: tuple[float, int] = (0.0, 0)
-    """Weight and samples that this rank emitted of the update that is under way."""
-    offset: int = 0
-    """Steps of the update under way that were emitted."""
-    steps: int = 0
-    """Steps emitted in this epoch."""
-    last_cost: int = 0
+    Args:
+        cursor: where the run stands; of the update under way, ``begun_samples`` and ``begun_weight`` are this rank's.
+        behind: the cursor behind the update that follows, from the one before it and how many samples it holds.
+    """
 
-    place: ClassVar[Mapping[str, Check]] = {
-        "steps": an_int(),
-        "offset": an_int(),
-        "partial": a_list(a_number(0), length=2),
-        "last_cost": an_int(),
-    }
+    def __init__(
+        self,
+        exchange: Exchange,
+        feed: Feed,
+        config: OnlineConfig,
+        stats: LoaderStats,
+        split: Callable[[Refined, int], list[Refined]],
+        cursor: Cursor,
+        behind: Callable[[Cursor, int], Cursor],
+    ) -> None:
+        self.exchange, self.feed, self.config, self.stats, self.split = exchange, feed, config, stats, split
+        self.cursor, self._behind = cursor, behind
+        self.due: deque[Take] = deque()
+        """Steps whose update's totals are known."""
+        self.update_samples = 0
+        """Samples of the update under way, over all ranks."""
+        self._last_cost = 0
 
     @abstractmethod
     def __iter__(self) -> Iterator[Take]:
@@ -74,68 +73,56 @@ class Runner(ABC):
     def over(self) -> bool:
         """No step of the epoch is left, on any rank."""
 
-    def start(self) -> None:
-        """Begin an epoch; every rank knows all ranks' loads, which are zero."""
-        if self.feed.shares:
-            self.feed.share([0] * self.exchange.world.size, 0)
-
+    @abstractmethod
     def resume(self, place: Mapping[str, Any]) -> None:
         """Go on from a saved place, with what the feed loads again."""
-        self.steps, self.offset, self.last_cost = place["steps"], place["offset"], place["last_cost"]
-        self.partial = (float(place["partial"][0]), int(place["partial"][1]))
 
-    def go_on(self, places: Sequence[Mapping[str, Any]]) -> None:
-        """Other ranks have begun the update under way: what it weighs so far counts on the first rank."""
-        if self.exchange.world.rank == 0:
-            weights, samples = zip(*(place["partial"] for place in places), strict=True)
-            self.partial = (float(sum(weights)), int(sum(samples)))
-
-    @abstractmethod
-    def settle(self, place: Mapping[str, Any]) -> None:
-        """Once all ranks have resumed: what they must know of each other. Collective."""
+    def settle(self, place: Mapping[str, Any] | None) -> None:
+        """Once all ranks have begun or resumed: what they must know of each other. Collective."""
+        if place is None and self.feed.shares:
+            self.feed.share([0] * self.exchange.world.size, 0)  # type: ignore[union-attr]
 
     def state(self) -> dict[str, Any]:
         """Its saved place: JSON-able."""
-        return {"steps": self.steps, "offset": self.offset, "partial": list(self.partial), "last_cost": self.last_cost}
+        return {"update_samples": self.update_samples}
 
     @property
-    def front(self) -> list[Queued | None]:
+    def front(self) -> list[Refined | None]:
         """Agreed steps that were not emitted."""
-        return [take.queued for take in self.due]
+        return [take.batch for take in self.due]
 
     @property
-    def pool(self) -> list[Queued]:
+    def pool(self) -> list[Refined]:
         """Batches that wait for an agreement."""
         return []
 
-    def _even_out(self, batches: Sequence[Queued], steps: int) -> list[Queued]:
+    def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
         """Split batches whose samples were kept, until there are ``steps`` or none can be split."""
         if len(batches) >= steps:
             return list(batches)
-        sizes = [len(q.refined) if q.kept and q.refined.samples is not None else 1 for q in batches]
+        sizes = [1 if batch.samples is None else len(batch) for batch in batches]
         evened = []
-        for queued, parts in zip(batches, even_parts(sizes, steps), strict=True):
-            evened += [queued] if parts == 1 else self.split(queued, parts)
+        for batch, parts in zip(batches, even_parts(sizes, steps), strict=True):
+            evened += [batch] if parts == 1 else self.split(batch, parts)
         self.stats.splits += len(evened) - len(batches)
         return evened
 
-    def _loaded(self) -> Sequence[Queued] | None:
+    def _loaded(self) -> Sequence[Refined] | None:
         began = time.perf_counter()
         window = self.feed.take()
         self.stats.wait_s += time.perf_counter() - began
-        self.stats.splits += sum(queued.late for queued in window or ())
-        self.stats.merges += sum(queued.refined.joined for queued in window or ())
+        self.stats.splits += sum(batch.late for batch in window or ())
+        self.stats.merges += sum(batch.joined for batch in window or ())
         return window
 
     def _agree(self, offer: Offer, failure: BaseException | None, uneven: Uneven) -> tuple[Agreement, int]:
         """What all ranks do next, and the largest of their last rows' costs."""
-        began = time.perf_counter()
-        opening = self.feed.opening
+        began, opening = time.perf_counter(), self.feed.opening
         *highest, first, last, cost, nothing = self.exchange.highest(
-            [*offer.to_max(), opening, -opening, self.last_cost, int(self.feed.has_nothing)], failure
+            [*offer.to_max(), opening, -opening, self._last_cost, int(self.feed.has_nothing)], failure
         )
         if first and first == -last and self.exchange.world.size > 1:
-            self.feed.tell_of_equal_ranks()
+            self.feed.tell_of_equal_ranks()  # type: ignore[union-attr]
         agreement = agree(highest, uneven)
         if nothing and agreement.steps:
             self._lend()
@@ -144,140 +131,114 @@ class Runner(ABC):
         return agreement, cost
 
     def _lend(self) -> None:
-        """Some rank's share of a stream is empty: it idles on a copy of another rank's smallest batch."""
-        smallest = min((queued.refined for queued in self.pool), key=lambda r: (r.weight <= 0, r.padded), default=None)
+        """Some rank's share of an iterable is empty: it idles on a copy of another rank's smallest batch."""
+        smallest = min(self.pool, key=lambda batch: (batch.weight <= 0, batch.padded), default=None)
         window = None if smallest is None else RefinedWindow(-1, [replace(smallest, samples=None)])
         window = self.exchange.lend(window)
         if window is not None and self.feed.has_nothing:
-            self.feed.lent(window.batches[0])
+            self.feed.lent(window.batches[0])  # type: ignore[union-attr]
 
-    def _total(self, items: list[list[Queued | None]], extra: Sequence[int] = ()) -> tuple[list[Take], list[int]]:
-        """Totals over ranks of these updates, then ``extra`` summed too."""
-        weights = [float(sum(q.refined.weight for q in update if q)) for update in items]
-        samples = [sum(len(q.refined) for q in update if q) for update in items]
-        if items:
-            weights[0] += self.partial[0]
-            samples[0] += self.partial[1]
+    def _total(self, updates: list[list[Refined | None]], dearest: int, extra: Sequence[int] = ()) -> list[float]:
+        """Make these updates due, with their totals over ranks; gives back ``extra``, summed too."""
+        weights = [float(sum(batch.weight for batch in update if batch)) for update in updates]
+        samples = [sum(len(batch) for batch in update if batch) for update in updates]
+        if updates:
+            weights[0] += self.cursor.begun_weight
+            samples[0] += self.cursor.begun_samples
         began = time.perf_counter()
-        found = self.exchange.total([*weights, *samples, self.last_cost, *extra])
+        found = self.exchange.total([*weights, *samples, self._last_cost, *extra])
         self.stats.exchange_s += time.perf_counter() - began
-        takes = []
-        for number, update in enumerate(items):
-            total, count = found[number], round(found[len(items) + number])
-            for place, queued in enumerate(update):
-                local = (queued.refined.weight, len(queued.refined)) if queued else (0, 0)
+        for number, update in enumerate(updates):
+            total, count = found[number], round(found[len(updates) + number])
+            for place, batch in enumerate(update):
+                local = (batch.weight, len(batch)) if batch else (0, 0)
                 shares = Share(local[1], count), Share(local[0], total)
-                takes.append(Take(queued, *shares, ends_update=place == len(update) - 1))
-        return takes, [round(value) for value in found[2 * len(items) :]]
+                self.due.append(Take(batch, *shares, ends_update=place == len(update) - 1))
+        self.stats.row_highest += dearest
+        self.stats.row_total += round(found[2 * len(updates)] / self.exchange.world.size)
+        return found[2 * len(updates) + 1 :]
 
-    def _note_row(self, highest: int, total: int) -> None:
-        self.stats.row_highest += highest
-        self.stats.row_total += round(total / self.exchange.world.size)
-
-    def _emit(self, take: Take) -> Take:
+    def _emit(self) -> Take:
         """Count a step as used, before the training loop gets it."""
-        refined = take.queued.refined if take.queued else None
-        self.steps += 1
-        self.offset = 0 if take.ends_update else self.offset + 1
-        weight, samples = self.partial
-        self.partial = (0.0, 0) if take.ends_update else (weight + take.weight.local, samples + int(take.samples.local))
-        self.stats.steps += 1
+        take = self.due.popleft()
+        batch, cursor, self.update_samples = take.batch, self.cursor, round(take.samples.total)
+        samples, weight = cursor.begun_samples + int(take.samples.local), cursor.begun_weight + take.weight.local
+        begun = {"begun_rows": cursor.begun_rows + 1, "begun_samples": samples, "begun_weight": weight}
+        after = self._behind(cursor, self.update_samples) if take.ends_update else replace(cursor, **begun)
+        self.cursor = replace(after, steps=cursor.steps + 1)
         if take.ends_update:
-            self.stats.updates += 1
-            self.stats.update_samples += round(take.samples.total)
-        if refined is None:
-            self.stats.idle_steps += 1
+            self.stats.count_update(self.update_samples)
+        if batch is None:
+            self.stats.count_step(0, idle=True)
             return take
-        self.stats.samples += len(refined)
-        self.stats.batch_sizes[len(refined)] += 1
-        self.stats.real_tokens += refined.real
-        self.stats.padded_tokens += refined.padded
-        self.stats.padded_squares += refined.squares
-        if refined.oversize and not self.stats.oversize:
-            length = units_of(refined.lengths, 0)
+        counted: dict[str, Any] = {
+            "real_tokens": batch.real,
+            "padded_tokens": batch.padded,
+            "padded_squares": batch.squares,
+        }
+        self.stats.count_step(len(batch), **counted)
+        if batch.oversize and not self.stats.oversize:
             warn_user(
-                f"sample {refined.indices[0]} ({length}) does not fit the budget even alone and is emitted alone, "
-                "as others may be (stats.oversize counts them); truncate it, raise the budget, or pass oversize='error'"
+                f"sample {batch.indices[0]} ({units_of(batch.lengths, 0)}) does not fit the budget even alone and is emitted "
+                "alone, as others may be (stats.oversize counts them); truncate it, raise the budget, or pass oversize='error'"
             )
-        self.stats.oversize += refined.oversize
+        self.stats.oversize += batch.oversize
         return take
 
 
-@dataclass
 class FreeRunner(Runner):
     """Steps without update boundaries: as many as the rank with most batches needs.
 
-    Between exchanges a rank loads windows until it has ``low_water`` batches. At an exchange all ranks agree on a number of
-    steps (see :func:`~dynagroup.online.align.agree`) and take so many batches from their queues. An update's steps are
+    Between exchanges a rank loads windows until it has ``LOW_WATER`` batches. At an exchange all ranks agree on a number of
+    steps (see :func:`~dynagroup.online.protocol.agree`) and take so many batches from their queues. An update's steps are
     emitted once all of them are agreed, because its totals are sums over ranks. Cost: one MAX and one SUM for about
-    ``low_water`` steps.
+    ``LOW_WATER`` steps.
     """
 
-    queue: list[Queued] = field(default_factory=list)
-    agreed: list[Queued | None] = field(default_factory=list)
-    picked: int = 0
-    """Steps agreed in this epoch."""
-    load_all: bool = False
-    ended: bool = False
-    """The steps that are agreed are the epoch's last."""
-    delivered: tuple[int, int] = (0, 0)
-    """Batches and samples that workers delivered here."""
-    samples_per_batch: float = 0.0
-
-    place = {
-        **Runner.place,
-        "picked": an_int(),
-        "load_all": a_flag(),
-        "ended": a_flag(),
-        "delivered": a_list(an_int(), length=2),
-        "samples_per_batch": a_number(0),
-    }
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.queue: list[Refined] = []
+        self.agreed: list[Refined | None] = []
+        self.load_all = self.ended = False
+        """``ended``: the steps that are agreed are the epoch's last."""
+        self.delivered = (0, 0)
+        """Batches and samples that workers delivered here."""
+        self.samples_per_batch = 0.0
 
     @property
     def over(self) -> bool:
         return self.ended and not self.due and not self.agreed
 
     @property
-    def front(self) -> list[Queued | None]:
+    def front(self) -> list[Refined | None]:
         return [*super().front, *self.agreed]
 
     @property
-    def pool(self) -> list[Queued]:
+    def pool(self) -> list[Refined]:
         return self.queue
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {
-            "picked": self.picked,
-            "load_all": self.load_all,
-            "ended": self.ended,
-            "delivered": list(self.delivered),
-            "samples_per_batch": self.samples_per_batch,
-        }
+        own = {"load_all": self.load_all, "ended": self.ended, "delivered": list(self.delivered)}
+        return {**super().state(), **own, "samples_per_batch": self.samples_per_batch}
 
     def resume(self, place: Mapping[str, Any]) -> None:
-        super().resume(place)
-        self.picked, self.load_all = place["picked"], place["load_all"]
+        self.load_all, self.samples_per_batch = place["load_all"], place["samples_per_batch"]
         self.delivered = (place["delivered"][0], place["delivered"][1])
-        self.samples_per_batch = place["samples_per_batch"]
         self.agreed, self.queue = self.feed.reload()
 
-    def settle(self, place: Mapping[str, Any]) -> None:
-        waits = self.exchange.highest([len(self.queue), int(self.feed.receiving)])
-        # What was the end is none if some batch had to be split and waits again, or if a stream is read again.
-        self.ended = place["ended"] and not any(waits)
-        if self.feed.shares:
-            self.feed.check_given(round(self.exchange.total([self.delivered[1] + self.feed.pending_samples])[0]))
-
-    def go_on(self, places: Sequence[Mapping[str, Any]]) -> None:
-        super().go_on(places)
-        self.offset = places[0]["offset"]
+    def settle(self, place: Mapping[str, Any] | None) -> None:
+        super().settle(place)
+        if place is not None:
+            waits = self.exchange.highest([len(self.queue), int(self.feed.receiving)])
+            # What was the end is none if some batch had to be split and waits again, or if an iterable is read again.
+            self.ended = place["ended"] and not any(waits)
 
     def __iter__(self) -> Iterator[Take]:
         if self.agreed:
-            self._complete([])
+            self._complete(0, [])
         while True:
             while self.due:
-                yield self._emit(self.due.popleft())
+                yield self._emit()
             if self.ended:
                 return
             self._exchange()
@@ -288,73 +249,64 @@ class FreeRunner(Runner):
             self._load()
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
-        offer = Offer(len(self.queue), self.feed.receiving, bounded=self.feed.bounded)
-        agreement, dearest = self._agree(offer, failure, self.knobs.uneven)
+        offer = Offer(len(self.queue), self.feed.receiving, bounded=self.feed.kind.bounded)
+        agreement, dearest = self._agree(offer, failure, self.config.uneven)
         self.load_all, self.ended = agreement.load_all, agreement.last
         picks = self._pick(agreement)
         self.agreed += picks
-        loads = self._loads() if self.feed.shares else []
-        rest = self._complete([*loads, *self.delivered])
-        self._note_row(dearest, rest[0])
-        self.last_cost = picks[0].refined.padded if picks and picks[0] else 0
-        batches, samples = rest[-2:]
+        shares = self.feed.shares
+        batches, samples, *loads = self._complete(dearest, [*self.delivered, *(self._loads() if shares else ())])
+        self._last_cost = picks[0].padded if picks and picks[0] else 0
         self.samples_per_batch = samples / max(batches, 1)
-        if loads:
-            self.feed.share(rest[1:-2], round(self.knobs.low_water * self.samples_per_batch))
+        if shares:
+            self.feed.share([round(load) for load in loads], round(LOW_WATER * self.samples_per_batch))  # type: ignore[union-attr]
 
     def _load(self) -> None:
-        wanted = max(self.knobs.low_water, 1)
-        while self.feed.can_take and (self.load_all or len(self.queue) < wanted):
+        while self.feed.can_take and (self.load_all or len(self.queue) < LOW_WATER):
             window = self._loaded()
             if window is None:
                 break
             self.queue += window
             batches, samples = self.delivered
-            self.delivered = batches + len(window), samples + sum(len(q.refined) for q in window)
-        if self.feed.ordered:
-            self.queue.sort(key=lambda q: q.late)
-        else:
-            self.queue.sort(key=lambda q: q.rank_key)
+            self.delivered = batches + len(window), samples + sum(len(batch) for batch in window)
+        self.queue.sort(key=(lambda batch: batch.late) if self.feed.kind.ordered else (lambda batch: batch.rank_key))
 
-    def _pick(self, agreement: Agreement) -> list[Queued | None]:
+    def _pick(self, agreement: Agreement) -> list[Refined | None]:
         """So many batches of the queue: in order, or from places spread evenly over it, alike on all ranks."""
-        steps = agreement.steps
-        short = agreement.last or not self.feed.receiving
-        if short and self.knobs.uneven == "idle":
-            self.queue = self._even_out(self.queue, steps)
-        count = min(steps, len(self.queue))
-        if self.feed.ordered:
+        if (agreement.last or not self.feed.receiving) and self.config.uneven == "idle":
+            self.queue = self._even_out(self.queue, agreement.steps)
+        count, number = min(agreement.steps, len(self.queue)), self.cursor.steps + len(self.agreed)
+        if self.feed.kind.ordered:
             picked, self.queue = self.queue[:count], self.queue[count:]
         else:
-            self.queue.sort(key=lambda q: q.rank_key)  # what was split has a place of its own
-            at = [quantile(self.knobs.seed, self.exchange.epoch, self.picked + number) for number in range(count)]
+            self.queue.sort(key=lambda batch: batch.rank_key)  # what was split has a place of its own
+            at = [quantile(self.config.seed, self.exchange.epoch, step) for step in range(number, number + count)]
             chosen = [self.queue.pop(int(share * len(self.queue))) for share in at]
-            picked = placed(sorted(chosen, key=lambda q: q.rank_key), at)
-        self.picked += steps
-        return [*picked, *[None] * (steps - count)]
+            picked = placed(sorted(chosen, key=lambda batch: batch.rank_key), at)
+        return [*picked, *[None] * (agreement.steps - count)]
 
-    def _complete(self, extra: Sequence[int]) -> list[int]:
+    def _complete(self, dearest: int, extra: Sequence[int]) -> list[float]:
         """Move the updates that are complete from ``agreed`` to ``due``."""
-        size = self.knobs.accumulation
-        items, start, stop = [], 0, size - self.offset
+        size = self.config.accumulation
+        updates, start, stop = [], 0, size - self.cursor.begun_rows
         while stop <= len(self.agreed):
-            items.append(self.agreed[start:stop])
+            updates.append(self.agreed[start:stop])
             start, stop = stop, stop + size
         if self.ended and start < len(self.agreed):
-            items.append(self.agreed[start:])
+            updates.append(self.agreed[start:])
             start = len(self.agreed)
         self.agreed = self.agreed[start:]
-        takes, rest = self._total(items, extra)
-        self.due.extend(takes)
-        return rest
+        return self._total(updates, dearest, extra)
 
     def _loads(self) -> list[int]:
+        """One number a rank: what this one still has to emit, in samples; zeros for the others, to be summed."""
         batches, samples = self.delivered
         per_batch = self.samples_per_batch or samples / max(batches, 1)
-        return self.exchange.one_each(round(len(self.queue) * per_batch) + self.feed.pending_samples)
+        loads = [0] * self.exchange.world.size
+        loads[self.exchange.world.rank] = round(len(self.queue) * per_batch) + self.feed.pending_samples
+        return loads
 
 
-@dataclass
 class UpdateRunner(Runner):
     """Updates of a set number of samples: a window is one rank's share of one update.
 
@@ -362,69 +314,47 @@ class UpdateRunner(Runner):
     SUM an update.
     """
 
-    resumed: list[Queued | None] = field(default_factory=list)
+    _resumed: Sequence[Refined | None] = ()
     """Steps that a resumed update still has."""
 
     @property
     def over(self) -> bool:
-        return not self.due and not self.resumed and not self.feed.receiving
+        return not self.due and not self._resumed and not self.feed.receiving
 
     def resume(self, place: Mapping[str, Any]) -> None:
-        super().resume(place)
         front, split_off = self.feed.reload()
-        self.resumed = [*front, *split_off]
-
-    def settle(self, place: Mapping[str, Any]) -> None:
-        """Nothing: each update begins with an exchange of its own."""
+        self._resumed = [*front, *split_off]
 
     def __iter__(self) -> Iterator[Take]:
         while not self.over:
             if not self.due:
                 self._next_update()
             while self.due:
-                yield self._emit(self.due.popleft())
+                yield self._emit()
 
     def _next_update(self) -> None:
-        failure, batches = None, self.resumed
+        failure, batches, resumed = None, self._resumed, bool(self._resumed)
         try:
-            if not batches:
-                batches = list(self._loaded() or ())
+            batches = batches or self._loaded() or ()
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
-        self.resumed = []
+        self._resumed = ()
         agreement, dearest = self._agree(Offer(len(batches), receiving=False), failure, "idle")
         steps = max(agreement.steps, 1)
-        whole = [q for q in batches if q is not None]
-        evened = self._even_out(whole, steps)
-        if not self.offset:
+        evened = self._even_out([batch for batch in batches if batch is not None], steps)
+        if not resumed:  # which go on in the order that they had
             evened = _in_rows(evened)
-        row: list[Queued | None] = [*evened, *[None] * (steps - len(evened))]
-        takes, rest = self._total([row])
-        self._note_row(dearest, rest[0])
-        self.last_cost = row[0].refined.padded if row[0] else 0
-        self.due.extend(takes)
+        row: list[Refined | None] = [*evened, *[None] * (steps - len(evened))]
+        self._total([row], dearest)
+        self._last_cost = row[0].padded if row[0] else 0
 
 
-def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
-    """Batches where numbers of the same rank stand: the dearest in the place of the smallest. Ranks that place theirs by the same
-    numbers have their dearest in one row, their second dearest in another, and so on: no other order of them waits less.
-
-    >>> placed(["dear", "fair", "cheap"], [0.5, 0.1, 0.9])
-    ['fair', 'dear', 'cheap']
-    """
-    found = list(dearest_first)
-    for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
-        found[place] = item
-    return found
-
-
-def _in_rows(batches: Sequence[Queued]) -> list[Queued]:
+def _in_rows(batches: Sequence[Refined]) -> list[Refined]:
     """Planned batches in the order of their rows, which are of equal work, and behind them what was split off; batches of
     one group, or none planned, dearest first. Ranks that follow the same plan take the same row at the same step."""
     seen: Counter[int] = Counter()
-    placed = []
-    for queued in sorted(batches, key=lambda q: q.rank_key):
-        group = queued.refined.group
-        placed.append((seen[group], group, queued))
-        seen[group] += 1
-    return [queued for *_, queued in sorted(placed, key=lambda item: item[:2])]
+    found = []
+    for batch in sorted(batches, key=lambda batch: batch.rank_key):
+        found.append((seen[batch.group], batch.group, batch))
+        seen[batch.group] += 1
+    return [batch for *_, batch in sorted(found, key=lambda item: item[:2])]

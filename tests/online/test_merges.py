@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from dynagroup import TokenBudget
-from dynagroup.online.records import WindowRequest, WindowSamples
-from dynagroup.online.refine import RefinementCollator
+from dynagroup.online.collator import RefinementCollator
+from dynagroup.online.messages import Request, WindowSamples
 from dynagroup.testing import run_ranks
 
 from .helpers import Tokens, ids_in, lengths_of, make_loader, used
@@ -29,7 +30,7 @@ def test_neighbours_that_both_shrank_are_joined_where_they_fit():
     def window(lengths, groups, costs):
         samples = [{"input_ids": [0] * length} for length in lengths]
         collator = RefinementCollator(list, TokenBudget(12), weigh="samples")
-        request = WindowRequest(0, range(len(samples)), groups, 0, 0, costs)
+        request = Request(np.arange(len(samples)), groups, costs, number=0, indices=range(len(samples)))
         return [
             (refined.indices, refined.group, refined.joined) for refined in collator(WindowSamples(request, samples))
         ]

@@ -10,8 +10,7 @@ import torch
 
 from dynagroup import AlignmentError, ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
 from dynagroup.memory import PaddedTokens
-from dynagroup.online.refine import RefinementCollator
-from dynagroup.state import seal_of
+from dynagroup.online.collator import RefinementCollator
 from dynagroup.testing import run_ranks
 
 from .helpers import Tokens, collate, ids_in, lengths_of, make_loader, used
@@ -199,78 +198,10 @@ def _after_one_step(loader):
     return loader.state_dict()
 
 
-def test_a_place_that_is_gone_from_a_state_is_noticed_by_its_books():
-    """Without its place a state would begin the epoch anew, and count what was used of it twice."""
-    loader = make_loader(None, LENGTHS)
-    steps = iter(loader)
-    for _ in range(3):
-        next(steps)
-    state = loader.state_dict()
-    used_now = state["cursor"]["samples_used"]
-    lacks = {**state, "progress": None}
-    elsewhere = {**state, "cursor": {**state["cursor"], "epoch": 7}}
-    more = {**state, "cursor": {**state["cursor"], "samples_used": used_now + 1}}
-    for forged in (lacks, elsewhere, more):
-        with pytest.raises(StateError, match=r"the state is damaged: it counts \d+ samples used of epoch [07]"):
-            make_loader(None, LENGTHS).load_state_dict({**forged, "seal": seal_of(forged)})
-
-
-def sealed(state, **feed):
-    progress = state["progress"]
-    forged = {**state, "progress": {**progress, "feed": {**progress["feed"], **feed}}}
-    return {**forged, "seal": seal_of(forged)}
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("num_steps", [1, 3, 5])
-def test_a_hand_out_that_was_moved_is_refused(size, accumulation, num_steps):
-    """Moved back it would repeat samples, moved on it would lose them: more or fewer were handed out than were used or held."""
-    lengths = lengths_of(2000, seed=3)
-    options = {"window": 16, "accumulation": accumulation}
-    states = run_ranks(size, lambda world: _after_steps(make_loader(world, lengths, **options), num_steps))
-    start, stop = states[0]["progress"]["feed"]["handed_out"]
-    assert 0 < start < stop
-
-    def load(world):
-        make_loader(world, lengths, **options).load_state_dict(states)
-        make_loader(world, lengths, **options).load_state_dict(states[world.rank])
-        for moved in ([0, stop], [start - 16, stop], [start - 1, stop], [start + 16, stop], [start, stop - 1]):
-            with pytest.raises(StateError, match=r"the state is damaged: .*(handed out|hand-out)"):
-                make_loader(world, lengths, **options).load_state_dict([sealed(s, handed_out=moved) for s in states])
-        if size > 1:  # one rank's state alone knows what this rank holds, and what all have used
-            with pytest.raises(StateError, match=r"the state is damaged: .*(handed out|hand-out)"):
-                make_loader(world, lengths, **options).load_state_dict(sealed(states[world.rank], handed_out=[0, stop]))
-            with pytest.raises(StateError, match="its ranks stand at"):
-                make_loader(world, lengths, **options).load_state_dict(
-                    [states[0], sealed(states[1], handed_out=[start - 1, stop])]
-                )
-
-    run_ranks(size, load)
-
-
-@pytest.mark.parametrize(("forgers", "error", "match"), [
-    ((0, 1), StateError, "its hand-out stands at sample"), ((1,), AlignmentError, "ranks differ in handed out"),
-])  # fmt: skip
-def test_a_hand_out_that_was_moved_a_little_shows_when_ranks_meet(forgers, error, match):
-    """A rank's own state cannot tell whether another rank holds what it says was handed out."""
-    lengths = lengths_of(2000, seed=3)
-    states = run_ranks(2, lambda world: _after_steps(make_loader(world, lengths), 3))
-    start, stop = states[0]["progress"]["feed"]["handed_out"]
-
-    def load(world):
-        loader, state = make_loader(world, lengths), states[world.rank]
-        loader.load_state_dict(sealed(state, handed_out=[start + 1, stop]) if world.rank in forgers else state)
-        with pytest.raises(error, match=match):
-            list(loader)
-
-    run_ranks(2, load)
-
-
 def test_a_rank_that_cannot_load_again_what_it_had_tells_the_others():
     """Also where the epoch's last steps were agreed, so that resumed ranks ask each other whether that is still the end."""
     states = run_ranks(2, lambda world: _after_steps(make_loader(world, LENGTHS), 1))
-    assert states[0]["progress"]["runner"]["ended"]
+    assert states[0]["running"]["runner"]["ended"]
 
     class Gone(Tokens):
         def __getitem__(self, index):
@@ -283,15 +214,6 @@ def test_a_rank_that_cannot_load_again_what_it_had_tells_the_others():
             list(loader)
 
     run_ranks(2, load)
-
-
-def test_an_update_that_was_moved_is_refused():
-    state = _after_steps(make_loader(None, LENGTHS, samples_per_update=16), 4)
-    epoch, update, used, current, until = state["progress"]["feed"]["next"]
-    for moved in (used - 16, used + 16):
-        forged = sealed(state, next=[epoch, update, moved, current, until])
-        with pytest.raises(StateError, match=f"would begin behind sample {moved}, but {used} samples"):
-            make_loader(None, LENGTHS, samples_per_update=16).load_state_dict(forged)
 
 
 def _after_steps(loader, count):

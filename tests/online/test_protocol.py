@@ -12,7 +12,7 @@ from itertools import combinations_with_replacement, product
 
 import pytest
 
-from dynagroup.online.align import Offer, agree, even_parts, hand_out, level
+from dynagroup.online.protocol import Offer, agree, even_parts, hand_out, level
 
 LOADING, WAITING = 0, 1
 MOST_BATCHES = 4
@@ -97,7 +97,7 @@ class Explorer:
         if not extra:
             return [0] * self.size
         grants, _ = hand_out([q + w for q, w, *_ in ranks], 0, extra, window=1, target=LOW_WATER)
-        return [grant.num_samples for grant in grants]
+        return [sum(stop - start for start, stop in windows) for windows in grants]
 
     def check_end(self, ranks, agreement):
         assert not any(windows for _, windows, *_ in ranks), "nothing that was handed out is left"

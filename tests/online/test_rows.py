@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup import OnlineDataLoader, TokenBudget
-from dynagroup.online.engine import placed
+from dynagroup.online.protocol import placed
 from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
 

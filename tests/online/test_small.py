@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from dynagroup import BudgetError, ConfigError, OnlineDataLoader, TokenBudget
-from dynagroup.online.align import quantile
+from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.config import OnlineConfig
-from dynagroup.online.exchange import Exchange
-from dynagroup.online.refine import RefinementCollator
-from dynagroup.online.requests import EpochOrders
-from dynagroup.online.transfer import pack_tensors, unpack_tensors
+from dynagroup.online.messages import pack_tensors, unpack_tensors
+from dynagroup.online.plans import EpochOrders
+from dynagroup.online.protocol import Exchange, quantile
 from dynagroup.testing import run_ranks
 from dynagroup.update.loss_weight import Share, count_label_tokens, weigher
 from dynagroup.update.stats import LoaderStats
@@ -215,7 +214,7 @@ def test_tensors_of_any_type_and_shape_survive_packing(dtype):
 
 
 def test_a_window_survives_pickling_with_more_than_a_block(monkeypatch):
-    monkeypatch.setattr("dynagroup.online.transfer.BLOCK_BYTES", 256)
+    monkeypatch.setattr("dynagroup.online.messages.BLOCK_BYTES", 256)
     window = RefinementCollator(collate, TokenBudget(20))(samples(4, 5, 3, 19, 7, 7))
     back = pickle.loads(pickle.dumps(window))
     assert [r.indices for r in back] == [r.indices for r in window]
@@ -269,7 +268,7 @@ class Turns:
 
 def test_batches_that_cannot_be_told_the_epoch_are_drawn_once_for_each_before():
     def orders():
-        return EpochOrders(range(9), OnlineConfig(), stream=False, sampler=None, batch_sampler=Turns())
+        return EpochOrders(9, OnlineConfig(), batch_sampler=Turns())
 
     one_by_one = orders()
     assert [one_by_one.batches(epoch) for epoch in (0, 0, 1, 2)] == [[[0]], [[0]], [[1]], [[2]]]

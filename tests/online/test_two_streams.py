@@ -10,7 +10,7 @@ import pytest
 from dynagroup import OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.distributed import SingleProcess
 from dynagroup.errors import BudgetError
-from dynagroup.online.learned import LearnedLengths
+from dynagroup.online.state import LearnedLengths
 from dynagroup.shapes import Streams
 from dynagroup.testing import assert_conserves
 

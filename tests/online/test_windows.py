@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.datasets import IndexedDataset, sample_bytes
-from dynagroup.online.records import WindowRequest
+from dynagroup.online.messages import Request
 from dynagroup.online.workers import Workers
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 
@@ -34,15 +35,16 @@ def stack(samples):
 
 
 def test_a_request_is_answered_as_far_as_its_bytes_go():
-    answered = IndexedDataset(Images()).__getitems__(WindowRequest(0, list(range(300)), max_bytes=100 * 49152))
+    def answer(count, **asked):
+        request = Request(np.arange(count), number=0, indices=range(count), **asked)
+        return IndexedDataset(Images()).__getitems__(request)
+
+    answered = answer(300, max_bytes=100 * 49152)
     assert 100 <= len(answered.samples) <= 101
     assert len(answered.request) == len(answered.samples)
-    grouped = WindowRequest(0, list(range(300)), groups=(70, 70, 160), costs=(70, 70, 160), max_bytes=100 * 49152)
-    answered = IndexedDataset(Images()).__getitems__(grouped)
+    answered = answer(300, groups=(70, 70, 160), costs=(70, 70, 160), max_bytes=100 * 49152)
     assert (answered.request.groups, answered.request.costs, len(answered.samples)) == ((70, 70), (70, 70), 140)
-    assert len(IndexedDataset(Images()).__getitems__(WindowRequest(0, [5, 6], max_bytes=1)).samples) == 2, (
-        "read at once"
-    )
+    assert len(answer(2, max_bytes=1).samples) == 2, "read at once"
     assert sample_bytes(Images()[0]) == 3 * 64 * 64 * 4 + 8
 
 

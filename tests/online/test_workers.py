@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget
+from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset
-from dynagroup.online.refine import RefinementCollator
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 
 from .helpers import Stream, Tokens, all_ids, collate, ids_in, lengths_of, make_loader, used
@@ -370,7 +370,7 @@ def test_a_free_running_loader_has_no_length():
 
 
 def test_padded_samples_are_measured_by_their_mask():
-    from dynagroup.online.refine import measure_sample
+    from dynagroup.online.collator import measure_sample
 
     with pytest.warns(UserWarning, match="samples come padded"):
         assert (

@@ -1,4 +1,4 @@
-"""Worker side of the online half: measure true lengths after the user's processing, cut into batches that fit, collate.
+"""Worker side: measure true lengths after the user's processing, cut into batches that fit, collate.
 
 No collectives happen here. What comes back is typed: nothing is added to the user's batch.
 """
@@ -9,7 +9,6 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import with_tokens
-from dynagroup.online.records import Refined, RefinedWindow, WindowRequest, WindowSamples, shorten
+from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.padded import OBJECTIVES, Objective, cut
@@ -77,7 +76,8 @@ class RefinementCollator:
     Args:
         collate_fn: the user's; samples -> batch. Default: ``torch.utils.data.default_collate``.
         budget: what fits.
-        length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`.
+        length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`; where batches come out wider
+            than that, or samples have no ``input_ids``, what ``collate_fn`` makes of each sample alone.
         weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
         oversize: a sample that does not fit even alone: "alone" or "error".
         work: predicted time of a batch. objective: what cutting makes least, "time" or the number of batches ("fewest").
@@ -113,60 +113,19 @@ class RefinementCollator:
 
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
-            samples = list(window)
-            window = WindowSamples(WindowRequest(0, range(len(samples)), (len(samples),)), samples)
-        request, samples = window.request, window.samples
-        if not samples:
-            return RefinedWindow(request.number, [], window.resume, window.worker)
+            count = len(window)
+            window = WindowSamples(Request(np.arange(count), (count,), number=0, indices=range(count)), list(window))
         try:
-            refined = self._refine(request, samples)
+            refined = self._refine(window) if window.samples else []
         except _WiderThanMeasured as wider:
-            self._learn_to_collate(str(wider))
-            refined = self._refine(request, samples)
-        if request.costs is not None:
-            refined = _with_joined(refined, request.groups or ())
-        return RefinedWindow(request.number, refined, window.resume, window.worker, window.spare)
-
-    def _refine(self, request: WindowRequest, samples: list[Any]) -> list[Refined]:
-        lengths = self.measure(samples, request.indices)
-        batches, groups = self._divide(lengths, request)
-        return self._collate_all(batches, groups, lengths, request, samples, learn=True)
-
-    def _learn_to_collate(self, told: str) -> None:
-        """From now on a sample's length is what the collate function makes of it alone."""
-        self._collates_to_measure = True
-        warn_user(
-            f"{told}: `collate_fn` changes lengths, so every sample is collated by itself to be measured, which takes about "
-            "as long again; to save that, pass `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
-        )
-
-    def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:
-        """What measures samples like this one, and its name."""
-        if self.length_of is not None:
-            return "length_of", self.length_of
-        if self.collate_fn is None or (not self._collates_to_measure and _has_ids(sample)):
-            return "length_of", measure_sample
-        return "collate_fn", partial(_collated_length, self.collate_fn)
-
-    def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
-        """True lengths of these samples: stream -> int32 (N,)."""
-        name, length_of = self._measure_by(samples[0])
-        measured = [
-            _asked(name, length_of, sample, of=f"sample {index}")
-            for sample, index in zip(samples, indices, strict=True)
-        ]
-        if isinstance(measured[0], Mapping):
-            names = list(measured[0])
-            columns = with_tokens({name: [m[name] for m in measured] for name in names})  # type: ignore[index]
-        else:
-            columns: dict[str, Any] = {TOKENS: measured}
-        return {name: _as_lengths(values, indices) for name, values in columns.items()}
-
-    def collate(self, samples: list[Any], indices: list[int], offsets: list[int], lengths: Streams) -> Refined:
-        """One batch of these samples, checked against the budget."""
-        one = Batches(np.arange(len(samples)), np.array([0, len(samples)]))
-        (refined,) = self._collate_all(one, [0], lengths, WindowRequest(0, indices, None, 0), samples)
-        return replace(refined, offsets=list(offsets))
+            self._collates_to_measure = True
+            warn_user(
+                f"{wider}: `collate_fn` changes lengths, so every sample is collated by itself to be measured, which takes "
+                "about as long again; to save that, pass `length_of`, or give the budget the collate function's "
+                "`pad_to_multiple_of`"
+            )
+            refined = self._refine(window)
+        return RefinedWindow(window.request.number, refined, window.resume, window.worker, window.spare)
 
     def split(self, refined: Refined, parts: int) -> list[Refined]:
         """The batch in so many parts; its samples must have been kept. Parts of a batch that fits also fit."""
@@ -175,21 +134,47 @@ class RefinementCollator:
                 f"a batch of {len(refined)} samples, kept: {refined.samples is not None}, has no {parts} parts"
             )
         bounds = np.linspace(0, len(refined), parts + 1).astype(int).tolist()
-        made = []
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-            lengths = {name: values[start:stop] for name, values in refined.lengths.items()}
-            indices, offsets = refined.indices[start:stop], refined.offsets[start:stop]
-            part = self.collate(refined.samples[start:stop], indices, offsets, lengths)
-            made.append(replace(part, group=refined.group, samples=refined.samples[start:stop]))
-        return made
+        request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
+        made = self._collate_all(
+            _batches(np.diff(bounds)), [refined.group] * parts, refined.lengths, request, refined.samples
+        )
+        return [replace(part, late=refined.late) for part in made]
 
-    def _divide(self, lengths: Streams, request: WindowRequest) -> tuple[Batches, list[int]]:
+    def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
+        """True lengths of these samples: stream -> int32 (N,)."""
+        name, length_of = self._measure_by(samples[0])
+        measured = [
+            _asked(name, length_of, sample, of=f"sample {index}")
+            for sample, index in zip(samples, indices, strict=True)
+        ]
+        columns: Mapping[str, Any] = {TOKENS: measured}
+        if isinstance(measured[0], Mapping):
+            columns = with_tokens({stream: [m[stream] for m in measured] for stream in measured[0]})  # type: ignore[index]
+        return {stream: _as_lengths(values, indices) for stream, values in columns.items()}
+
+    def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:
+        """What measures samples like this one, and its name."""
+        if self.length_of is not None:
+            return "length_of", self.length_of
+        collate = self.collate_fn
+        if collate is None or (not self._collates_to_measure and _has_ids(sample)):
+            return "length_of", measure_sample
+        return "collate_fn", lambda sample: _collated_length(collate, sample)
+
+    def _refine(self, window: WindowSamples) -> list[Refined]:
+        request, samples = window.request, window.samples
+        lengths = self.measure(samples, request.indices)
+        batches, groups = self._divide(lengths, request)
+        may_learn = self.length_of is None and not self._collates_to_measure
+        refined = self._collate_all(batches, groups, lengths, request, samples, may_learn=may_learn)
+        return _with_planned(refined, request)
+
+    def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[int]]:
+        """Planned batches that fit stay, neighbours that both shrank are joined where they fit, all others are cut."""
         if request.groups is None:
             batches = self._cut(lengths)
             return batches, [0] * len(batches)
-        planned = Batches(
-            np.arange(sum(request.groups)), np.concatenate([[0], np.cumsum(request.groups)]).astype(np.int64)
-        )
+        planned = _batches(request.groups)
         shapes = shapes_of(planned, lengths)
         fits = self.budget.fits(shapes)
         shrunk = np.zeros(len(planned), np.bool_)
@@ -200,13 +185,11 @@ class RefinementCollator:
         for number, members in enumerate(planned):
             if number and shrunk[number] and shrunk[number - 1]:
                 both = np.concatenate([parts[-1].order, members])
-                if self._fits_together(both, lengths):
+                if self.budget.fits(BatchShape.of_samples({n: v[both] for n, v in lengths.items()}))[0]:
                     parts[-1] = _whole(both)
                     continue
-            if fits[number] or len(members) == 1:
-                made = _whole(members)
-            else:
-                made = self._cut({n: v[members] for n, v in lengths.items()}).map(members)
+            stays = fits[number] or len(members) == 1
+            made = _whole(members) if stays else self._cut({n: v[members] for n, v in lengths.items()}).map(members)
             parts.append(made)
             numbers += [number] * len(made)
         return Batches.concatenate(parts), numbers
@@ -214,63 +197,56 @@ class RefinementCollator:
     def _cut(self, lengths: Streams) -> Batches:
         return cut(lengths, self.budget, work=self.work, objective=self.objective)
 
-    def _fits_together(self, members: IntArray, lengths: Streams) -> bool:
-        return bool(self.budget.fits(BatchShape.of_samples({n: v[members] for n, v in lengths.items()}))[0])
-
     def _collate_all(
         self,
         batches: Batches,
         groups: list[int],
         lengths: Streams,
-        request: WindowRequest,
+        request: Request,
         samples: list[Any],
         *,
-        learn: bool = False,
+        may_learn: bool = False,
     ) -> list[Refined]:
         shapes = shapes_of(batches, lengths)
-        fits = self.budget.fits(shapes).tolist()
-        padded = padded_tokens(shapes, self.budget).tolist()
-        squares = padded_squares(shapes, self.budget).tolist()
-        work = self.work.of_batches(batches, lengths, self.budget).tolist()
-        real = real_tokens(shapes, self.budget).tolist()
+        of_all = {
+            "oversize": ~self.budget.fits(shapes),
+            "padded": padded_tokens(shapes, self.budget),
+            "squares": padded_squares(shapes, self.budget),
+            "work": self.work.of_batches(batches, lengths, self.budget),
+            "real": real_tokens(shapes, self.budget),
+        }
+        counted = [
+            dict(zip(of_all, row, strict=True)) for row in zip(*(v.tolist() for v in of_all.values()), strict=True)
+        ]
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
         made = []
         for number, members in enumerate(batches):
             places = members.tolist()
-            chosen = [samples[p] for p in places]
-            indices = [request.indices[p] for p in places]
+            chosen, indices = [samples[p] for p in places], [request.indices[p] for p in places]
             measured = {name: values[members] for name, values in lengths.items()}
-            batch = _run_collate(self.collate_fn, chosen, indices)
-            if not fits[number]:
+            batch = _collated(self.collate_fn, chosen, indices)
+            if counted[number]["oversize"]:
                 _check_alone(indices, measured, self.oversize)
             else:
-                self._check_width(batch, indices, measured, learn=learn)
+                self._check_width(batch, indices, measured, may_learn=may_learn)
+            weight = _asked("weigh", self._weight_of, batch, len(places), of=_batch_of(indices))
+            positions = tuple(request.positions[members].tolist())
+            held = chosen if number in kept else None
             made.append(
                 Refined(
-                    batch=batch,
-                    indices=indices,
-                    offsets=places,
-                    lengths=measured,
-                    weight=_asked("weigh", self._weight_of, batch, len(places), of=_batch_of(indices)),
-                    padded=padded[number],
-                    squares=squares[number],
-                    work=work[number],
-                    real=real[number],
-                    group=groups[number],
-                    oversize=not fits[number],
-                    samples=chosen if number in kept else None,
+                    batch, indices, positions, measured, weight, group=groups[number], samples=held, **counted[number]
                 )
             )
         return made
 
-    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, *, learn: bool) -> None:
+    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, *, may_learn: bool) -> None:
         """A batch is as wide as its longest sample in every stream that it shows (packed: as long as all of them), or lengths
         were measured wrong."""
         packed, shape = self.budget.layout == "packed", BatchShape.of_samples(lengths)
         measured = {
             name: (shape.total if packed else shape.longest)[name] for name in padded_streams(self.budget, lengths)
         }
-        shown = {n: total_of(batch, n) if packed else width_of(batch, len(indices), n) for n in measured}
+        shown = {name: total_of(batch, name) if packed else width_of(batch, len(indices), name) for name in measured}
         too_wide = {
             name: np.array([tokens])
             for name, tokens in shown.items()
@@ -282,7 +258,7 @@ class RefinementCollator:
         least = " and ".join(str(measured[name][0]) for name in too_wide)
         form, whose = ("long", "which measure") if packed else ("wide", "whose longest sample measures")
         told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {least}"
-        if learn and self.length_of is None and not self._collates_to_measure:
+        if may_learn:
             raise _WiderThanMeasured(told)
         longest, total = (
             (shape.longest, {**shape.total, **too_wide}) if packed else ({**shape.longest, **too_wide}, shape.total)
@@ -297,6 +273,17 @@ class RefinementCollator:
             warn_user(f"{told}; correct `length_of`, or give the budget `pad_to_multiple_of`")
 
 
+class _WiderThanMeasured(Exception):
+    """A batch shows that the collate function changes lengths, which are measured before it."""
+
+
+def _has_ids(sample: Any) -> bool:
+    try:
+        return sample["input_ids"] is not None
+    except (TypeError, KeyError, IndexError):
+        return False
+
+
 def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:
     """Tokens of the batch that the collate function makes of a copy of this sample."""
     try:
@@ -307,8 +294,10 @@ def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int
     return measure_sample(sample) if tokens is None else tokens
 
 
-class _WiderThanMeasured(Exception):
-    """A batch shows that the collate function changes lengths, which are measured before it."""
+def _collated(collate: Callable[[list[Any]], Any] | None, samples: list[Any], indices: Sequence[int]) -> Any:
+    if collate is None:
+        from torch.utils.data import default_collate as collate
+    return _asked("collate_fn", collate, samples, of=_batch_of(indices))
 
 
 def _check_alone(indices: Sequence[int], lengths: Streams, oversize: Oversize) -> None:
@@ -319,19 +308,6 @@ def _check_alone(indices: Sequence[int], lengths: Streams, oversize: Oversize) -
             f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; "
             "truncate it, filter it out, raise the budget, or pass oversize='alone'"
         )
-
-
-def _run_collate(collate: Callable[[list[Any]], Any] | None, samples: list[Any], indices: Sequence[int]) -> Any:
-    if collate is None:
-        from torch.utils.data import default_collate as collate
-    return _asked("collate_fn", collate, samples, of=_batch_of(indices))
-
-
-def _has_ids(sample: Any) -> bool:
-    try:
-        return sample["input_ids"] is not None
-    except (TypeError, KeyError, IndexError):
-        return False
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: str) -> Any:
@@ -374,17 +350,26 @@ def _is_count(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
 
 
+def _batches(sizes: Sequence[int] | IntArray) -> Batches:
+    """Neighbours, so many in each batch."""
+    return Batches(np.arange(sum(sizes)), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+
+
 def _whole(members: IntArray) -> Batches:
     return Batches(members, np.array([0, len(members)]))
 
 
-def _with_joined(refined: list[Refined], groups: Sequence[int]) -> list[Refined]:
-    """A batch that is larger than its planned group holds further groups whole."""
-    made = []
+def _with_planned(refined: list[Refined], request: Request) -> list[Refined]:
+    """What became of planned batches: of one that was cut all but the first part are late; a batch that is larger than its
+    group holds further groups whole."""
+    if request.groups is None:
+        return refined
+    made, seen = [], set()
     for batch in refined:
-        held, number = groups[batch.group], batch.group
-        while held < len(batch):
+        held, number = request.groups[batch.group], batch.group
+        while request.costs is not None and held < len(batch):
             number += 1
-            held += groups[number]
-        made.append(replace(batch, joined=number - batch.group))
+            held += request.groups[number]
+        made.append(replace(batch, late=batch.group in seen, joined=number - batch.group))
+        seen.add(batch.group)
     return made

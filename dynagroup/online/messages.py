@@ -1,0 +1,250 @@
+"""What passes between main process and workers: the records of one sample's way, in the order in which it meets them.
+
+::
+
+    main process of a rank                                worker of that rank
+    ----------------------                                -------------------
+    Request       positions and dataset indices --------> IndexedDataset (or IterableWindows): process
+                                                            |
+                                                          WindowSamples
+                                                            | RefinementCollator: measure, cut, collate
+    Refined       <-------------------------------------- RefinedWindow
+      | ranks agree on steps and totals
+    Step          the user's batch, and what it weighs
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from dynagroup.shapes import IntArray, Streams
+from dynagroup.update.step import pin
+
+__all__ = ["Refined", "RefinedWindow", "Request", "WindowSamples", "pack_tensors", "shorten", "unpack_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Samples that a worker processes, cuts and collates.
+
+    Args:
+        positions: places in the epoch's order: int64 (N,).
+        groups: sizes of batches already planned; None: one window to be cut.
+        costs: padded tokens planned for each of ``groups``; neighbours that both came out smaller are joined where they fit.
+        keep: so many of the largest batches come back with their processed samples, so that they can be split later.
+        mark: where it stands in the plan it comes from; None for what comes from no plan.
+        number: which of this rank's requests; answers carry it. -1: nothing is asked for.
+        indices: dataset indices.
+        epoch: handed to the dataset's ``set_epoch`` in the worker, where it has one.
+        max_bytes: an answer holds about so many bytes of processed samples; what is left over is asked for again. None: all.
+    """
+
+    positions: IntArray
+    groups: tuple[int, ...] | None = None
+    costs: tuple[int, ...] | None = None
+    keep: int = 0
+    mark: Any = None
+    number: int = -1
+    indices: Sequence[int] = ()
+    epoch: int = 0
+    max_bytes: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def part(self, start: int, stop: int) -> Request:
+        """The same for these samples only, which must be whole groups."""
+        taken: dict[str, Any] = {"positions": self.positions[start:stop], "indices": self.indices[start:stop]}
+        if self.groups is not None:
+            first, end = np.searchsorted(np.cumsum(self.groups), (start, stop), side="right").tolist()
+            taken |= {"groups": self.groups[first:end], "costs": self.costs and self.costs[first:end]}
+        return replace(self, **taken)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSamples:
+    """A request with its processed samples.
+
+    Args:
+        resume: an iterable's own state before the first of them, and which they are.
+        worker: which worker made them.
+        spare: they were used before the epoch was resumed; they only serve to idle on.
+    """
+
+    request: Request
+    samples: list[Any]
+    resume: Any = None
+    worker: int = 0
+    spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """One collated batch with what the main process needs to know about it.
+
+    Args:
+        batch: what the user's ``collate_fn`` returned.
+        indices: dataset indices (arrival numbers for iterable datasets, places in the window where nothing is known).
+        positions: the samples' places in the epoch's order.
+        lengths: stream -> int32, true lengths after processing.
+        weight: loss weight, see ``weigh``.
+        padded: padded tokens. squares: the same, each times its sample's padded length.
+        work: predicted time without the price of a step, in linear tokens.
+        real: tokens that are no padding.
+        group: which planned batch it came from; the window's only group without planned batches.
+        late: what splitting a planned batch brought on top waits behind all that was planned.
+        oversize: a single sample that does not fit even alone.
+        samples: the processed samples, where they were kept, so that it can be split.
+        joined: planned batches that were joined to the first of them.
+    """
+
+    batch: Any
+    indices: list[int]
+    positions: tuple[int, ...]
+    lengths: Streams
+    weight: float
+    padded: int
+    squares: int
+    work: float
+    real: int
+    group: int = 0
+    late: bool = False
+    oversize: bool = False
+    samples: list[Any] | None = None
+    joined: int = 0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def rank_key(self) -> tuple[float, tuple[int, ...]]:
+        """Dearest first, the same on every run."""
+        return -self.work, self.positions
+
+
+@dataclass(frozen=True, slots=True)
+class RefinedWindow:
+    """The batches made of one request, longest first within each group."""
+
+    number: int
+    batches: list[Refined]
+    resume: Any = None
+    worker: int = 0
+    spare: bool = False
+
+    def __iter__(self) -> Iterator[Refined]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes all tensors travel in one block; what cannot be pickled so goes the usual way."""
+        fields = (self.number, self.batches, self.resume, self.worker, self.spare)
+        try:
+            packed = pack_tensors(fields)
+        except Exception:  # noqa: BLE001 - torch's own pickler knows more types
+            return RefinedWindow, fields
+        return _unpacked, packed
+
+    def pin_memory(self) -> RefinedWindow:
+        """The same window with its batches' tensors in pinned memory; DataLoader calls it."""
+        return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
+
+
+def _unpacked(*packed: Any) -> RefinedWindow:
+    return RefinedWindow(*unpack_tensors(*packed))
+
+
+def shorten(indices: Sequence[int], most: int = 16) -> str:
+    """Indices for a message.
+
+    >>> shorten(range(20), most=3)
+    '[0, 1, 2, ... 20 in all]'
+    """
+    shown = ", ".join(str(i) for i in list(indices)[:most])
+    return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
+
+
+# A window crosses from worker to main process in a few blocks of shared memory. Sending a tensor by itself costs a file
+# descriptor and a socket connection; a window of a hundred batches has hundreds. Without this, half the throughput.
+Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]
+"""Where a tensor lies: dtype, shape, number of its block, first byte."""
+
+ALIGN = 64  # bytes; a cache line, and a multiple of every element size
+BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones are mapped and faulted in anew every time
+
+
+class _Packer(pickle.Pickler):
+    """Pickles anything; plain CPU tensors are left out and collected."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not torch.Tensor or not _is_plain(obj):
+            return None
+        place = self._places.setdefault(id(obj), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(obj)
+        return place
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_complex()
+    return strided and tensor.device.type == "cpu" and not tensor.requires_grad
+
+
+def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
+    """``value`` pickled without its tensors; where each of them stands; and the blocks: uint8.
+
+    >>> value = {"ids": torch.arange(3), "name": "x"}
+    >>> back = unpack_tensors(*pack_tensors(value))
+    >>> back["ids"].tolist(), back["name"]
+    ([0, 1, 2], 'x')
+    """
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    places: list[Location] = []
+    sizes = [0]
+    for tensor in packer.tensors:
+        size = -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
+        if sizes[-1] and sizes[-1] + size > BLOCK_BYTES:
+            sizes.append(0)
+        places.append((tensor.dtype, tensor.shape, len(sizes) - 1, sizes[-1]))
+        sizes[-1] += size
+    blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    for tensor, place in zip(packer.tensors, places, strict=True):
+        if tensor.numel():
+            _view(blocks, place).copy_(tensor)
+    return file.getvalue(), places, blocks
+
+
+def unpack_tensors(payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
+    """What was packed; its tensors are views of the blocks."""
+    return _Unpacker(io.BytesIO(payload), [_view(blocks, place) for place in places]).load()
+
+
+def _view(blocks: list[torch.Tensor], place: Location) -> torch.Tensor:
+    dtype, shape, number, start = place
+    size = shape.numel() * dtype.itemsize
+    return blocks[number][start : start + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)

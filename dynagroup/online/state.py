@@ -1,0 +1,169 @@
+"""What an online loader saves: positions packed small, lengths that were seen, and which of several ranks' states counts."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.distributed import World
+from dynagroup.errors import StateError
+from dynagroup.shapes import IntArray, Streams
+
+__all__ = ["LearnedLengths", "pack", "pack_groups", "together", "unpack", "unpack_groups"]
+
+MOST_BYTES = 1 << 34
+"""A pack that claims to be larger is damaged: two thousand million integers."""
+
+
+def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
+    """Integers as compressed text; runs and small steps cost little.
+
+    >>> unpack(pack([5, 6, 1000])).tolist()
+    [5, 6, 1000]
+    """
+    array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
+    steps = np.diff(array, prepend=0).astype("<i8")
+    planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # bytes of like weight side by side compress better
+    return base64.b64encode(zlib.compress(planes, 9)).decode()
+
+
+def unpack(text: str) -> IntArray:
+    """What :func:`pack` packed.
+
+    Raises:
+        StateError: the text is damaged.
+    """
+    try:
+        reader = zlib.decompressobj()
+        planes = np.frombuffer(reader.decompress(base64.b64decode(text, validate=True), MOST_BYTES), np.uint8)
+        steps = np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1)
+    except (ValueError, TypeError, zlib.error) as error:
+        raise StateError(f"the state is damaged: {error}") from error
+    if not reader.eof:
+        raise StateError("the state is damaged: packed integers end too early, or are too many")
+    return np.cumsum(steps, dtype=np.int64)
+
+
+def pack_groups(groups: Iterable[Sequence[int]]) -> list[str]:
+    """Lists of integers, as their sizes and their members.
+
+    >>> unpack_groups(pack_groups([[3, 1], [], [2]]))
+    [[3, 1], [], [2]]
+    """
+    groups = [list(group) for group in groups]
+    return [pack([len(group) for group in groups]), pack([i for group in groups for i in group])]
+
+
+def unpack_groups(packed: Sequence[str]) -> list[list[int]]:
+    """What :func:`pack_groups` packed."""
+    sizes, members = (unpack(text) for text in packed)
+    bounds, flat = np.concatenate([[0], np.cumsum(sizes)]).tolist(), members.tolist()
+    return [flat[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[Mapping[str, Any]]:
+    """The states to go on from: this rank's on as many ranks as before, all ranks' in their order on others.
+
+    Raises:
+        StateError: a state is not this rank's; ranks are missing, or were not saved together.
+    """
+    given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
+    if len(states) > 1:
+        ranks = [state["rank"] for state in ordered]
+        if ranks != list(range(given)):
+            raise StateError(f"states of ranks {ranks} were given; all {given} ranks' states are needed")
+        places = {
+            (
+                s["world_size"],
+                s["cursor"]["epoch"],
+                s["cursor"]["steps"],
+                s["cursor"]["samples_seen"],
+                str(s["changes"]),
+            )
+            for s in ordered
+        }
+        if len(places) > 1:
+            raise StateError(
+                "the ranks' states were not taken after the same step: (ranks, epoch, step, samples, changes) are "
+                f"{sorted(places)}"
+            )
+    elif given not in (1, size):
+        raise StateError(
+            f"the state was taken on {given} ranks, this run has {size}: give load_state_dict the list of all ranks' states"
+        )
+    elif given == size and ordered[0]["rank"] != rank:
+        raise StateError(
+            f"this is the state of rank {ordered[0]['rank']}, and this is rank {rank}: give each rank its own, or the list of all"
+        )
+    if given != size:
+        return ordered
+    return [ordered[rank if len(ordered) > 1 else 0]]
+
+
+UNKNOWN = -1
+CHUNK = 1 << 16
+STEADY_SHARE = 0.01  # up to this share of samples may change length between epochs for plans of exact batches
+
+
+class LearnedLengths:
+    """Lengths observed in earlier epochs, alike on all ranks, and those that this rank observed in the running one."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.seen: dict[str, NDArray[np.int32]] = {}
+        self.steady = True
+        """Few samples changed their length, in any stream, between epochs: exact batches can be planned."""
+        self._fresh: dict[str, NDArray[np.int32]] = {}
+
+    def observe(self, indices: Sequence[int], lengths: Streams) -> None:
+        """Remember the true lengths of these samples."""
+        for name, values in lengths.items():
+            if name not in self._fresh:
+                self._fresh[name] = np.full(self.num_samples, UNKNOWN, np.int32)
+            self._fresh[name][indices] = values
+
+    def known(self, indices: IntArray) -> Streams | None:
+        """Lengths of these samples, or None while some of them has none."""
+        known = {name: values[indices] for name, values in self.seen.items()}
+        return None if not known or any((values == UNKNOWN).any() for values in known.values()) else known
+
+    def merge(self, world: World) -> None:
+        """Tell all ranks what each has observed in this epoch; collective. The largest of several observations counts."""
+        fresh, self._fresh = self._fresh, {}
+        names = sorted(fresh)
+        if world.size > 1:
+            most, fewest = world.all_max([len(names), -len(names)])
+            if most != -fewest:  # a rank without a single sample knows no streams
+                return
+        changed = np.zeros(self.num_samples, np.bool_)
+        for name in names:
+            for start in range(0, self.num_samples if world.size > 1 else 0, CHUNK):
+                part = fresh[name][start : start + CHUNK]
+                part[:] = world.all_max(part.tolist())
+            unseen = fresh[name] == UNKNOWN
+            if name in self.seen:
+                changed |= (fresh[name] != self.seen[name]) & ~unseen
+            self.seen[name] = np.where(unseen, self.seen.get(name, fresh[name]), fresh[name])
+        self.steady = int(changed.sum()) <= STEADY_SHARE * self.num_samples
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; a few bytes a sample."""
+        fresh = {
+            name: pack(values.astype(np.int64) - self.seen.get(name, UNKNOWN)) for name, values in self._fresh.items()
+        }
+        return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
+
+    def restored(self, states: Sequence[Mapping[str, Any]]) -> LearnedLengths:
+        """What a state knows; of further ranks' states the observations are added."""
+        other = LearnedLengths(self.num_samples)
+        other.steady = states[0]["steady"]
+        other.seen = {name: unpack(text).astype(np.int32) for name, text in states[0]["seen"].items()}
+        for name, text in ((name, text) for state in states for name, text in state["fresh"].items()):
+            values = (unpack(text) + other.seen.get(name, UNKNOWN)).astype(np.int32)
+            other._fresh[name] = np.maximum(other._fresh.get(name, values), values)
+        return other
