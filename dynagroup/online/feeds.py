@@ -29,7 +29,15 @@ from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.config import OnlineConfig
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.messages import Refined, RefinedWindow, Request
-from dynagroup.online.plans import Order, Rank, batch_plans, exact_plans, exact_window, rough_plans, update_plans
+from dynagroup.online.plans import (
+    Order,
+    Rank,
+    batch_plans,
+    exact_plans,
+    exact_window,
+    rough_plans,
+    update_plans,
+)
 from dynagroup.online.protocol import hand_out
 from dynagroup.online.state import pack, pack_groups, unpack, unpack_groups
 from dynagroup.online.workers import Windows, Workers
@@ -38,6 +46,9 @@ from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.schedule import UpdateSizes
 
 __all__ = ["KINDS", "Feed", "IterableFeed", "MapFeed", "Source", "kind_of", "left"]
+
+
+FREE_RUNNING = "set_samples_per_update needs a loader with samples_per_update: this one is free-running"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +66,6 @@ class Source:
     dataset: Any
     iterable: bool
     world: World
-    epoch: int
-    budget: Budget
     config: OnlineConfig
     collator: RefinementCollator
     workers: Workers
@@ -66,6 +75,16 @@ class Source:
     batches: list[list[int]] | None = None
     lengths: Streams | None = None
     rough: IntArray | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The one that is run."""
+        return self.cursor.epoch
+
+    @property
+    def budget(self) -> Budget:
+        """What a batch may be."""
+        return self.collator.budget
 
     def rank(self, number: int, size: int) -> Rank:
         """Whose requests."""
@@ -280,7 +299,7 @@ class MapFeed:
         """Change the size of updates from the first on that no rank's workers can have been asked for."""
         sizes, source = self.source.sizes, self.source
         if sizes is None:
-            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
+            raise ConfigError(FREE_RUNNING)
         cursor = self.windows.next_mark or sizes.end(source.epoch)
         for after in islice(sizes.cursors(cursor), source.workers.depth):
             cursor = after

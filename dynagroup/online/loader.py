@@ -28,7 +28,7 @@ from dynagroup.online.config import (
 from dynagroup.online.datasets import is_stream
 from dynagroup.online.engine import Take
 from dynagroup.online.epoch import EpochRun, Known, handed_out
-from dynagroup.online.feeds import Source
+from dynagroup.online.feeds import FREE_RUNNING, Source
 from dynagroup.online.messages import Refined
 from dynagroup.online.plans import EpochOrders
 from dynagroup.online.protocol import Exchange, Uneven
@@ -63,6 +63,15 @@ def _described(
         "weigh": described(config.weigh),
         "num_workers": streamed,
     }
+
+
+def _check_order(state: Mapping[str, Any], orders: EpochOrders) -> None:
+    running, epoch = state["running"], state["epoch"]
+    if running is not None and running["order"] != orders.fingerprint(epoch):
+        raise StateError(
+            f"`{orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken: "
+            "seed its generator alike, or give it a set_epoch"
+        )
 
 
 class _Spare:
@@ -179,7 +188,7 @@ class _OnlineSteps(StepLoader[Any]):
                 (``in_order=False``) while ranks must agree on what was prefetched.
         """
         if self.sizes is None:
-            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
+            raise ConfigError(FREE_RUNNING)
         if not self._workers.in_order and self._rank_and_size()[1] > 1:
             raise ConfigError("set_samples_per_update needs in_order=True: ranks would differ in what they prefetched")
         if self._run_of is not None and not self._begun_anew and not self._resume:
@@ -230,13 +239,8 @@ class _OnlineSteps(StepLoader[Any]):
         rank, size = self._rank_and_size()
         needed = together(states, rank, size)
         own, learned = needed[0], self._known.learned
-        running, epoch = own["running"], own["epoch"]
-        if running is not None and running["order"] != self._orders.fingerprint(epoch):
-            raise StateError(
-                f"`{self._orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken: "
-                "seed its generator alike, or give it a set_epoch"
-            )
-        if learned is not None and own["lengths"] is not None:
+        _check_order(own, self._orders)
+        if learned is not None:
             learned = learned.restored([state["lengths"] for state in needed])
         return needed, replace(self._known, learned=learned)
 
@@ -291,24 +295,15 @@ class _OnlineSteps(StepLoader[Any]):
             Exchange(world, epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
             self._known.learned.merge(world)
         self._merge_due = True
-        learner = LearningBudget.within(self.budget)
-        if learner is not None and not states:
+        learner = None if states else LearningBudget.within(self.budget)
+        if learner is not None:
             Exchange(world, epoch).highest([])
             learner.apply(world)
         self._workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
+        orders = {"order": self._orders.of_epoch(epoch), "batches": self._orders.batches(epoch), "sizes": self.sizes}
+        where = {"world": world, "cursor": cursor, "config": self.config, **orders}
         source = Source(
-            dataset=self.dataset,
-            iterable=self._iterable,
-            world=world,
-            epoch=epoch,
-            budget=self.budget,
-            config=self.config,
-            collator=self._collator,
-            workers=self._workers,
-            cursor=cursor,
-            order=self._orders.of_epoch(epoch),
-            sizes=self.sizes,
-            batches=self._orders.batches(epoch),
+            dataset=self.dataset, iterable=self._iterable, collator=self._collator, workers=self._workers, **where
         )
         shared = self._orders.fingerprint(epoch) if self._orders.num_samples is not None else None
         identity = {**self._identity(), "order": [self._orders.decided_by, shared]}
