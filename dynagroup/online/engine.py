@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dynagroup.online.config import OnlineConfig
-from dynagroup.online.feeds import Feed
+from dynagroup.online.iterables import Feed
 from dynagroup.online.messages import Refined, RefinedWindow
 from dynagroup.online.protocol import Agreement, Exchange, Offer, Uneven, agree, even_parts, placed, quantile
 from dynagroup.plan.cursor import Cursor

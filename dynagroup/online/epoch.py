@@ -12,7 +12,8 @@ import numpy as np
 from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.engine import FreeRunner, Take, UpdateRunner
-from dynagroup.online.feeds import IterableFeed, MapFeed, Source, kind_of, left
+from dynagroup.online.feeds import MapFeed, Source, kind_of, left
+from dynagroup.online.iterables import IterableFeed
 from dynagroup.online.messages import shorten
 from dynagroup.online.plans import Order
 from dynagroup.online.protocol import Exchange, print_of
