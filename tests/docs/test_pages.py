@@ -77,13 +77,6 @@ def test_messages_that_pages_show_are_those_of_the_source():
             assert part in source, f"no message says {part!r}"
 
 
-def test_files_that_the_architecture_names_exist():
-    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", page))
-    assert len(named) > 10
-    assert {name for name in named if not (DOCS.parent / "dynagroup" / name).exists()} == set()
-
-
 def test_the_loop_is_shown_one_way():
     for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
         text = page.read_text(encoding="utf-8")
