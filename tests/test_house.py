@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.test_architecture import GROUND, MODULES, PACKAGE, imported_modules, layer_of, rooms_imported_by
 
-MOST_FILES, MOST_LINES = 140, 26_000
+MOST_FILES, MOST_LINES = 130, 25_000
 MOST_LINES_OF_A_FILE = 400
 FEWEST_LINES_OF_A_MODULE = 80  # of one with a single importer: a shorter one belongs into it
 MEDIAN_BODY, LONG_BODY = 6, 20  # lines of a function's body: of the middle one, and of nine in ten
@@ -27,8 +27,8 @@ SHOWN_BY = {
 
 
 # Still to be merged into the one file that reads them, or to be divided.
-LONELY: set[str] = {"online/feeds/batches.py", "online/takeover.py", "plan/saving.py"}
-LONG: set[str] = {"online/engine.py", "update/updates.py"}
+LONELY: set[str] = {"plan/saving.py"}
+LONG: set[str] = {"update/updates.py"}
 
 
 def file_of(module: str) -> Path | None:
