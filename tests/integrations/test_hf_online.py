@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 from transformers import TrainerCallback  # noqa: E402
 
 from dynagroup.update.schedule import doubling  # noqa: E402
-from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -57,20 +56,6 @@ def test_an_epoch_of_which_nothing_remains_does_not_end_the_training(tmp_path):
     run.get_train_dataloader = with_an_empty_epoch
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert run.state.global_step == 8
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        yield from toys.samples("causal", 40)
-
-
-def test_a_stream_needs_only_max_steps(tmp_path):
-    run = trainer(
-        "causal", tmp_path, fits=True, max_steps=4, config={**ONLINE, "updates": "free"}, gradient_accumulation_steps=1
-    )
-    run.train_dataset = Stream()
-    run.train()
-    assert run.state.global_step == 4
 
 
 SCHEDULE = doubling(7, milestones=(2, 5))

@@ -119,18 +119,10 @@ def test_epoch_coverage_and_figures_are_logged(tmp_path):
         assert (entry["idle_steps"], entry["samples_per_update"]) == (0, 16)
 
 
-class EpochReader(TrainerCallback):
-    def __init__(self):
-        self.epochs = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.epochs.append(state.epoch)
-
-
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_callbacks_of_the_user_read_the_epoch_as_it_is(mode, tmp_path):
     """Also those that were given to the Trainer, which stand before what the adapter adds."""
-    reader = EpochReader()
+    reader = Recorder()
     trainer(
         "causal", tmp_path, fits=True, max_steps=9, callbacks=[reader], config={"mode": mode, "lengths": None}
     ).train()
@@ -426,24 +418,19 @@ def test_free_updates_take_as_many_steps_as_asked(tmp_path):
         DynagroupConfig(budget=TokenBudget(100), accumulation=3)
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        yield from toys.samples("causal", 40)
-
-
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_a_stream_is_told_the_way_that_exists(tmp_path, mode):
     run = trainer("causal", tmp_path, fits=True, max_steps=2, config={"mode": mode, "lengths": None})
-    run.train_dataset = Stream()
+    run.train_dataset = toys.Stream()
     with pytest.raises(
         ConfigError, match=r"DynagroupConfig\(mode='online', updates='free', accumulation=...\), and max_steps"
     ):
         run.train()
     config = {"mode": "online", "updates": "free", "accumulation": 2, "lengths": None}
     run = trainer("causal", tmp_path, fits=True, max_steps=2, config=config)
-    run.train_dataset = Stream()
+    run.train_dataset = toys.Stream()
     run.train()
-    assert run.update_loader.stats.samples > 0
+    assert run.state.global_step == 2
 
 
 def test_the_budget_is_told_apart_from_the_collators_layout(tmp_path):

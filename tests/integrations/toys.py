@@ -51,6 +51,11 @@ def samples(kind: str, count: int = 64, seed: int = 0) -> list[dict]:
     return rows
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from samples("causal", 40)
+
+
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     width = max(len(r["input_ids"]) for r in rows)
     batch = {
