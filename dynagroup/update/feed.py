@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.update.dataloader import ENDED_EARLY, answers_of, checked_kwargs
-from dynagroup.update.loss_weight import Weigh, weigher
+from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.stats import LoaderStats
+from dynagroup.update.step import Step
 from dynagroup.update.updates import PlannedUpdate
 
 __all__ = ["LoadedUpdate", "PlannedFeed"]
@@ -81,6 +82,20 @@ class LoadedUpdate(NamedTuple):
     """Of each batch on this rank."""
     summed: list[float]
     """Of all ranks' batches behind each step, and of what was taken of the update before; first that alone."""
+
+    def step(self, number: int, world_size: int) -> Step[Any]:
+        """What a training loop gets."""
+        planned = self.planned.steps[number]
+        weight = Share(self.weights[number], self.summed[-1])
+        return Step(
+            batch=self.batches[number],
+            indices=planned.indices,
+            samples=Share(0 if planned.idle else len(planned.indices), self.planned.num_samples),
+            weight=weight,
+            loss_scale=loss_scale(weight, world_size),
+            ends_update=number == len(self.batches) - 1,
+            idle=planned.idle,
+        )
 
 
 # An update's batches are loaded, each is weighed, and one sum over ranks (a number a step) tells every rank what each step

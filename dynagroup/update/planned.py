@@ -18,9 +18,9 @@ from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.source import OrderSource
 from dynagroup.state import agreed
-from dynagroup.update.feed import LoadedUpdate, PlannedFeed
+from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
+from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.notice import BatchNotice
 from dynagroup.update.schedule import MOST_EPOCHS, BatchSizeSchedule, Walk
 from dynagroup.update.step import Step
@@ -218,27 +218,12 @@ class PlannedDataLoader(StepLoader[B]):
         updates = self._plan.updates(place, world.rank, world.size)
         for loaded in self._feed.open(updates, self._epoch, world):
             for number in range(len(loaded.batches)):
-                step = self._step(loaded, number)
+                self._count(loaded.planned, number)
+                self._notice.look(loaded.batches[number], loaded.planned.steps[number], self.budget)
                 self._place = loaded.planned.behind(number, loaded.summed[number + 1])
                 self._under_way = loaded.planned.after
-                yield step
+                yield loaded.step(number, world.size)
         self._plan.end(self._here())
-
-    def _step(self, loaded: LoadedUpdate, number: int) -> Step[B]:
-        planned, update = loaded.planned.steps[number], loaded.planned
-        batch, ends = loaded.batches[number], number == len(loaded.batches) - 1
-        self._count(update, number)
-        self._notice.look(batch, planned, self.budget)
-        weight = Share(loaded.weights[number], loaded.summed[-1])
-        return Step(
-            batch=batch,
-            indices=planned.indices,
-            samples=Share(0 if planned.idle else len(planned.indices), update.num_samples),
-            weight=weight,
-            loss_scale=loss_scale(weight, self.world.size),
-            ends_update=ends,
-            idle=planned.idle,
-        )
 
     def _count(self, update: PlannedUpdate, number: int) -> None:
         """Count a step as used."""
