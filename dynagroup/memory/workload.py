@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Attention, Dtype, Layout, Mode, Phases, Sharding
+from dynagroup.validation import check_flag, check_int
 
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
@@ -29,6 +30,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 _COUNTS = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size",
            "intermediate_size", "experts_per_token", "vocabulary_size", "fixed_tokens", "num_parameters",
            "max_new_tokens", "num_ranks")  # fmt: skip
+_MAY_BE_0 = ("num_encoder_layers", "fixed_tokens", "vocabulary_size", "max_new_tokens")
 _FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "causal", "score_bias",
           "gradient_checkpointing", "ddp", "keeps_outputs")  # fmt: skip
 
@@ -104,14 +106,11 @@ class Workload:
             if value is not None and value not in allowed:
                 raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, allowed))} or None, but is {value!r}")
         for name in _COUNTS:
-            value = getattr(self, name)
-            least = 0 if name in ("num_encoder_layers", "fixed_tokens", "vocabulary_size", "max_new_tokens") else 1
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"`{name}` must be an integer of at least {least} or None, but is {value!r}")
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_int(name, value, least=0 if name in _MAY_BE_0 else 1))
         for name in _FLAGS:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise ConfigError(f"`{name}` must be True, False or None, but is {value!r}")
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_flag(name, value))
         self._check_relations()
         if isinstance(self.phases, Mapping):
             object.__setattr__(self, "phases", Phases(**self.phases))

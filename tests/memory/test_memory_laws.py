@@ -273,12 +273,12 @@ def test_the_closed_form_is_monotone_and_positive(workload):
     ("fields", "message"),
     [
         ({"mode": "serve"}, "`mode` must be one of 'train'"),
-        ({"num_layers": 0}, "`num_layers` must be an integer of at least 1"),
-        ({"hidden_size": 2.5}, "`hidden_size` must be an integer"),
+        ({"num_layers": 0}, "`num_layers` must be an int of at least 1"),
+        ({"hidden_size": 2.5}, "`hidden_size` must be an int"),
         ({"num_heads": 4, "num_kv_heads": 8}, "at most `num_heads` "),
         ({"trainable_share": 1.5}, "between 0 and 1"),
         ({"optimizer_bytes": -1}, "between 0 and 64"),
-        ({"dropout": 0.1}, "True, False or None"),
+        ({"dropout": 0.1}, "`dropout` must be True or False"),
     ],
 )
 def test_a_workload_that_cannot_be(fields, message):

@@ -108,23 +108,19 @@ def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Mod
 def _from_config(
     config: Any, dtype: str | None, attention: str | None, device: torch.device | str = "meta"
 ) -> torch.nn.Module:
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype or "float32")}
-    if attention:
-        options["attn_implementation"] = attention
-    auto = _auto_class(config)
-    with torch.device(device):
+    auto, options = _auto_class(config), {"dtype": getattr(torch, dtype or "float32")}
+    kinds = {None: [{}], "sdpa": [{"attn_implementation": kind} for kind in ("sdpa", "eager")]}  # some have none fused
+    failed: Exception | None = None
+    for kind in kinds.get(attention, [{"attn_implementation": attention}]):
         try:
-            try:
-                return auto.from_config(config, **options)
-            except ValueError:
-                if options.pop("attn_implementation", None) != "sdpa":
-                    raise
-                return auto.from_config(config, attn_implementation="eager", **options)  # it has no fused attention
+            with torch.device(device):
+                return auto.from_config(config, **options, **kind)
         except Exception as error:  # whatever the model's own code raises
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            raise ConfigError(
-                f"no model can be built from this {type(config).__name__} ({reason}); correct it, or pass a model"
-            ) from error
+            failed = error
+    reason = f"{type(failed).__name__}: {failed}".splitlines()[0][:200]
+    raise ConfigError(
+        f"no model can be built from this {type(config).__name__} ({reason}); correct it, or pass a model"
+    ) from failed
 
 
 def check_attention(model: torch.nn.Module, asked: str | None) -> None:
@@ -248,34 +244,35 @@ def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[
 
 def architecture(config: Any) -> dict[str, Any]:
     """Sizes that a config states, under the many names that configs give them."""
-    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-    nested = hasattr(config, "get_text_config") and not encoder_decoder
+    two_stacks = bool(getattr(config, "is_encoder_decoder", False))
+    nested = hasattr(config, "get_text_config") and not two_stacks
     text = config.get_text_config(decoder=True) if nested else config
-    hidden = _first(text, "hidden_size", "d_model", "n_embd")
-    heads = _first(
-        text, "decoder_attention_heads" if encoder_decoder else "", "num_attention_heads", "num_heads", "n_head"
+
+    def first(*names: str, decoder: tuple[str, ...] = ()) -> Any:
+        return _first(text, *(decoder if two_stacks else ()), *names)
+
+    hidden = first("hidden_size", "d_model", "n_embd")
+    heads = first("num_attention_heads", "num_heads", "n_head", decoder=("decoder_attention_heads",))
+    ffn = first("moe_intermediate_size") or first(
+        "intermediate_size", "ffn_dim", "d_ff", "n_inner", decoder=("decoder_ffn_dim",)
     )
-    head_size = _first(text, "head_dim", "d_kv") or (hidden // heads if hidden and heads else None)
-    layers = _first(text, "decoder_layers" if encoder_decoder else "", "num_decoder_layers" if encoder_decoder else "",
-                    "num_hidden_layers", "num_layers", "n_layer")  # fmt: skip
-    ffn = _first(text, "moe_intermediate_size", "decoder_ffn_dim" if encoder_decoder else "", "intermediate_size", "ffn_dim",
-                 "d_ff", "n_inner")  # fmt: skip
-    encoder_layers = _first(text, "encoder_layers", "num_layers", "num_hidden_layers") if encoder_decoder else 0
     return {
-        "num_layers": layers,
-        "num_encoder_layers": encoder_layers,
+        "num_layers": first(
+            "num_hidden_layers", "num_layers", "n_layer", decoder=("decoder_layers", "num_decoder_layers")
+        ),
+        "num_encoder_layers": first("encoder_layers", "num_layers", "num_hidden_layers") if two_stacks else 0,
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": 1 if getattr(text, "multi_query", False) else _first(text, "num_key_value_heads") or heads,
-        "head_size": head_size,
+        "num_kv_heads": 1 if getattr(text, "multi_query", False) else first("num_key_value_heads") or heads,
+        "head_size": first("head_dim", "d_kv") or (hidden // heads if hidden and heads else None),
         "intermediate_size": ffn or (4 * hidden if hidden else None),
-        "experts_per_token": _first(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1,
+        "experts_per_token": first("num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1,
         "gated_mlp": _gated(text),
         "dropout": _dropout(text),
-        "vocabulary_size": _first(text, "vocab_size") or 0,
+        "vocabulary_size": first("vocab_size") or 0,
         "tied_embeddings": bool(getattr(config, "tie_word_embeddings", True)),
-        "encoder_decoder": encoder_decoder,
-        "causal": not encoder_decoder and not is_encoder(config),
+        "encoder_decoder": two_stacks,
+        "causal": not two_stacks and not is_encoder(config),
         "fixed_tokens": _fixed_tokens(config),
         "score_bias": hasattr(config, "relative_attention_num_buckets") or getattr(config, "model_type", "") == "bloom",
     }

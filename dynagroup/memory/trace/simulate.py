@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynagroup.device import CudaDevice, Device, is_out_of_memory
@@ -105,26 +107,22 @@ def _checked_workload(model_or_config: Any, workload: Workload | None) -> Worklo
     return described.replace(**own)
 
 
-class _explained:
-    """Turns whatever stops a run without data into one error that names the operation."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, (ConfigError, KeyboardInterrupt, MemoryError)):
-            return
-        place = trace
-        while place.tb_next is not None and "torch" not in place.tb_next.tb_frame.f_globals.get("__name__", ""):
-            place = place.tb_next
-        where = f"{place.tb_frame.f_globals.get('__name__')}:{place.tb_lineno}"
+@contextmanager
+def _explained(workload: Workload) -> Iterator[None]:
+    """Turns whatever stops a run without data into one error that names the line of the model."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        places = [(f.f_globals.get("__name__", ""), line) for f, line in traceback.walk_tb(error.__traceback__)]
+        theirs = [(name, line) for name, line in places if not name.startswith(("torch", "dynagroup."))]
+        module, line = (theirs or places)[-1]
+        reason = str(error).splitlines()[0] if str(error) else "no message"
         raise ConfigError(
-            f"this model cannot be simulated in mode {self._workload.mode!r}: {where} needs more than shapes "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
-            "measure() on a device and MemoryRegressor still work; `inputs=` helps where only the arguments are wrong"
+            f"this model cannot be simulated in mode {workload.mode!r}: {module}:{line} needs more than shapes "
+            f"({type(error).__name__}: {reason}). measure() on a device and MemoryRegressor still work; `inputs=` helps where "
+            "only the arguments are wrong"
         ) from error
 
 
@@ -165,10 +163,34 @@ def measure(
     counters = device or CudaDevice()
     model = _prepared(model, workload, counters.device)
     counters.reset()
-    resident, extra = counters.allocated(), _optimizer_bytes(model, workload)
-    rows = [_row(model, workload, n, longest, inputs, counters, resident, extra) for n, longest in wanted]
+    resident = counters.allocated()
+    static, rows = resident + _optimizer_bytes(model, workload), []
+    for num_samples, longest in wanted:
+        passed = _passes(
+            lambda n=num_samples, by=longest: _run(model, workload, n, by, inputs, counters.device), counters
+        )
+        allocated, reserved = counters.peaks() if passed else (None, None)
+        grown = None if allocated is None else max(0, allocated - resident)
+        rows.append(Measurement(num_samples, longest, static, grown, not passed, reserved))
     about = counters.about() if isinstance(counters, CudaDevice) else {}
     return Measurements(tuple(rows), workload, "measured", about)
+
+
+def _passes(run: Callable[[], None], counters: Device) -> bool:
+    """Whether it runs twice without running out of memory: the first run pays for workspaces and caches of kernels."""
+    failed = False
+    for _ in range(2):
+        counters.reset()
+        try:
+            run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        if failed:  # outside the except block: its traceback kept the batch's tensors alive
+            counters.reset()
+            return False
+    return True
 
 
 def _prepared(model: Any, workload: Workload, device: torch.device) -> torch.nn.Module:
@@ -194,32 +216,6 @@ def _optimizer_bytes(model: torch.nn.Module, workload: Workload) -> int:
     per_parameter = workload.optimizer_bytes if workload.optimizer_bytes is not None else 8.0
     ddp = sum(p.numel() * p.element_size() for p in trained) if workload.ddp else 0
     return int(per_parameter * sum(p.numel() for p in trained)) + ddp
-
-
-def _row(
-    model: torch.nn.Module,
-    workload: Workload,
-    num_samples: int,
-    longest: Mapping[str, int],
-    inputs: MakeInputs | None,
-    counters: Device,
-    resident: int,
-    extra: int,
-) -> Measurement:
-    failed = False
-    for _ in range(2):  # the first run pays for workspaces and caches of kernels
-        counters.reset()
-        try:
-            _run(model, workload, num_samples, longest, inputs, counters.device)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
-        if failed:  # outside the except block: its traceback kept the batch's tensors alive
-            counters.reset()
-            return Measurement(num_samples, longest, resident + extra, None, oom=True)
-    allocated, reserved = counters.peaks()
-    return Measurement(num_samples, longest, resident + extra, max(0, allocated - resident), False, reserved)
 
 
 def _run(
