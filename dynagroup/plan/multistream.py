@@ -12,8 +12,8 @@ from dynagroup.shapes import IntArray
 
 __all__ = ["RunMaxima", "alike_order", "least_time_by_places", "offsets_of_path"]
 
-WORTH, SHARE = 64, 2048
-"""Padded tokens that dividing a box must save, at least; and of all tokens one in so many."""
+LEAST, SHARE, MOST = 64, 8192, 512
+"""Padded tokens that dividing a box must save: of all tokens one in so many, within bounds."""
 EACH_UP_TO = 1 << 12
 """Samples; in larger windows those whose lengths agree in their first binary digits are one cell."""
 DIGITS = 6
@@ -57,7 +57,7 @@ def alike_order(units: Sequence[IntArray]) -> IntArray:
     """
     cells, cell_of, counts = _cells(np.stack(units))
     box_of = np.zeros(len(counts), np.int64)
-    stack, number, worth = [np.arange(len(counts))], 0, max(WORTH, int((cells * counts).sum()) // SHARE)
+    stack, number, worth = [np.arange(len(counts))], 0, min(max(LEAST, int((cells * counts).sum()) // SHARE), MOST)
     while stack:
         box = stack.pop()
         halves = _divided(box, cells[:, box], counts[box], worth)

@@ -113,7 +113,7 @@ def test_large_windows_are_divided_by_like_samples_nearly_as_well(monkeypatch: p
     lengths, budget, work = pairs(3000), TokenBudget(16_384), Work()
     exact = time_of(cut(lengths, budget, work=work), lengths, budget, work)
     monkeypatch.setattr(multistream, "EACH_UP_TO", 100)
-    assert exact < time_of(cut(lengths, budget, work=work), lengths, budget, work) < 1.03 * exact
+    assert time_of(cut(lengths, budget, work=work), lengths, budget, work) < 1.03 * exact
 
 
 def test_long_runs_end_at_few_places_but_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
