@@ -242,24 +242,24 @@ class RefinementCollator:
     def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, *, may_learn: bool) -> None:
         """A batch is as wide as its longest sample in every stream that it shows (packed: as long as all of them), or lengths
         were measured wrong."""
-        packed, shape = self.budget.layout == "packed", BatchShape.of_samples(lengths)
-        measured = {
-            name: (shape.total if packed else shape.longest)[name] for name in padded_streams(self.budget, lengths)
-        }
+        packed = self.budget.layout == "packed"
+        least = np.sum if packed else np.max
+        measured = {name: int(least(lengths[name])) for name in padded_streams(self.budget, lengths)}
         shown = {name: total_of(batch, name) if packed else width_of(batch, len(indices), name) for name in measured}
         too_wide = {
             name: np.array([tokens])
             for name, tokens in shown.items()
-            if tokens is not None and tokens > round_up(measured[name][0], self.budget.pad_to_multiple_of)
+            if tokens is not None and tokens > round_up(measured[name], self.budget.pad_to_multiple_of)
         }
         if not too_wide:
             return
         came = " and ".join(f"{shown[name]} {said(name)}" for name in too_wide)
-        least = " and ".join(str(measured[name][0]) for name in too_wide)
+        shown_least = " and ".join(str(measured[name]) for name in too_wide)
         form, whose = ("long", "which measure") if packed else ("wide", "whose longest sample measures")
-        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {least}"
+        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {shown_least}"
         if may_learn:
             raise _WiderThanMeasured(told)
+        shape = BatchShape.of_samples(lengths)
         longest, total = (
             (shape.longest, {**shape.total, **too_wide}) if packed else ({**shape.longest, **too_wide}, shape.total)
         )
