@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup import LengthAwareBatchSampler, TokenBudget, Work, shard_micro_batches
-from dynagroup.plan.order import EpochOrder
+from dynagroup.plan.epoch import EpochOrder
 
 __all__ = ["cuts", "lognormal", "packs", "padding", "shards", "streams"]
 

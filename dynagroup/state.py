@@ -8,9 +8,8 @@ from typing import Any
 
 from dynagroup.errors import StateError
 from dynagroup.fingerprint import hashed
-from dynagroup.validation import Check, a_mapping, anything
 
-__all__ = ["agreed", "check_seal", "check_state", "differences", "listed", "opened", "seal_of", "sealed"]
+__all__ = ["agreed", "differences", "listed", "opened", "seal_of", "sealed"]
 
 VERSION = 2
 ENVELOPE = ("kind", "version", "identity", "seal")
@@ -110,50 +109,3 @@ def seal_of(state: Mapping[str, Any]) -> str:
         return hashed(json.dumps({**state, "seal": None}, sort_keys=True, default=lambda value: type(value).__name__))
     except (TypeError, ValueError, RecursionError):  # keys of several types, a list that holds itself
         return "none"
-
-
-def check_state(
-    state: Any, kind: str, version: int, schema: Mapping[str, Check], identity: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """``state``, if it is whole, of this kind and version, and of this run. Changes nothing.
-
-    Args:
-        kind: class that saved it; stands in ``state["kind"]``.
-        schema: what the fields beside ``kind``, ``version`` and ``identity`` must be.
-        identity: settings and data of this run, JSON-able; those saved must be the same.
-
-    Raises:
-        StateError: names what is missing, damaged, or differs (the value then, the value now).
-
-    >>> from dynagroup.validation import an_int
-    >>> state = {"kind": "K", "version": 1, "identity": {"seed": 0}, "epoch": 2}
-    >>> check_state(state, "K", 1, {"epoch": an_int()}, {"seed": 0})["epoch"]
-    2
-    """
-    if isinstance(state, Mapping) and state.get("kind", kind) != kind:
-        raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
-    needed = ("kind", "version", "identity", *schema)
-    missing = [key for key in needed if key not in state] if isinstance(state, Mapping) else list(needed)
-    if missing:
-        raise StateError(f"this is no state of {kind}: {', '.join(missing)} missing")
-    if state["version"] != version:
-        raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {version}")
-    if not isinstance(state["identity"], Mapping):
-        raise StateError(f"the state is damaged: its identity is {state['identity']!r}")
-    differing = differences(state["identity"], identity)
-    if differing:
-        raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
-    a_mapping({**schema, "kind": anything(), "version": anything(), "identity": anything()})(state, "state")
-    return state
-
-
-def check_seal(state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not as it was saved.
-
-    Raises:
-        StateError: it was changed, or is made of two.
-    """
-    if state["seal"] != seal_of(state):
-        raise StateError(
-            "the state is damaged: it is not what was saved, its seal differs; load the checkpoint before it"
-        )

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from dynagroup import LengthAwareBatchSampler, TokenBudget
 from dynagroup.memory import what_fits
-from dynagroup.plan.pictures import LINE, PADDING, REAL, draw_padding, new_figure
+from dynagroup.plan.plots import LINE, PADDING, REAL, draw_padding, new_figure
 from dynagroup.shapes import BatchShape
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"

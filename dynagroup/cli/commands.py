@@ -47,14 +47,14 @@ def _print(args: argparse.Namespace, figures: Mapping[str, Any], text: object) -
 
 def _check_picture(args: argparse.Namespace) -> None:
     if args.picture:
-        from dynagroup.plan.pictures import picture_path
+        from dynagroup.plan.plots import picture_path
 
         picture_path(args.picture)
 
 
 def _show_picture(args: argparse.Namespace, draw: Callable[[], Figure]) -> None:
     if args.picture:
-        from dynagroup.plan.pictures import save_picture
+        from dynagroup.plan.plots import save_picture
 
         save_picture(draw(), args.picture)
         if not args.json:
@@ -244,7 +244,7 @@ def _samples(found: Fits) -> dict[str, int]:
 
 
 def _curve(found: Fits) -> Figure:
-    from dynagroup.plan.pictures import new_figure
+    from dynagroup.plan.plots import new_figure
 
     figure = new_figure(6, 3.6)
     found.draw(figure.subplots())

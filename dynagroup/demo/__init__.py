@@ -21,7 +21,7 @@ from dynagroup.demo.corpus import load_texts, train_tokenizer
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.cost import CPU_PER_STEP, Work
-from dynagroup.plan.pictures import draw_padding, new_figure, picture_path, save_picture
+from dynagroup.plan.plots import draw_padding, new_figure, picture_path, save_picture
 from dynagroup.plan.report import environment, format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.text import IGNORED, TokenizingCollator, text_dataloader

@@ -22,8 +22,8 @@ class Cursor:
         epoch: the epoch under way.
         steps: steps of it that were taken, over all resumes.
         window_size: samples sorted together; 0 before an epoch's plan begins, fixed from then on.
-        tail: windows at the epoch's end that are one, so that their rows can be filled; fixed as well.
         windows_done: windows that were used up.
+        carried: samples that could fill no row of them and stand in front of the next.
         segments: how far the next window (with updates of a set size: the update under way) was used, and by how many ranks.
         update: updates done since training began.
         samples_used: samples of this epoch's order that are done or dropped.
@@ -34,15 +34,15 @@ class Cursor:
         begun_weight: what they weigh.
 
     >>> cursor = Cursor(window_size=64).after_rows(3, ranks=2).after_rows(1, ranks=4)
-    >>> cursor.segments, cursor.steps, cursor.after_windows(1).windows_done
+    >>> cursor.segments, cursor.steps, cursor.after_window().windows_done
     (((2, 3), (4, 1)), 4, 1)
     """
 
     epoch: int = 0
     steps: int = 0
     window_size: int = 0
-    tail: int = 1
     windows_done: int = 0
+    carried: tuple[int, ...] = ()
     segments: tuple[Segment, ...] = ()
     update: int = 0
     samples_used: int = 0
@@ -65,19 +65,20 @@ class Cursor:
         used = (*before, (ranks, done + rows)) if size == ranks else (*self.segments, (ranks, rows))
         return replace(self, steps=self.steps + rows, segments=used)
 
-    def after_windows(self, windows: int = 1) -> Cursor:
-        """Behind the window under way, which counts for so many; its rows are counted by :meth:`after_rows`."""
-        return replace(self, windows_done=self.windows_done + windows, segments=())
+    def after_window(self, carried: Sequence[int] = ()) -> Cursor:
+        """Behind the window under way, whose rows :meth:`after_rows` has counted."""
+        return replace(self, windows_done=self.windows_done + 1, segments=(), carried=tuple(carried))
 
     def state(self) -> dict[str, Any]:
         """Its fields, JSON-able."""
-        return {**asdict(self), "segments": [list(segment) for segment in self.segments]}
+        return {**asdict(self), "segments": list(map(list, self.segments)), "carried": list(self.carried)}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Cursor:
         """What :meth:`state` gave, also after JSON or among other fields."""
         found = {field.name: state[field.name] for field in fields(cls)}
-        return cls(**{**found, "segments": tuple((ranks, rows) for ranks, rows in state["segments"])})
+        segments = tuple((ranks, rows) for ranks, rows in state["segments"])
+        return cls(**{**found, "segments": segments, "carried": tuple(state["carried"])})
 
 
 def at_step(borders: Sequence[Cursor], steps: int, ranks: int) -> Cursor:

@@ -15,9 +15,9 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches
+from dynagroup.plan.config import Oversize, check_oversize, oversize_mask, refuse_oversize, warn_of_oversize
 from dynagroup.plan.cost import Work, check_work
-from dynagroup.plan.oversize import Oversize, check_oversize, oversize_mask, refuse_oversize, warn_of_oversize
-from dynagroup.plan.position import MOST_RANKS
+from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.shapes import IntArray, Streams
 from dynagroup.validation import check_flag, check_int, check_number

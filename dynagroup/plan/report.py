@@ -1,10 +1,11 @@
-"""Tables of plans."""
+"""Figures of one way to batch samples, and the plain tables that show them."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,13 +14,126 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import AllOf
-from dynagroup.budget.memory import MemoryBudget
-from dynagroup.plan.fixed import FixedBatches
-from dynagroup.plan.plan import BatchPlan
-from dynagroup.shapes import said
+from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.plan.batches import Batches, fixed_batches, shapes_of
+from dynagroup.plan.cost import Work
+from dynagroup.shapes import BatchShape, IntArray, Streams
 
-__all__ = ["environment", "format_table", "report_plan"]
+__all__ = ["Way", "environment", "fixed_way", "format_table", "most_of_the_longest", "shuffled_way"]
+
+NOTHING = -1  # in a table: this rank has no batch in this step
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to batch an epoch, with its figures.
+
+    Args:
+        name: what it is called.
+        batches: dataset indices, batch by batch; ``table`` (num_steps, world_size) says which one a rank gets at a step.
+        padded: tokens that a device multiplies for each batch, padding included: int64 (B,).
+        work: predicted time of each batch without the price of a step, in linear tokens: float64 (B,).
+        time: predicted time of the epoch, in linear tokens: of each step its price and its slowest rank.
+        real_tokens: tokens of all samples.
+    """
+
+    name: str
+    batches: Batches = field(repr=False)
+    table: IntArray = field(repr=False)
+    padded: IntArray = field(repr=False)
+    work: NDArray[np.float64] = field(repr=False)
+    time: float
+    real_tokens: int
+
+    @classmethod
+    def of(cls, name: str, batches: Batches, table: IntArray, lengths: Streams, budget: Budget, work: Work) -> Way:
+        """These batches, padded as ``budget`` says and priced by ``work``."""
+        shapes = shapes_of(batches, lengths)
+        cost = work.of_batches(batches, lengths, budget)
+        time = work.of_rows(_of_ranks(cost, table))
+        return cls(
+            name, batches, table, padded_tokens(shapes, budget), cost, time, int(real_tokens(shapes, budget).sum())
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the epoch."""
+        return len(self.table)
+
+    @property
+    def padding(self) -> float:
+        """Share of the multiplied tokens that is padding."""
+        padded = int(self.padded.sum())
+        return 1.0 - self.real_tokens / padded if padded else 0.0
+
+    @property
+    def rank_work(self) -> NDArray[np.float64]:
+        """Work of every rank in every step: float64 (num_steps, world_size); 0 where a rank has nothing."""
+        return _of_ranks(self.work, self.table)
+
+    @property
+    def waiting(self) -> float:
+        """Share of the ranks' time spent waiting for the slowest of their step."""
+        most = self.rank_work.max(axis=1, initial=0.0).sum() * self.table.shape[1]
+        return max(0.0, 1.0 - float(self.work.sum()) / max(float(most), 1e-9))
+
+    @property
+    def largest_batch(self) -> int:
+        """Tokens of the largest batch, padding included: what memory must hold."""
+        return int(self.padded.max(initial=0))
+
+    def figures(self) -> dict[str, float]:
+        """All of these by name."""
+        return {
+            "steps": self.num_steps,
+            "padding": self.padding,
+            "waiting": self.waiting,
+            "largest_batch_tokens": self.largest_batch,
+            "predicted_time": self.time,
+        }
+
+
+def fixed_way(name: str, batches: Batches, lengths: Streams, world_size: int, budget: Budget, work: Work) -> Way:
+    """Batches dealt to the ranks in turn, padded as any collate function pads."""
+    steps = -(-len(batches) // world_size)
+    table = np.full(steps * world_size, NOTHING, np.int64)
+    table[: len(batches)] = np.arange(len(batches))
+    names = padded_streams(budget, lengths)
+    padded = TokenBudget(1, pad_to_multiple_of=budget.pad_to_multiple_of, streams=names)
+    return Way.of(name, batches, table.reshape(steps, world_size), lengths, padded, work)
+
+
+def shuffled_way(
+    samples: IntArray, size: int, lengths: Streams, world_size: int, budget: Budget, work: Work, *, seed: int = 0
+) -> Way:
+    """Shuffled batches of one size of these samples (dataset indices)."""
+    order = np.random.default_rng(seed).permutation(np.sort(samples))
+    return fixed_way(f"fixed {size}, shuffled", fixed_batches(order, size), lengths, world_size, budget, work)
+
+
+def _of_ranks(work: NDArray[np.float64], table: IntArray) -> NDArray[np.float64]:
+    return np.append(work, 0.0)[table]  # NOTHING is -1: the last entry
+
+
+def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
+    """Samples that fit one batch even if they are the longest in every stream; those that do not fit alone do not count.
+
+    >>> most_of_the_longest({"tokens": np.array([3, 9, 2, 50])}, TokenBudget(20))
+    2
+    """
+    wide = {name: values.astype(np.int64) for name, values in lengths.items()}
+    count = len(next(iter(wide.values())))
+    alone = budget.fits(BatchShape(np.ones(count, np.int64), wide, wide)) if count else np.zeros(0, np.bool_)
+    falling = {name: np.sort(values[alone])[::-1] for name, values in wide.items()}
+    sums: dict[str, IntArray] = {name: np.cumsum(values) for name, values in falling.items()}
+    low, high = 0, int(alone.sum())
+    while low < high:
+        middle = (low + high + 1) // 2
+        longest = {name: int(values[0]) for name, values in falling.items()}
+        shape = BatchShape.of(middle, longest, {name: int(values[middle - 1]) for name, values in sums.items()})
+        low, high = (middle, high) if budget.fits(shape)[0] else (low, middle - 1)
+    return low
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -35,68 +149,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
              for row in cells)  # fmt: skip
     return "\n".join(line.rstrip() for line in lines)
-
-
-def report_plan(plan: BatchPlan, batch_size: int | None = None) -> str:
-    """The plan as a readable table: what a user checks before a long run.
-
-    >>> from dynagroup.budget.tokens import TokenBudget
-    >>> from dynagroup.plan.sampler import LengthAwareBatchSampler
-    >>> print(LengthAwareBatchSampler([3, 9, 2, 8], TokenBudget(18)).plan.report().splitlines()[0])
-    epoch 0: 4 samples for 1 rank, padded layout
-    """
-    stats = plan.statistics
-    ranks = f"{plan.world_size} rank" + "s" * (plan.world_size > 1)
-    head = f"epoch {plan.epoch}: {stats['num_samples']:,} samples for {ranks}, {plan.budget.layout} layout"
-    table = format_table(["", ""], list(_report_rows(plan, batch_size)))[1:]
-    said = plan.advice()
-    return "\n".join([head, table, *([] if said is None else [said])])
-
-
-def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
-    stats, sizes, streams = plan.statistics, plan.batches.sizes, plan.padded_lengths
-    yield "steps, updates", f"{stats['num_steps']:,}, {stats['num_updates']:,}"
-    yield "tokens, real", f"{stats['real_tokens']:,}"
-    yield "tokens, with padding", f"{stats['padded_tokens']:,}"
-    yield "padding", f"{stats['padding']:.1%}"
-    yield "predicted time, in tokens of one rank", f"{round(stats['predicted_time']):,}"
-    yield from _fixed_rows(plan, batch_size)
-    for name, values in streams.items():
-        of = f" in {said(name)!r}" if len(streams) > 1 else ""
-        yield f"sample length{of}, median / 99 % / longest", _quantiles(values, (0.5, 0.99, 1.0))
-    yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
-    yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))
-    yield "row imbalance (1: ranks never wait)", f"{stats['row_imbalance']:.3f}"
-    for name, share in _predicted(plan):
-        yield name, f"{share:.1%}"
-    yield "samples that do not fit even alone", f"{stats['num_oversize']:,}"
-    yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
-
-
-def _fixed_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
-    """What shuffled fixed batches of the same samples would pad and take; by themselves as large as fits at their hardest."""
-    if plan.budget.layout == "packed" or not len(plan.batches):
-        return
-    fixed = FixedBatches.of(plan, batch_size)
-    unfit = "" if fixed.fits else "; the longest would not fit"
-    yield (
-        f"(shuffled batches of {fixed.size} instead{unfit})",
-        f"{fixed.padding:.1%} padding, {fixed.num_steps:,} steps",
-    )
-    yield f"(predicted time against batches of {fixed.size})", f"{plan.predicted_time / max(fixed.time, 1e-9):.1%}"
-
-
-def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
-    return " / ".join(f"{round(q):,}" for q in np.quantile(values, at)) if len(values) else "-"
-
-
-def _predicted(plan: BatchPlan) -> Iterator[tuple[str, float]]:
-    """Predicted peak memory, as a share of the limit, where a budget predicts it."""
-    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
-    for budget in whole.parts:
-        if isinstance(budget, MemoryBudget) and len(plan.batches):
-            shapes = whole.seen_by(budget, plan.shapes)  # padded as far as any part of the budget asks
-            yield f"predicted peak memory, share of {budget.limit}", float(budget.predicted(shapes).max())
 
 
 def environment(*packages: str) -> dict[str, Any]:

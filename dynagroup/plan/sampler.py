@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -12,25 +13,41 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from dynagroup.budget.base import Budget
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import RoundBatch
-from dynagroup.plan.config import PlanConfig
+from dynagroup.plan.config import Oversize, PlanConfig
 from dynagroup.plan.cost import Work, check_work
-from dynagroup.plan.notices import PlanNotices
-from dynagroup.plan.oversize import Oversize
+from dynagroup.plan.cursor import MOST_RANKS, Cursor, at_step
+from dynagroup.plan.epoch import OrderSource, check_alike
 from dynagroup.plan.padded import Objective
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import Planner
-from dynagroup.plan.position import MOST_RANKS, Position, Progress
+from dynagroup.plan.planner import Planner, PlanNotices
 from dynagroup.plan.ranks import Uneven
-from dynagroup.plan.saving import checked_states, sampler_state
-from dynagroup.plan.source import OrderSource, check_alike
 from dynagroup.shapes import IntArray
+from dynagroup.state import agreed, listed, opened, sealed
 from dynagroup.validation import check_int, warn_user
 
 __all__ = ["LengthAwareBatchSampler"]
+
+KIND = "LengthAwareBatchSampler"
+
+
+@dataclass
+class _Run:
+    """An iteration: where it began and came by, and what it has handed out."""
+
+    borders: list[Cursor]
+    """Places between windows."""
+    steps: int
+    """Of the epoch that were handed out, those before a resume included."""
+    ranks: int
+    ended: bool = False
+
+    def at(self, steps: int) -> Cursor:
+        return at_step(self.borders, steps, self.ranks)
 
 
 class EpochHandle:
@@ -123,10 +140,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._rank, self._world_size = _checked_rank(rank, world_size)
         self._epoch = 0
         self._advance = 0  # epochs to move on when the next iteration begins, unless told the epoch
-        self._progress = Progress()
-        self._lengths: dict[tuple[int, int], int] = {}
+        self._start: Cursor | None = None  # of the iteration that runs, or comes next; None: the epoch's beginning
+        self._run: _Run | None = None  # the iteration that began last, in this epoch
+        self._num_steps: dict[tuple[int, int], int] = {}
         self._read_late = False  # the plan, after its epoch was handed out
-        self._plans: dict[tuple[int, int, Position | None], BatchPlan] = {}
+        self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}
         self._handle = EpochHandle(self)
         self._notices = PlanNotices()
         self._planner.warn_of_oversize()
@@ -164,36 +182,40 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
         Without ``set_epoch`` the epoch is the one whose iteration began last: call it before reading the next one's plan.
         """
-        self._read_late = self._progress.has_ended
-        return self._plan_from(self._progress.resumed_at)
+        self._read_late = self._run is not None and self._run.ended
+        return self._planned(self._epoch, self._start)
+
+    def plan_of(self, epoch: int) -> BatchPlan:
+        """The steps of a whole epoch, also where a part of it was used."""
+        return self._planned(check_int("epoch", epoch, least=0), None)
 
     def __len__(self) -> int:
         """Batches of a full epoch on this rank (of all ranks, where it emits all).
 
-        How many there are is known when all windows have been counted, so the first call in an epoch takes a while: 0.1 to 0.2 ms
-        an update of 64 to 256 samples on one rank; on eight 0.05 ms where one row holds an update, else 0.3 to 1.2 ms. Only
-        counts are kept.
+        How many there are is known when all windows have been planned, so the first call in an epoch takes as long as a plan:
+        about 1 ms an update of 64 to 256 samples, 3 ms on eight ranks. Only the number is kept.
         ``samples_per_update`` tells the number of updates without cutting: samples / its value.
         """
         rank, size = self._rank_and_size()
-        if (self._epoch, size) not in self._lengths:
-            self._lengths[self._epoch, size] = self._planner.num_steps(self._epoch, size, self._epoch_order())
-        steps = self._lengths[self._epoch, size]
-        return steps if rank is not None else steps * size
+        key = (self._epoch, size)
+        if key not in self._num_steps:
+            start = self._planner.start_of(self._epoch, size)
+            windows = self._planner.steps_from(start, size, self._order_of(self._epoch))
+            self._num_steps[key] = sum(len(window.table) for window in windows)
+        return self._num_steps[key] if rank is not None else self._num_steps[key] * size
 
-    def _plan_from(self, position: Position | None) -> BatchPlan:
-        size = self._rank_and_size()[1]
-        key = (self._epoch, size, position)
+    def _planned(self, epoch: int, start: Cursor | None) -> BatchPlan:
+        key = (epoch, self._rank_and_size()[1], start)
         if key not in self._plans:
             self._plans.clear()
-            self._plans[key] = self._planner.plan(self._epoch, size, position, self._epoch_order())
+            self._plans[key] = self._planner.plan(epoch, key[1], start, self._order_of(epoch))
         return self._plans[key]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. Calling it again with the same number changes nothing."""
         epoch = check_int("epoch", epoch, least=0)
         if epoch != self._epoch:
-            self._progress.restart()
+            self._start = self._run = None
             self._apply_learned()
         self._epoch = epoch
         self._read_late = False
@@ -205,10 +227,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             return
         planner = self._planner.renewed()
         if planner is not self._planner:
-            self._planner = planner
-            self._plans.clear()
-            self._lengths.clear()
+            self._replace(planner)
             self._planner.warn_of_oversize()
+
+    def _replace(self, planner: Planner) -> None:
+        self._planner = planner
+        self._plans.clear()
+        self._num_steps.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
@@ -216,21 +241,28 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             self._warn_of_a_plan_read_late()
             self.set_epoch(self._epoch + self._advance)
         self._advance = 1
-        order = self._epoch_order()
+        order = self._order_of(self._epoch)
         if self._order is not None and self._world_size is None and size > 1:
             check_alike(self._order, self._epoch)
-        trail = self._progress.begin(self._beginning, size)
+        if self._run is not None:
+            self._start = None  # iterated again
+        start = self._here()
+        run = self._run = _Run([start], start.steps, size)
         epoch, planner = self._epoch, self._planner
         self._notices.begin()
-        for planned in planner.steps(epoch, size, trail.start, order):
+        for planned in planner.steps_from(start, size, order):
             self._notices.of_repeats(planned)
             self._notices.of_padding(planner, planned, epoch, size)
-            trail.open(len(planned.table), planned.num_windows)
+            run.borders.append(planned.end)
             for row in planned.table.tolist():
-                trail.steps += 1
+                run.steps += 1
                 for number in row if rank is None else row[rank : rank + 1]:
                     yield planned.batches[number].tolist()
-        trail.ended = True
+        run.ended = True
+
+    def _here(self) -> Cursor:
+        """Where the next iteration begins."""
+        return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
         """Where this epoch stands: a few integers, JSON-able, the same on every rank.
@@ -244,18 +276,29 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             StateError: ``num_steps`` is no number of steps that this iteration has come by; or it is None in the middle of
                 an epoch while worker processes run.
         """
+        run = self._run
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
-        elif self._progress.is_under_way and _workers_fetch_ahead(sys._getframe(1)):
+        elif run is not None and run.steps and not run.ended and _workers_fetch_ahead(sys._getframe(1)):
             raise StateError(
                 "worker processes fetch batches ahead of training, so this sampler cannot know how many were used; pass "
                 "state_dict(num_steps=steps of this epoch that training has used)"
             )
-        position, steps = self._progress.at(num_steps, self._beginning)
-        return sampler_state(self._planner, self._order, self._epoch, position, steps)
-
-    def _beginning(self) -> Position:
-        return self._planner.start(self._rank_and_size()[1], self._epoch, self._epoch_order())
+        if run is None:
+            here = self._here()
+            run = _Run([here], here.steps, 1)
+        first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
+        if not first <= used <= run.steps:
+            raise StateError(
+                f"`num_steps` must be from {first} to {run.steps}, the steps of this epoch that were handed out since it was "
+                f"begun or resumed, but is {used}; count from the beginning of the epoch, across resumes"
+            )
+        fields = {
+            "cursor": run.at(used).state(),
+            "learned": LearningBudget.saved(self._planner.budget),
+            "order": None if self._order is None else self._order.checksum(self._epoch),
+        }
+        return sealed(KIND, self._planner.identity, fields)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a state was taken, on any number of ranks: exactly what remained of its epoch comes next.
@@ -268,14 +311,20 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         Raises:
             StateError: the state is damaged, or belongs to other lengths, another budget or other settings.
         """
-        planner, position, state = checked_states(self._planner, self._order, state_dict)
-        self._planner = planner
-        self._epoch, self._advance = state["epoch"], 0
-        self._progress.resume(position, state["steps"])
-        self._plans.clear()
-        self._lengths.clear()
-        if planner.is_over(position, self._epoch, self._epoch_order()):
-            self._advance = 1  # the epoch was used up
+        states = listed(state_dict)
+        with LearningBudget.of_state(self._planner.budget, states[0]):  # what was learned changes fingerprints
+            planner = self._planner.rebuilt()
+            state = agreed(opened(states, KIND, planner.identity))
+            cursor = Cursor.of(state["cursor"])
+            if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
+                raise StateError(
+                    f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken; "
+                    "seed its generator alike, or give it a set_epoch"
+                )
+        self._replace(planner)
+        self._epoch, self._run = cursor.epoch, None
+        self._start = None if cursor.is_start else cursor
+        self._advance = int(planner.is_done(cursor, self._order_of(cursor.epoch)))  # the epoch was used up
         self._handle.resume_at(self._epoch + self._advance)
 
     def _rank_and_size(self) -> tuple[int | None, int]:
@@ -283,8 +332,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             return self._rank, self._world_size
         return rank_and_size()
 
-    def _epoch_order(self) -> IntArray | None:
-        return None if self._order is None else self._order.of_epoch(self._epoch)
+    def _order_of(self, epoch: int) -> IntArray | None:
+        return None if self._order is None else self._order.of_epoch(epoch)
 
     def _warn_of_a_plan_read_late(self) -> None:
         if self._read_late:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dynagroup.budget.base import Budget
-from dynagroup.plan.advice import FEW_BATCHES, MUCH_PADDING, dear_steps
-from dynagroup.plan.notices import JUDGED
+from dynagroup.plan.plan import FEW_BATCHES, MUCH_PADDING, dear_steps
+from dynagroup.plan.planner import JUDGED
 from dynagroup.shapes import TOKENS, said
 from dynagroup.update.stats import LoaderStats
 from dynagroup.update.updates import PlannedStep

@@ -14,9 +14,9 @@ from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
 from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cursor import Cursor
+from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
-from dynagroup.plan.source import OrderSource
 from dynagroup.state import agreed
 from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.loader import StepLoader

@@ -14,11 +14,9 @@ from dynagroup.errors import BudgetError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.notices import PlanNotices
-from dynagroup.plan.order import epoch_order
+from dynagroup.plan.epoch import OrderSource, epoch_order
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
-from dynagroup.plan.planner import Planner
-from dynagroup.plan.source import OrderSource
+from dynagroup.plan.planner import Planner, PlanNotices
 from dynagroup.shapes import IntArray
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, next_epoch
 from dynagroup.validation import check_int
@@ -101,36 +99,6 @@ def steps_of(window: Any, planner: Planner, rank: int) -> Iterator[PlannedStep]:
             row_padded=row_padded,
             cursor=window.after(row + 1),
         )
-
-
-class _Placed:
-    def __init__(self, window: PlannedWindow, before: Cursor, size: int) -> None:
-        self._window, self._before, self._size = window, before, size
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._window, name)
-
-    def after(self, rows: int) -> Cursor:
-        found = self._before.after_rows(rows, self._size)
-        return found.after_windows(self._window.num_windows) if rows == len(self._window.table) else found
-
-
-def steps_from(planner: Any, cursor: Cursor, size: int, order: Any = None) -> Iterator[Any]:
-    if hasattr(planner, "steps_from"):
-        yield from planner.steps_from(cursor, size, order)
-        return
-    from dynagroup.plan.position import Position
-
-    start = planner.start(size, cursor.epoch, order)
-    if not cursor.window_size:
-        cursor = replace(cursor, window_size=start.window_size, tail=start.tail)
-    place = Position(cursor.window_size, cursor.windows_done, cursor.segments, cursor.tail)
-    for window in planner.steps(cursor.epoch, size, place, order):
-        found = _Placed(window, cursor, size)
-        yield found
-        cursor = found.after(len(window.table))
 
 
 class Updates(ABC):
@@ -272,7 +240,7 @@ class PreservedUpdates(Updates):
         """What remains of each update, where it goes on, and where it ends."""
         ordered = self.order_of(cursor.epoch)
         for start, stop, after in self.sizes.spans(cursor):
-            window = next(steps_from(self.planner, cursor, world_size, ordered[start:stop]), None)
+            window = next(self.planner.steps_from(cursor, world_size, ordered[start:stop]), None)
             if window is None or not len(window.table):
                 raise BudgetError(
                     f"no sample of update {cursor.update} fits the budget even alone; filter such samples out beforehand, "
@@ -343,7 +311,7 @@ class FreeUpdates(Updates):
 
     def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
         before, taken = cursor, list[PlannedStep]()
-        for window in steps_from(self.planner, cursor, world_size):
+        for window in self.planner.steps_from(cursor, world_size):
             self.notices.of_padding(self.planner, window, cursor.epoch, world_size)
             for step in steps_of(window, self.planner, rank):
                 taken.append(step)
@@ -354,7 +322,7 @@ class FreeUpdates(Updates):
             yield _update_of(taken, before)
 
     def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
-        windows = list(steps_from(self.planner, cursor, world_size))
+        windows = list(self.planner.steps_from(cursor, world_size))
         plan = self.planner.joined(windows, cursor.epoch, world_size)
         if not plan.num_steps:
             return plan

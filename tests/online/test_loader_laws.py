@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.plan.cost import Work
-from dynagroup.plan.order import epoch_order
+from dynagroup.plan.epoch import epoch_order
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 
 from .helpers import Jittered, all_ids, ids_in, lengths_of, make_loader, used

@@ -13,8 +13,7 @@ from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.plan.fixed import FixedBatches
-from dynagroup.plan.report import format_table
+from dynagroup.plan.report import format_table, most_of_the_longest, shuffled_way
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
@@ -67,7 +66,7 @@ def test_padding_of_fixed_batches_is_what_padding_each_stream_of_each_batch_give
     source, target = np.array(lengths, np.int64).T
     budget = TokenBudget(10_000, pad_to_multiple_of=multiple)
     plan = LengthAwareBatchSampler({"tokens": source, "labels": target}, budget, rank=0, world_size=1).plan
-    fixed = FixedBatches.of(plan, batch_size, seed=3)
+    fixed = shuffled_way(np.arange(len(lengths)), batch_size, plan.lengths, 1, plan.budget, plan.work, seed=3)
     order = np.random.default_rng(3).permutation(len(lengths))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     padded = sum(len(b) * -(-max(stream[b]) // multiple) * multiple for b in batches for stream in (source, target))
@@ -79,14 +78,14 @@ def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest():
     lengths = {"tokens": np.array([100, 10, 10, 10, 900]), "labels": np.array([10, 10, 10, 100, 900])}
     with pytest.warns(UserWarning, match="do not fit"):
         plan = LengthAwareBatchSampler(lengths, TokenBudget(400), rank=0, world_size=1).plan
-    assert FixedBatches.of(plan).size == 2  # the longest source and the longest target may meet
+    assert most_of_the_longest(lengths, plan.budget) == 2  # the longest source and the longest target may meet
     assert "(shuffled batches of 2 instead)" in plan.report()
     assert "(shuffled batches of 3 instead; the longest would not fit)" in plan.report(batch_size=3)
     budget = TokenBudget(4000) & AdditiveCap("patches", 20)
     capped = LengthAwareBatchSampler(
         {"tokens": [9] * 9, "patches": [4, 4, 9, 8] + [1] * 5}, budget, world_size=1, rank=0
     )
-    assert FixedBatches.of(capped.plan).size == 2  # 9 + 8 patches; a third sample may have 4
+    assert most_of_the_longest(capped.plan.lengths, budget) == 2  # 9 + 8 patches; a third sample may have 4
 
 
 def test_every_padded_stream_is_counted_and_told_apart():

@@ -24,7 +24,7 @@ from dynagroup import (
     TokenBudget,
 )
 from dynagroup.plan.cost import Work
-from dynagroup.plan.order import epoch_order
+from dynagroup.plan.epoch import epoch_order
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import doubling, linear_ramp

@@ -11,7 +11,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.plan import pictures
+from dynagroup.plan import plots
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
@@ -36,9 +36,9 @@ def test_a_plot_has_its_pictures_with_units_and_leaves_pyplot_alone():
     made = plan()
     figure = made.plot()
     titles = [axes.get_title() for axes in figure.axes]
-    assert len(titles) == 6
+    assert len(titles) == 5
     assert titles[0] == "lengths"
-    assert titles[1].startswith("before: shuffled, fixed ")
+    assert titles[1].startswith("before: fixed ")
     assert titles[2] == f"after: {made.statistics['padding']:.0%} padding, {made.num_steps} steps"
     assert figure.axes[1].get_ylim() == figure.axes[2].get_ylim()
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
@@ -47,15 +47,15 @@ def test_a_plot_has_its_pictures_with_units_and_leaves_pyplot_alone():
 
 def test_a_memory_budget_shows_its_memory_against_the_limit():
     figure = plan(budget=MemoryBudget(8, model=PaddedTokens(), headroom=0.9)).plot()
-    assert figure.axes[0].get_title() == "predicted memory"
-    points, *lines = figure.axes[0].get_lines()
+    assert figure.axes[5].get_title() == "predicted memory"
+    points, *lines = figure.axes[5].get_lines()
     assert [line.get_ydata()[0] for line in lines] == [100, 90]
     assert 50 < max(points.get_ydata()) <= 100
 
 
 def test_memory_is_drawn_only_where_a_budget_predicts_it():
     with pytest.raises(ConfigError, match="TokenBudget predicts memory; plan with a MemoryBudget"):
-        pictures.draw_memory(plan())
+        plots.draw_memory(plan())
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -71,41 +71,30 @@ def test_packed_plans_and_single_samples_can_be_drawn(tmp_path):
 
 
 def test_a_long_run_is_drawn_with_few_samples():
-    axes = pictures.draw_padding([np.arange(1, 11)] * 5000)
+    axes = plots.draw_padding([np.arange(1, 11)] * 5000)
     assert axes.get_xlim()[1] <= 2000
 
 
 def test_every_picture_accepts_axes():
     made, budget = plan(), MemoryBudget(8, model=PaddedTokens())
-    axes = pictures.new_figure(12, 8).subplots(2, 3).ravel()
+    axes = plots.new_figure(8, 8).subplots(2, 2).ravel()
     drawn = [
-        pictures.draw_lengths(LENGTHS, ax=axes[0]),
-        pictures.draw_padding([LENGTHS[:9]], ax=axes[1]),
-        pictures.draw_batch_sizes({"tokens": TokenBudget(2000), "memory": budget}, 200, ax=axes[2]),
-        pictures.draw_memory(plan(budget=budget), ax=axes[3]),
-        pictures.draw_work(made.padded[made.table], ax=axes[4]),
-        pictures.draw_coverage(made, ax=axes[5]),
+        plots.draw_lengths(LENGTHS, ax=axes[0]),
+        plots.draw_padding([LENGTHS[:9]], ax=axes[1]),
+        plots.draw_memory(plan(budget=budget), ax=axes[2]),
+        plots.draw_work(made.padded[made.table], ax=axes[3]),
     ]
     assert all(a is b for a, b in zip(drawn, axes, strict=True))
-    assert len({str(line.get_linestyle()) for line in axes[2].get_lines()}) == 2, "told apart without colour"
 
 
 def test_padding_is_seen_without_colour():
     short, long = np.full(5, 50), np.full(5, 100)
-    full, padded = pictures.draw_padding([long]), pictures.draw_padding([np.append(short, 100)])
+    full, padded = plots.draw_padding([long]), plots.draw_padding([np.append(short, 100)])
     assert abs(pixels(full).mean() - pixels(padded).mean()) > 5
 
 
-def test_coverage_ends_with_every_sample_and_a_sorted_epoch_shows():
-    shuffled = pictures.draw_coverage(plan(shuffle=True)).get_lines()
-    assert all(line.get_ydata()[-1] == 100 for line in shuffled)
-    short, _, long = pictures.draw_coverage(plan()).get_lines()  # longest first: the short ones come last
-    middle = len(short.get_ydata()) // 2
-    assert long.get_ydata()[middle] > short.get_ydata()[middle]
-
-
 def test_work_says_how_much_ranks_wait():
-    axes = pictures.draw_work(np.array([[1.0, 3.0], [2.0, 2.0]]))
+    axes = plots.draw_work(np.array([[1.0, 3.0], [2.0, 2.0]]))
     assert axes.get_title() == "work of 2 ranks: 20.0% waiting"
 
 

@@ -1,0 +1,288 @@
+"""The order of an epoch and its windows: which samples come when, and which are sorted together.
+
+An order is computed and never remembered: any slice of it, in time proportional to the slice.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.distributed import current_world
+from dynagroup.errors import AlignmentError, ConfigError
+from dynagroup.shapes import IntArray
+from dynagroup.validation import check_int
+
+__all__ = ["EpochOrder", "OrderSource", "Windows", "check_alike", "epoch_order"]
+
+ROUNDS = 8
+BLOCK = 1 << 14
+"""Samples that are drawn at a time where slices are smaller."""
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int, start: int = 0, stop: int | None = None) -> IntArray:
+    """Sample indices in one epoch's order, a function of the arguments alone: int64 (stop - start,).
+
+    A run with fixed batches of G samples that uses this order draws ``epoch_order(...)[k * G : (k + 1) * G]`` for its
+    update ``k``; so does every mode of dynagroup that is given ``samples_per_update=G``.
+
+    >>> sorted(epoch_order(5, seed=0, epoch=1).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    order = EpochOrder(num_samples, seed=seed, epoch=epoch)
+    return order.index_at(np.arange(num_samples, dtype=np.int64)[start:stop])
+
+
+class EpochOrder:
+    """A permutation of ``range(num_samples)`` that can be read anywhere without being built.
+
+    An alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells, walked past the cells that are no
+    sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; round function: MurmurHash3's finaliser).
+    """
+
+    def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
+        seed, epoch = check_int("seed", seed, least=0), check_int("epoch", epoch, least=0)
+        self.num_samples = num_samples
+        self._width = max(math.isqrt(max(num_samples - 1, 0)) + 1, 1)
+        self._height = max(-(-num_samples // self._width), 1)
+        self._keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint32)
+        self._block, self._block_at = np.zeros(0, np.int64), 0
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, where: slice) -> IntArray:
+        """A slice; a small one from the block at hand, which is drawn anew where it does not reach."""
+        start, stop, _ = where.indices(self.num_samples)
+        if stop - start >= BLOCK:
+            return self.index_at(np.arange(start, stop, dtype=np.int64))
+        if not self._block_at <= start <= stop <= self._block_at + len(self._block):
+            self._block_at = start
+            self._block = self.index_at(np.arange(start, min(start + BLOCK, self.num_samples), dtype=np.int64))
+        return self._block[start - self._block_at : stop - self._block_at]
+
+    def index_at(self, positions: IntArray) -> IntArray:
+        """The samples that stand at these positions."""
+        return self._walk(positions, range(ROUNDS), sign=1)
+
+    def position_of(self, indices: IntArray) -> IntArray:
+        """The positions at which these samples stand: the inverse of :meth:`index_at`."""
+        return self._walk(indices, range(ROUNDS - 1, -1, -1), sign=-1)
+
+    def _walk(self, values: IntArray, rounds: range, sign: int) -> IntArray:
+        values = self._mix(values, rounds, sign)
+        outside = np.flatnonzero(values >= self.num_samples)
+        while len(outside):
+            values[outside] = self._mix(values[outside], rounds, sign)
+            outside = outside[values[outside] >= self.num_samples]
+        return values
+
+    def _mix(self, values: IntArray, rounds: range, sign: int) -> IntArray:
+        column, line = values % self._width, values // self._width
+        for number in rounds:
+            if number % 2:
+                line = _turn(line, sign * _hash(column, self._keys[number], self._height), self._height)
+            else:
+                column = _turn(column, sign * _hash(line, self._keys[number], self._width), self._width)
+        return line * self._width + column
+
+
+def _turn(values: IntArray, by: IntArray, size: int) -> IntArray:
+    values = values + by
+    values -= size * (values >= size)
+    values += size * (values < 0)
+    return values
+
+
+def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
+    mixed: NDArray[np.uint32] = values.astype(np.uint32) ^ key
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed ^= mixed >> np.uint32(shift)
+        mixed *= np.uint32(factor)
+    mixed ^= mixed >> np.uint32(16)
+    return ((mixed.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
+
+
+# Windows are consecutive stretches of the order. The one with the longest sample is used first, so that running out of memory
+# shows at once; it also takes what is left over of the division, so that all others hold a multiple of the ranks. Updates of a
+# set size are windows that keep the order, the last one short.
+class Windows:
+    """An epoch's samples in windows, by number in the order in which they are used: dataset indices, int64 (n,).
+
+    Args:
+        order: positions or dataset indices in the epoch's order.
+        size: samples of a window.
+        kept: dataset index of each position; None: positions are dataset indices.
+        keep_order: windows are updates.
+        longest: finds the position of the longest sample; None: the first window is used first.
+
+    >>> windows = Windows(np.arange(7), 2, longest=lambda: 3)
+    >>> [windows[number].tolist() for number in range(len(windows))]
+    [[2, 3, 4], [0, 1], [5, 6]]
+    """
+
+    def __init__(
+        self,
+        order: IntArray | EpochOrder,
+        size: int,
+        *,
+        kept: IntArray | None = None,
+        keep_order: bool = False,
+        longest: Callable[[], int] | None = None,
+    ) -> None:
+        self._order, self._size, self._kept, self._longest = order, size, kept, longest
+        whole = -(-len(order) // size) if keep_order else max(len(order) // size, min(len(order), 1))
+        self._count = whole
+        self._over = 0 if keep_order else len(order) - whole * size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> IntArray:
+        lead = self._lead
+        place = lead if number == 0 else number - (number <= lead)
+        start = place * self._size + self._over * (place > lead)
+        found = self._order[start : start + self._size + self._over * (place == lead)]
+        return found if self._kept is None else self._kept[found]
+
+    @cached_property
+    def _lead(self) -> int:
+        if self._longest is None or self._count <= 1:
+            return 0
+        return min(self._longest() // self._size, self._count - 1)
+
+
+class OrderSource:
+    """Reads a user's sampler of indices once an epoch and keeps the epoch that is running.
+
+    A sampler with ``set_epoch`` is told the epoch. One with a ``generator`` (of torch, NumPy or ``random``) reaches an epoch by
+    drawing all before it, from where its generator stood at first: an epoch has the same order whenever it is asked for. Any
+    other is read once for each epoch, as it comes.
+
+    Raises:
+        ConfigError: it is no iterable, can be read only once, or gives what is no index.
+    """
+
+    def __init__(self, source: Iterable[int], num_samples: int) -> None:
+        if not isinstance(source, Iterable):
+            raise ConfigError(f"`order` must be an iterable of dataset indices, but is {source!r}")
+        if isinstance(source, Iterator):
+            raise ConfigError(
+                f"`order` must give indices anew every epoch, but {type(source).__name__} can be read only once; "
+                "pass a list or a sampler"
+            )
+        self._source, self._num_samples = source, num_samples
+        self._epoch, self._indices = -1, np.zeros(0, np.int64)
+        self._generator = getattr(source, "generator", None)
+        start = _state_of(self._generator)
+        self._before: dict[int, Any] = {} if start is None else {0: start}
+        """Epoch -> where the generator stood before it was drawn; the first and the last."""
+
+    def __len__(self) -> int:
+        """Indices an epoch draws, without drawing them where the source can say."""
+        return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
+
+    @cached_property
+    def counted(self) -> int:
+        """Indices that every epoch draws, where updates are counted by it: what ``len`` said first."""
+        return len(self)
+
+    def counted_epoch(self, epoch: int) -> IntArray:
+        """:meth:`of_epoch`, of exactly :attr:`counted` indices.
+
+        Raises:
+            ConfigError: it gives more or fewer; some would be lost, or looked for in vain.
+        """
+        counted, indices = self.counted, self.of_epoch(epoch)
+        if len(indices) != counted:
+            raise ConfigError(
+                f"`sampler` gives {len(indices)} indices in epoch {epoch}, but its len(), or the epoch before, said {counted}; "
+                "with `samples_per_update` every epoch draws as many, so that updates can be counted: correct its __len__, "
+                "or make a new loader where the number changes"
+            )
+        return indices
+
+    def of_epoch(self, epoch: int) -> IntArray:
+        """Dataset indices in the epoch's order."""
+        if epoch != self._epoch:
+            self._indices = self._read(epoch)
+            self._epoch = epoch
+        return self._indices
+
+    def checksum(self, epoch: int) -> int:
+        return zlib.crc32(self.of_epoch(epoch).data)
+
+    def _read(self, epoch: int) -> IntArray:
+        set_epoch = getattr(self._source, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+            return self._checked(list(self._source))
+        if self._before:
+            return self._drawn(epoch)
+        read = [list(self._source) for _ in range(max(1, epoch - self._epoch))]  # it may be seeded out of sight
+        if (len(self._indices) or read[0]) and not read[-1]:
+            raise ConfigError(
+                f"`order` must give indices anew every epoch, but {type(self._source).__name__} gave some once and then none; "
+                "its __iter__ must begin anew"
+            )
+        return self._checked(read[-1])
+
+    def _drawn(self, epoch: int) -> IntArray:
+        known = max(e for e in self._before if e <= epoch)
+        _rewind(self._generator, self._before[known])
+        indices: list[int] = []
+        for drawn in range(known, epoch + 1):
+            self._before[drawn] = _state_of(self._generator)
+            indices = list(self._source)
+        self._before = {e: state for e, state in self._before.items() if e in (0, epoch)}
+        return self._checked(indices)
+
+    def _checked(self, indices: list[int]) -> IntArray:
+        try:
+            array = np.asarray(indices)
+        except ValueError:  # ragged
+            array = np.asarray(indices, object)
+        if len(array) and not np.issubdtype(array.dtype, np.integer):
+            raise ConfigError(f"`order` must give integer indices, but gives {array.dtype}")
+        outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
+        if len(outside):
+            raise ConfigError(
+                f"`order` gives index {array[outside[0]]}, but there are lengths for {self._num_samples} samples"
+            )
+        return array.astype(np.int64)
+
+
+def _state_of(generator: Any) -> Any:
+    """Where a generator (of NumPy, torch or ``random``) stands; None if it is none that can be set back."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else None
+
+
+def _rewind(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def check_alike(order: OrderSource, epoch: int) -> None:
+    """Refuse an `order` that differs between the ranks of this job. Collective, once an epoch."""
+    crc = order.checksum(epoch)
+    highest, lowest = current_world().all_max([crc, -crc])
+    if highest != -lowest:
+        raise AlignmentError(
+            f"`order` gives other indices on other ranks in epoch {epoch}, so samples would be lost and repeated; "
+            "seed it alike on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
+        )

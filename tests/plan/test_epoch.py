@@ -1,0 +1,134 @@
+"""The order of an epoch, seeded or a user's: it has one, whenever it is asked for, and windows hold all of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from dynagroup.errors import ConfigError
+from dynagroup.plan.epoch import EpochOrder, OrderSource, Windows, epoch_order
+
+COUNT = 20
+
+
+class Drawing:
+    """A sampler that draws from its generator, and is told no epoch."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = list(range(COUNT))
+        self.generator.shuffle(drawn)
+        return iter(drawn)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "torch": lambda: RandomSampler(range(COUNT), generator=seeded()),  # pyright: ignore[reportArgumentType]
+    "weighted": lambda: WeightedRandomSampler([1.0] * COUNT, COUNT, generator=seeded()),
+    "subset": lambda: SubsetRandomSampler(range(5, COUNT), generator=seeded()),
+    "numpy": lambda: Drawing(np.random.default_rng(3)),
+    "numpy, of old": lambda: Drawing(np.random.RandomState(3)),  # noqa: NPY002
+    "random": lambda: Drawing(random.Random(3)),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@given(asked=st.lists(st.integers(0, 6), min_size=1, max_size=8))
+def test_an_epoch_has_one_order_in_whatever_order_epochs_are_asked_for(kind: str, asked: list[int]) -> None:
+    plain = SOURCES[kind]()
+    epochs = [list(plain) for _ in range(7)]
+    source = OrderSource(SOURCES[kind](), COUNT)
+    assert [source.of_epoch(epoch).tolist() for epoch in asked] == [epochs[epoch] for epoch in asked]
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("once", [iter(range(3)), (i for i in range(3)), map(int, range(3))])
+def test_an_iterator_is_refused_at_once(once: Any) -> None:
+    with pytest.raises(ConfigError, match="can be read only once; pass a list or a sampler"):
+        OrderSource(once, 3)
+
+
+def test_what_hides_an_iterator_is_refused_when_it_has_run_dry() -> None:
+    class Hiding:
+        def __init__(self) -> None:
+            self.rows = iter(range(3))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.rows
+
+    source = OrderSource(Hiding(), 3)
+    assert source.of_epoch(0).tolist() == [0, 1, 2]
+    with pytest.raises(ConfigError, match="Hiding gave some once and then none; its __iter__ must begin anew"):
+        source.of_epoch(1)
+    assert OrderSource([], 3).of_epoch(1).tolist() == []
+
+
+LITERAL = [[2, 6, 0, 3, 7, 4, 5, 1], [0, 2, 1, 6, 3, 7, 5, 4]]
+
+
+@given(st.integers(0, 3000), st.integers(0, 2**40), st.integers(0, 50))
+def test_is_a_permutation_that_can_be_read_anywhere(num_samples: int, seed: int, epoch: int) -> None:
+    order = epoch_order(num_samples, seed=seed, epoch=epoch)
+    assert np.array_equal(np.sort(order), np.arange(num_samples))
+    assert np.array_equal(
+        epoch_order(num_samples, seed=seed, epoch=epoch, start=num_samples // 3), order[num_samples // 3 :]
+    )
+    assert np.array_equal(EpochOrder(num_samples, seed=seed, epoch=epoch).position_of(order), np.arange(num_samples))
+
+
+def test_literal_orders_stay_what_they_are() -> None:
+    # a change here changes every user's runs: a resumed job would see other batches
+    assert epoch_order(8, seed=0, epoch=0).tolist() == LITERAL[0]
+    assert epoch_order(8, seed=0, epoch=1).tolist() == LITERAL[1]
+
+
+def test_every_sample_is_equally_likely_everywhere() -> None:
+    counts = np.zeros((6, 6))
+    for epoch in range(6000):
+        counts[np.arange(6), epoch_order(6, seed=3, epoch=epoch)] += 1
+    chi_squared = ((counts - 1000) ** 2 / 1000).sum()
+    assert chi_squared < 60  # 25 degrees of freedom: 99.99th percentile
+
+
+def test_neighbours_are_unrelated() -> None:
+    order = epoch_order(100_000, seed=5, epoch=0)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    means = order.reshape(100, 1000).mean(axis=1)
+    assert 0.7 < means.std() / (100_000 / np.sqrt(12 * 1000)) < 1.3
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(-1, 0), (0, -1), (True, 0), (0.5, 0)])
+def test_refuses_what_is_no_seed(seed: object, epoch: object) -> None:
+    with pytest.raises(ConfigError, match="must be an int of at least 0"):
+        epoch_order(3, seed=seed, epoch=epoch)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 300), st.integers(1, 60), st.integers(0, 299), st.booleans(), st.integers(0, 3))
+def test_windows_hold_every_sample_once_and_the_one_with_the_longest_comes_first(
+    count: int, size: int, longest: int, keep_order: bool, seed: int
+) -> None:
+    order = EpochOrder(count, seed=seed, epoch=1)
+    windows = Windows(
+        order, size, keep_order=keep_order, longest=None if keep_order else lambda: min(longest, count - 1)
+    )
+    held = [windows[number] for number in range(len(windows))]
+    assert sorted(np.concatenate([order[:0], *held]).tolist()) == list(range(count))
+    if keep_order:
+        assert [len(window) for window in held] == [min(size, count - at) for at in range(0, count, size)]
+    elif count:
+        assert order[min(longest, count - 1) :][0] in held[0]
+        assert all(len(window) == size for window in held[1:])
+        assert len(held[0]) < 2 * size
