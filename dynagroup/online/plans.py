@@ -19,10 +19,9 @@ from dynagroup.online.protocol import print_of
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.order import EpochOrder
+from dynagroup.plan.epoch import EpochOrder, OrderSource
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.ranks import cut_rows
-from dynagroup.plan.source import OrderSource
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.update.schedule import UpdateSizes
 
