@@ -1,40 +1,23 @@
-"""What arguments and saved states must look like, checked once and said alike."""
+"""What arguments must look like, checked once and said alike."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import os
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from dynagroup.errors import ConfigError, StateError
+from dynagroup.errors import ConfigError
 
-__all__ = [
-    "Check",
-    "a_flag",
-    "a_list",
-    "a_mapping",
-    "a_number",
-    "a_text",
-    "an_int",
-    "anything",
-    "check_choice",
-    "check_int",
-    "check_number",
-    "either",
-    "nothing",
-    "warn_user",
-]
+__all__ = ["check_choice", "check_flag", "check_function", "check_int", "check_number", "warn_user"]
 
 LARGEST = 1 << 62
-"""No count of a real run is larger; what claims to be is damaged."""
-
+"""No count of a real run is larger."""
 
 _NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", str(Path("torch", "utils", "data")) + os.sep)
 
@@ -140,117 +123,3 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
         shown = ", ".join(map(repr, choices))
         raise ConfigError(f"`{name}` must be one of {shown}, but is {value!r}")
     return value
-
-
-# A saved state comes from a file: it may be of another run, of another version, cut in half, or made up. A schema says
-# what each part must be before anything of it is used. A `Check` is called with a value and the value's place in the state
-# and raises StateError; the functions below build checks of checks. Cost: one visit of every element.
-
-Check: TypeAlias = Callable[[Any, str], None]
-
-
-def _refuse(place: str, wanted: str, value: Any) -> None:
-    shown = repr(value)
-    raise StateError(
-        f"the state is damaged: {place} must be {wanted}, but is {shown[:80] + '...' if len(shown) > 80 else shown}; "
-        "load the checkpoint before it"
-    )
-
-
-def an_int(least: int = 0, most: int = LARGEST) -> Check:
-    """An integer within bounds (a bool is none)."""
-
-    def check(value: Any, place: str) -> None:
-        if type(value) is not int or not least <= value <= most:
-            _refuse(place, f"an int from {least} to {most}", value)
-
-    return check
-
-
-def a_number(least: float = -math.inf, most: float = math.inf) -> Check:
-    """A finite number within bounds."""
-
-    def check(value: Any, place: str) -> None:
-        largest = sys.float_info.max  # an int may be larger, and math.isfinite raises then
-        if type(value) not in (int, float) or not -largest <= value <= largest or not least <= value <= most:
-            _refuse(place, f"a finite number from {least:g} to {most:g}", value)
-
-    return check
-
-
-def a_flag() -> Check:
-    """True or False."""
-
-    def check(value: Any, place: str) -> None:
-        if type(value) is not bool:
-            _refuse(place, "true or false", value)
-
-    return check
-
-
-def a_text(most: int = LARGEST) -> Check:
-    """A string of at most so many characters."""
-
-    def check(value: Any, place: str) -> None:
-        if type(value) is not str or len(value) > most:
-            _refuse(place, "a text", value)
-
-    return check
-
-
-def nothing() -> Check:
-    """None."""
-
-    def check(value: Any, place: str) -> None:
-        if value is not None:
-            _refuse(place, "null", value)
-
-    return check
-
-
-def anything() -> Check:
-    """Any value: what belongs to the user, such as a dataset's own state."""
-    return lambda value, place: None
-
-
-def either(*checks: Check) -> Check:
-    """What one of the checks accepts; what the last of them says otherwise."""
-
-    def check(value: Any, place: str) -> None:
-        for one in checks[:-1]:
-            try:
-                return one(value, place)
-            except StateError:
-                continue
-        checks[-1](value, place)
-
-    return check
-
-
-def a_list(of: Check, *, length: int | None = None, most: int = LARGEST) -> Check:
-    """A list (or tuple) whose elements pass ``of``."""
-
-    def check(value: Any, place: str) -> None:
-        if not isinstance(value, (list, tuple)) or len(value) > most or (length is not None and len(value) != length):
-            _refuse(place, "a list" if length is None else f"a list of {length}", value)
-        for number, element in enumerate(value):
-            of(element, f"{place}[{number}]")
-
-    return check
-
-
-def a_mapping(fields: Mapping[str, Check] | None = None, *, values: Check | None = None) -> Check:
-    """A mapping with exactly these fields; or, with ``values``, from any texts to what passes ``values``."""
-
-    def check(value: Any, place: str) -> None:
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            return _refuse(place, "a mapping", value)
-        if fields is not None and set(value) != set(fields):
-            missing, unknown = sorted(set(fields) - set(value)), sorted(set(value) - set(fields))
-            return _refuse(
-                place, f"a mapping with the fields {sorted(fields)}", {"missing": missing, "unknown": unknown}
-            )
-        for key, element in value.items():
-            (fields[key] if fields is not None else values or anything())(element, f"{place}[{key!r}]")
-
-    return check

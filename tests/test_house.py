@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.test_architecture import GROUND, MODULES, PACKAGE, imported_modules, layer_of, rooms_imported_by
 
-MOST_FILES, MOST_LINES = 130, 25_000
+MOST_FILES, MOST_LINES = 121, 24_400
 MOST_LINES_OF_A_FILE = 400
 FEWEST_LINES_OF_A_MODULE = 80  # of one with a single importer: a shorter one belongs into it
 MEDIAN_BODY, LONG_BODY = 6, 20  # lines of a function's body: of the middle one, and of nine in ten
