@@ -23,7 +23,5 @@ if [ ! -x "$env/bin/python" ]; then
 fi
 echo "$bounds"
 OMP_NUM_THREADS=1 PYTHONPATH=$root "$env/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" -k "not drawn" \
-  tests/budget tests/plan/test_{balance,compare,cut,ladder,order,rows,planner,report,shard,source,sampler}.py \
-  tests/online/test_{promises,small,protocol,oversize,merges,windows,schedules}.py \
-  tests/update/test_{loader,clock,schedule,dead_workers}.py tests/oom/test_{retry,journal}.py \
-  tests/test_{world,device,checks,lengths,fingerprint,testing}.py
+  tests/budget tests/laws tests/plan tests/online/test_{promises,small,protocol,oversize,merges,windows,schedules}.py \
+  tests/update tests/oom/test_{retry,storage}.py tests/test_{distributed,device,validation,lengths,fingerprint,testing}.py
