@@ -21,7 +21,7 @@ from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSam
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.padded import OBJECTIVES, Objective, cut
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said, units_of
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said, units_of
 from dynagroup.tokenizer import LONGEST
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.notice import total_of, width_of
@@ -249,7 +249,7 @@ class RefinementCollator:
         too_wide = {
             name: np.array([tokens])
             for name, tokens in shown.items()
-            if tokens is not None and tokens > round_up(measured[name], self.budget.pad_to_multiple_of)
+            if tokens is not None and tokens > measured[name] + -measured[name] % self.budget.pad_to_multiple_of
         }
         if not too_wide:
             return

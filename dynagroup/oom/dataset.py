@@ -227,6 +227,10 @@ class _Asked:
     progress: bool
 
     def __post_init__(self) -> None:
+        if not callable(getattr(self.model, "parameters", None)):
+            raise ConfigError(f"`model` must be a loaded model, but is {self.model!r:.80}; from_pretrained loads one")
+        if getattr(self.budget, "layout", "padded") == "packed":
+            raise ConfigError(f"`budget` is {self.budget!r}, but these batches are padded: give it layout='padded'")
         self.texts, self.max_length = as_texts(self.texts), limit_of(self.max_length)
         if self.budget is None:
             check_int("batch_size", self.batch_size)
@@ -256,6 +260,8 @@ def _generation(
     asked: _Asked, max_new_tokens: int | None, learned: LearningBudget | None, kwargs: dict[str, Any]
 ) -> Job:
     model, tokenizer, known = asked.model, asked.tokenizer, learned if learned is not None else LearningBudget()
+    if not callable(getattr(model, "generate", None)):
+        raise ConfigError(f"`model` must be one that generates, but a {type(model).__name__} has no generate()")
     check_options(model, kwargs)
     new = max_new_tokens if max_new_tokens is not None else generation_option("max_new_tokens", model, kwargs)
     new = check_int("max_new_tokens", _NEW_TOKENS if new is None else new)

@@ -566,3 +566,23 @@ def test_batches_are_planned_for_the_time_that_the_model_takes(
     next(iter_generate(model, tokenizer, TEXTS, max_new_tokens=4, num_beams=2, **SMALL))
     own = Work.of(model, device="cpu")
     assert planned == [own, Work(per_step=own.per_step * 5 / 2, crossover=own.crossover)]
+
+
+@pytest.mark.parametrize("run", [embed_dataset, classify_dataset, generate_dataset])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"budget": TokenBudget(64, layout="packed")}, "these batches are padded"),
+        ({"model": "some/folder"}, "`model` must be a loaded model, but is 'some/folder'"),
+    ],
+)
+def test_what_no_job_can_run_is_refused_by_name(model, tokenizer, run, what, said):
+    """A packed budget was taken without a word, and batches exceeded it."""
+    given = {"model": model, "tokenizer": tokenizer, "texts": ["w1", "w2 w3"], "progress": False, **what}
+    with pytest.raises(ConfigError, match=said):
+        run(**given)
+
+
+def test_a_model_that_cannot_generate_is_refused(model, tokenizer):
+    with pytest.raises(ConfigError, match=r"LlamaModel has no generate\(\)"):
+        generate_dataset(model.model, tokenizer, ["w1"], progress=False)
