@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import islice
 
 import pytest
 
@@ -42,3 +43,17 @@ def test_a_copy_within_an_epoch_goes_on_there(make):
         if len(came) == 3:
             rest = [used(step) for step in copy.deepcopy(loader)]
     assert came[3:] == rest
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_loaded_loader_can_be_copied_before_it_goes_on(make, steps):
+    """Within an update too: the copy took the update that was under way for done."""
+    loader = make()
+    came = [used(step) for step in islice(loader, steps)]
+    state, loaded = loader.state_dict(), make()
+    loaded.load_state_dict(state)
+    twin = copy.deepcopy(loaded)
+    rest = [used(step) for step in loaded]
+    assert [used(step) for step in twin] == rest
+    assert sorted(i for step in (*came, *rest) for i in step) == list(range(60))
