@@ -126,10 +126,7 @@ class OnlineSteps(StepLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no iteration: it begins where this loader's next one would, or where it stands in an epoch."""
-        reached = (
-            self._cursor if self._resume else self._reached
-        )  # a loaded place is gone on from, begun update included
-        own: dict[str, Any] = {"_live": None, "_run_of": None, "_cursor": reached}
+        own: dict = {"_live": None, "_run_of": None, "_cursor": self._cursor if self._resume else self._reached}
         if self._run_of is not None and not self._resume:
             place = self._state()
             own["_merge_due"] = place["merge_due"]
