@@ -7,7 +7,6 @@ checkpoints stay exact, and nothing is left over at an epoch's end.
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -161,7 +160,10 @@ class DynagroupTrainerMixin(Evaluator):
         elif self.args.ignore_data_skip:
             loader.set_epoch(self.state.global_step // loader.num_updates_in(0))
         else:
-            self._continue_fixed_batches(loader)
+            raise StateError(
+                f"{checkpoint} was saved by a Trainer without dynagroup, so it does not say which samples were used; "
+                "TrainingArguments(ignore_data_skip=True) goes on with its model, and begins the epoch anew"
+            )
         if self.args.ignore_data_skip:
             loader.restart_epoch()
         self.just_resumed = True
@@ -173,21 +175,6 @@ class DynagroupTrainerMixin(Evaluator):
         super()._save_rng_state(output_dir)
         if self.update_loader is not None:
             write_states(output_dir, self.update_loader)
-
-    def _continue_fixed_batches(self, loader: StepLoader[Any]) -> None:
-        per_epoch = loader.num_updates_in(0)
-        epoch, updates = divmod(self.state.global_step, per_epoch)
-        if loader.num_updates_in(epoch) != per_epoch or callable(self.dynagroup.samples_per_update):
-            raise StateError(
-                "this checkpoint was saved by a Trainer without dynagroup: it can be continued only with a fixed "
-                "samples_per_update, the one it had"
-            )
-        warnings.warn(
-            f"the checkpoint was saved without dynagroup; continuing after {updates} updates of {self.samples_per_update} "
-            f"samples in epoch {epoch}",
-            stacklevel=2,
-        )
-        loader.skip_to(epoch, updates * self.samples_per_update, self.state.global_step)
 
 
 @cache

@@ -184,17 +184,6 @@ class OnlineSteps(StepLoader[Any]):
             return self._run_of.feed.set_samples_per_update(samples)  # type: ignore[union-attr]
         return self.sizes.change(self.cursor, samples)
 
-    def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
-        """Refuses: only its own state says which samples an online loader has used.
-
-        Raises:
-            StateError: always.
-        """
-        raise StateError(
-            "an OnlineDataLoader cannot skip to a place that another loader has saved: load a state of its own, begin the "
-            "epoch anew (restart_epoch), or go on with known lengths (PlannedDataLoader)"
-        )
-
     def _identity(self) -> dict[str, Any]:
         return {**self._settings, "budget": self.budget.fingerprint}
 

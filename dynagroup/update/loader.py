@@ -110,15 +110,6 @@ class StepLoader(ABC, Generic[B]):
         """
 
     @abstractmethod
-    def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
-        """Go on in ``epoch`` after its first ``samples_used`` samples and ``update`` updates of the whole run, where a run of
-        fixed batches has left off.
-
-        Raises:
-            StateError: this loader cannot know which samples those were.
-        """
-
-    @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Data and settings that a place depends on, besides ranks: JSON-able. With what the budget has learned by now."""
 

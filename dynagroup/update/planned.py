@@ -187,21 +187,6 @@ class PlannedDataLoader(StepLoader[B]):
         asked = self._feed.last if self._live is not None else None
         return self._plan.sizes.change(self.cursor if asked is None else asked.after, samples)
 
-    def skip_to(self, epoch: int, samples_used: int, update: int) -> None:
-        if not isinstance(self._plan, PreservedUpdates):
-            raise StateError("only updates with samples_per_update continue a fixed-batch run: its samples are known")
-        epoch = check_int("epoch", epoch, least=0, most=MOST_EPOCHS)
-        samples_used, update = check_int("samples_used", samples_used, least=0), check_int("update", update, least=0)
-        start = self._plan.sizes.start(epoch)
-        places = (start, *self._plan.sizes.cursors(start))
-        place = next((place for place in places if place.samples_used >= samples_used), None)
-        if place is None or (place.samples_used, place.update) != (samples_used, update):
-            raise StateError(
-                f"no update ends after {samples_used} samples and {update} updates of the run, in epoch {epoch}: the other run "
-                "had updates of other sizes; give this one the same samples_per_update"
-            )
-        self._restore({"cursor": place.state(), "walk": []})
-
     # Iterating.
 
     def _forget(self) -> None:

@@ -20,7 +20,6 @@ from dynagroup import (
     LengthAwareBatchSampler,
     OnlineDataLoader,
     ShapeLadder,
-    StateError,
     TokenBudget,
 )
 from dynagroup.plan.cost import Work
@@ -343,20 +342,6 @@ def test_oversize_samples_are_counted_and_warned_of_once():
         loader = loader_of([5, 90, 6], samples_per_update=3)
     list(loader)
     assert loader.stats.oversize == 1
-
-
-def test_a_run_of_fixed_batches_is_gone_on_with():
-    whole = [samples(update) for update in loader_of(samples_per_update=10).updates()]
-    loader = loader_of(samples_per_update=10)
-    loader.skip_to(0, 20, 2)
-    assert (loader.cursor.update, loader.cursor.samples_seen) == (2, 20)
-    again = loader_of(samples_per_update=10)
-    again.load_state_dict(loader.state_dict())
-    assert [samples(update) for update in again.updates()] == whole[2:]
-    loader.skip_to(0, 53, 6)
-    assert loader.epoch == 1
-    with pytest.raises(StateError, match="only updates with samples_per_update"):
-        loader_of().skip_to(0, 20, 2)
 
 
 def test_what_keeps_updates_from_saving_more_is_said_once() -> None:
