@@ -47,7 +47,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "learned": ("ranks", "learned_rows", "loader_learned"),
         "train": ("ranks", "train", "loader_train"),
     },
-    "memory": {"batch_sizes": ("memory", "picture", "batch_sizes"), "recompute": ("recompute", "run", "recompute")},
+    "memory": {"batch_sizes": ("memory", "picture", "batch_sizes")},
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
         "trainer": ("trainer", "adapter", "trainer"),

@@ -17,10 +17,9 @@ import numpy as np
 
 from dynagroup import LengthAwareBatchSampler, ShapeLadder, TokenBudget
 from dynagroup.budget.base import Budget
-from dynagroup.budget.recompute import RecomputeBudget
 from dynagroup.plan.cost import CPU_PER_STEP, Work
 
-__all__ = ["METHODS", "RECOMPUTE", "Job", "Method", "updates_of"]
+__all__ = ["METHODS", "Job", "Method", "updates_of"]
 
 Update = list[list[int]]
 
@@ -37,11 +36,6 @@ class Job:
     """Tokens that fit a batch without gradient checkpointing, where ``tokens`` do with it; None: nothing is recomputed."""
     work: Work = field(default_factory=Work)
     """What the model's steps take, measured beforehand where a benchmark does so."""
-
-    @property
-    def recompute(self) -> RecomputeBudget:
-        """Batches that fit as they are, and single samples that fit recomputed."""
-        return RecomputeBudget(TokenBudget(self.plain_tokens or self.tokens), TokenBudget(self.tokens))
 
     @cached_property
     def ladder(self) -> ShapeLadder:
@@ -63,8 +57,6 @@ class Method:
     same_updates: bool = True
     few_shapes: bool = False
     """Batches are padded to the lengths of the job's ladder, so that a compiled model meets few of them."""
-    recompute: bool = False
-    """Checkpointing is switched on for the steps that need it alone."""
     capped: bool = True
     """Batches hold at most the tokens they were given; dynabatch's are capped by its own prediction instead."""
     needs: str | None = None
@@ -231,10 +223,6 @@ def _few_shapes(job: Job, epoch: int) -> Iterator[Update]:
     yield from _planned(budget=job.ladder)(job, epoch)
 
 
-def _where_needed(job: Job, epoch: int) -> Iterator[Update]:
-    yield from _planned(budget=job.recompute)(job, epoch)
-
-
 class _Numbered:
     """Samples that know their number."""
 
@@ -280,10 +268,6 @@ METHODS: dict[str, Method] = {
     "dynagroup, packed": Method(_planned("packed"), packed=True),
     "dynagroup, 8 lengths": Method(_few_shapes, few_shapes=True),
 }
-
-
-RECOMPUTE = Method(_where_needed, recompute=True)
-"""For jobs whose longest samples fit with checkpointing only; the other methods then checkpoint always."""
 
 
 def updates_of(name: str, job: Job, method: Method | None = None) -> Iterator[Update]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import Machine, build, config_of, lora
-from benchmarks.methods import METHODS, RECOMPUTE, Job, Method, updates_of
+from benchmarks.methods import METHODS, Job, Method, updates_of
 from benchmarks.predicted import lengths_of
 from dynagroup.device import is_out_of_memory
 from dynagroup.plan.cost import Work
@@ -32,7 +32,6 @@ HEADROOM = 0.8
 SLICE_S = 3.0
 """Seconds of a method's turn on a GPU; the turns go round until the case's time is used."""
 LONG = {name: METHODS[name] for name in ("fixed", "dynagroup", "dynagroup, packed")}
-LONG["dynagroup, recompute"] = RECOMPUTE
 Ids = Callable[[int, int], np.ndarray]
 """(sample, its length) -> token ids."""
 
@@ -61,7 +60,7 @@ class Run:
 
     Args:
         size: of the model, see ``machine.SIZES``.
-        checkpoint: every batch is recomputed, unless the method decides.
+        checkpoint: every batch is recomputed.
     """
 
     name: str
@@ -78,7 +77,7 @@ class Run:
     def __post_init__(self) -> None:
         self.updates = updates_of(self.name, self.job, self.method)
         self.model: Any = None
-        self.samples = self.padded = self.real = self.batches = self.done = self.recomputed = self.peak = 0
+        self.samples = self.padded = self.real = self.batches = self.done = self.peak = 0
 
     def turn(self, *, seconds: float = 0.0, samples: int = 0) -> None:
         """At least one update; until so many seconds are taken and so many samples trained on."""
@@ -91,27 +90,19 @@ class Run:
             began, taken = False, taken + self.timed[-1][2]
         self.peak = max(self.peak, self.machine.peak_bytes())
         if self.machine.is_gpu:  # the methods share nothing but the device
-            self.model = self.optimizer = self._decide = None
+            self.model = self.optimizer = None
 
     def _begin(self) -> None:
+        from dynagroup.memory.trace.model import checkpoint_layers
+
         model = build(self.size, self.machine, attention="varlen" if self.method.packed else "sdpa")
         self.model = lora(model) if self.lora else model
-        self._decide: Any = self._switch()
+        if self.checkpoint:
+            checkpoint_layers(self.model)
         self.machine.free()
         trained = [p for p in self.model.parameters() if p.requires_grad]
         rate = 1e-6 if self.machine.is_gpu else 1e-3
         self.optimizer: Any = torch.optim.AdamW(trained, lr=rate, fused=self.machine.is_gpu)
-
-    def _switch(self) -> Callable[[Any], bool]:
-        """What decides before each batch whether it is recomputed."""
-        from dynagroup.memory.trace.model import checkpoint_layers
-        from dynagroup.oom import RecomputeWhereNeeded
-
-        if self.method.recompute:
-            return RecomputeWhereNeeded(self.model, self.job.recompute)
-        if self.checkpoint:
-            checkpoint_layers(self.model)
-        return lambda inputs: self.checkpoint
 
     def _update(self) -> tuple[int, int, float]:
         update, before = next(self.updates), self.real
@@ -124,7 +115,6 @@ class Run:
 
     def _train(self, inputs: list[dict[str, Any]], total: int) -> None:
         for batch in inputs:
-            self.recomputed += self._decide(batch)
             self.model(**batch, use_cache=False, num_items_in_batch=total).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -158,7 +148,6 @@ class Run:
             "padding": 1 - self.real / max(self.padded, 1),
             "batches_per_update": self.batches / max(self.done, 1),
             "batches": self.batches,
-            "batches_recomputed": self.recomputed,
             "samples": self.samples,
             "peak_bytes": self.peak,
             "same_updates": self.method.same_updates,

@@ -116,16 +116,6 @@ def test_a_batch_that_the_device_has_no_room_for_makes_the_next_ones_smaller(mon
     assert tried == [16_384, 12_288]
 
 
-def test_long_samples_are_recomputed_where_needed_alone(campaign):
-    for part in ("train", "train_large"):
-        figures = json.loads((campaign / f"gpu_{part}.json").read_text())["figures"]
-        (long,) = (case for name, case in figures.items() if "long" in name)
-        some, always = (long["methods"][name] for name in ("dynagroup, recompute", "dynagroup"))
-        assert long["longest"] > long["without_checkpointing"]
-        assert 0 < some["batches_recomputed"] < some["batches"]
-        assert always["batches_recomputed"] == always["batches"]
-
-
 def test_what_was_found_can_be_read(campaign, tmp_path):
     said = collected(campaign)
     assert all(f"{part}: " in said for part in PARTS)

@@ -3,7 +3,6 @@
 from dynagroup.budget.base import AdditiveCap, AllOf, Budget, padded_tokens
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.budget.memory import MemoryBudget
-from dynagroup.budget.recompute import RecomputeBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "LearningBudget",
     "MemoryBudget",
     "OomReport",
-    "RecomputeBudget",
     "TokenBudget",
     "as_budget",
     "padded_tokens",

@@ -13,7 +13,6 @@ from dynagroup.oom.dataset import (
 )
 from dynagroup.oom.encode import encode
 from dynagroup.oom.generate import Generated, generate_with_oom_retry
-from dynagroup.oom.recompute import RecomputeWhereNeeded, recomputed_steps
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.train import BackwardResult, OomSafeBackward
@@ -25,7 +24,6 @@ __all__ = [
     "LearningBudget",
     "OomReport",
     "OomSafeBackward",
-    "RecomputeWhereNeeded",
     "Splitter",
     "VisionTokens",
     "classify_dataset",
@@ -37,6 +35,5 @@ __all__ = [
     "iter_classify",
     "iter_embed",
     "iter_generate",
-    "recomputed_steps",
     "run_with_oom_retry",
 ]
