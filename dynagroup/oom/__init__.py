@@ -2,7 +2,6 @@
 
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory
-from dynagroup.oom.concatenated import VisionTokens
 from dynagroup.oom.dataset import (
     classify_dataset,
     embed_dataset,
@@ -12,6 +11,7 @@ from dynagroup.oom.dataset import (
     iter_generate,
 )
 from dynagroup.oom.encode import encode
+from dynagroup.oom.fields import VisionTokens
 from dynagroup.oom.generate import Generated, generate_with_oom_retry
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter

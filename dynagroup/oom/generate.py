@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
-from dynagroup.oom.concatenated import VisionTokens
-from dynagroup.oom.fields import cache_samples, is_cache, longest_of, take_cache
+from dynagroup.oom.fields import VisionTokens, first_dim, is_cache, longest_of, take_cache
 from dynagroup.oom.retry import Parts
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.shapes import BatchShape
@@ -141,7 +140,7 @@ class _Job:
         if stop - start < self.num_samples:
             return self.splitter.take(self.batch, start, stop)
         # An attempt extends the cache it is given: it gets a copy, so that the next finds the cache as it was.
-        return {k: take_cache(v, start, stop) if is_cache(v) and cache_samples(v) else v for k, v in self.batch.items()}
+        return {k: take_cache(v, start, stop) if is_cache(v) and first_dim(v) else v for k, v in self.batch.items()}
 
     def generate(self, start: int, stop: int) -> Any:
         kwargs = self.kwargs

@@ -9,20 +9,24 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom.concatenated import VISION_KEYS, VisionTokens, packed_borders, take_packed, take_vision
 from dynagroup.oom.fields import (
-    agreed,
-    as_wide,
+    VISION_KEYS,
+    Fields,
+    VisionTokens,
     cut,
     fields_of,
     first_dim,
-    has_columns,
-    holds_fields,
+    holds_samples,
     is_array,
     is_cache,
+    is_table,
+    packed_borders,
     rebuild,
+    take_packed,
+    take_vision,
     to_numpy,
 )
+from dynagroup.validation import check_choice
 
 __all__ = ["BatchSplitter", "KeyRule", "Splitter", "Trim"]
 
@@ -40,10 +44,10 @@ TOKEN_KEYS = frozenset(
 )  # fmt: skip
 # About the batch as a whole, whatever their size.
 SHARED_KEYS = frozenset({"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"})
-_IGNORED_LABEL = -100
 _SIZED_BY = (
     "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
 )  # fmt: skip
+_IGNORED_LABEL = -100
 
 
 class Splitter(Protocol[B]):
@@ -92,111 +96,92 @@ class BatchSplitter:
     vision: VisionTokens | None = None
 
     def __post_init__(self) -> None:
-        if self.trim not in ("both", "left", "right", "none"):
-            raise ConfigError(f"`trim` must be 'both', 'left', 'right' or 'none', but is {self.trim!r}")
+        check_choice("trim", self.trim, ("both", "left", "right", "none"))
 
     def num_samples(self, batch: Any, /) -> int:
         """Samples in the batch, from its first dimension."""
-        if isinstance(batch, Mapping):
-            return self._num_samples_by_key(batch)
-        if is_array(batch):
-            return len(batch)
-        if isinstance(batch, list) and not holds_fields(batch):
+        if holds_samples(batch):
             return len(batch)
         fields = fields_of(batch)
         if fields is None:
             raise ConfigError(f"a {type(batch).__name__} as batch cannot be split; give `split` an object that can")
-        return agreed({str(name): first_dim(value) for name, value in fields.items()})
+        borders = packed_borders(fields)
+        if borders is not None:
+            return len(borders) - 1
+        for key in _SIZED_BY:
+            if fields.get(key) is not None and key not in self.rules:
+                return len(fields[key])
+        own = {*self.rules, *self.shared_keys, *SHARED_KEYS, *VISION_KEYS}
+        return _agreed({str(key): first_dim(value) for key, value in fields.items() if key not in own})
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Samples ``start`` to ``stop - 1``, trimmed. Tensors are views of the batch's."""
         num_samples = self.num_samples(batch)
         if not 0 <= start < stop <= num_samples:
             raise ConfigError(f"`start`:`stop` must lie within {num_samples} samples, but is {start}:{stop}")
-        if isinstance(batch, Mapping):
-            return self._take_mapping(batch, num_samples, start, stop)
-        if is_array(batch) or (isinstance(batch, list) and not holds_fields(batch)):
+        fields = fields_of(batch)
+        if fields is None or holds_samples(batch):
             return batch[start:stop]
-        fields = fields_of(batch) or {}
-        return rebuild(batch, {k: cut(v, str(k), num_samples, start, stop) for k, v in fields.items()}, start, stop)
+        borders = packed_borders(fields)
+        parts: Fields = {}
+        for key, value in fields.items():
+            if key in self.rules:
+                parts[key] = self.rules[key](value, batch, start, stop)
+            elif key in SHARED_KEYS or key in self.shared_keys:
+                parts[key] = value
+            elif borders is not None:
+                parts[key] = take_packed(key, value, borders, start, stop)
+            else:
+                parts[key] = self._take_padded(fields, key, num_samples, start, stop)
+        if borders is None:
+            self._trim(parts, fields, num_samples, start, stop)
+        return rebuild(batch, parts, start, stop)
 
     def columns(self, batch: Any, start: int, stop: int, /) -> tuple[int, int]:
         """Token columns of the batch that a part keeps: ``first, last + 1``."""
-        num_samples = self.num_samples(batch)
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if not is_array(mask) or mask.ndim != 2:
-            width = next((batch[k].shape[1] for k in ("input_ids", "inputs_embeds") if has_columns(batch, k)), 0)
-            return 0, width
+        fields = fields_of(batch) or {}
+        mask = fields.get("attention_mask")
+        if not is_table(mask):
+            named = (fields.get(key) for key in ("input_ids", "inputs_embeds"))
+            return 0, next((int(value.shape[1]) for value in named if is_array(value) and value.ndim > 1), 0)
         width = int(mask.shape[1])
-        if self.trim == "none" or not self._may_trim(batch, num_samples, width):
+        if self.trim == "none" or not self._may_trim(fields, self.num_samples(batch), width):
             return 0, width
         first, last = self._span(mask[start:stop], width)
-        return (first, last) if _labels_allow(batch, start, stop, first, last) else (0, width)
+        return (first, last) if _labels_allow(fields, start, stop, first, last) else (0, width)
 
-    def _num_samples_by_key(self, batch: Mapping[str, Any]) -> int:
-        borders = packed_borders(batch)
-        if borders is not None:
-            return len(borders) - 1
-        for key in _SIZED_BY:
-            if batch.get(key) is not None and key not in self.rules:
-                return len(batch[key])
-        own = {*self.rules, *self.shared_keys, *SHARED_KEYS, *VISION_KEYS}
-        return agreed({k: first_dim(v) for k, v in batch.items() if k not in own})
-
-    def _take_mapping(self, batch: Mapping[str, Any], num_samples: int, start: int, stop: int) -> Any:
-        borders = packed_borders(batch)
-        if borders is not None:
-            return rebuild(batch, {k: self._take_of_pack(batch, k, borders, start, stop) for k in batch}, start, stop)
-        first, last = self.columns(batch, start, stop)
-        parts = {key: self._take_key(batch, key, num_samples, start, stop) for key in batch}
-        mask = batch.get("attention_mask")
-        if is_array(mask) and (first, last) != (0, mask.shape[1]):
-            for key in parts.keys() & (TOKEN_KEYS | self.token_keys):
-                if self._per_token(batch, key, num_samples, mask.shape[1]):
-                    value = parts[key]
-                    parts[key] = value[..., first:last] if key == "position_ids" else value[:, first:last]
-        if self.trim in ("both", "right"):
-            _trim_targets(parts, batch)
-        return rebuild(batch, parts, start, stop)
-
-    def _take_of_pack(self, batch: Mapping[str, Any], key: str, borders: list[int], start: int, stop: int) -> Any:
-        if key in self.rules:
-            return self.rules[key](batch[key], batch, start, stop)
-        shared = key in SHARED_KEYS or key in self.shared_keys
-        return batch[key] if shared else take_packed(batch, key, borders, start, stop)
-
-    def _take_key(self, batch: Mapping[str, Any], key: str, num_samples: int, start: int, stop: int) -> Any:
-        value = batch[key]
-        if key in self.rules:
-            return self.rules[key](value, batch, start, stop)
-        if key in SHARED_KEYS or key in self.shared_keys:
-            return value
-        if key in VISION_KEYS and any(name in batch for name in ("image_grid_thw", "video_grid_thw")):
-            return take_vision(batch, key, start, stop, self.vision)
+    def _take_padded(self, fields: Fields, key: Any, num_samples: int, start: int, stop: int) -> Any:
+        value = fields[key]
+        if key in VISION_KEYS and ("image_grid_thw" in fields or "video_grid_thw" in fields):
+            return take_vision(fields, key, start, stop, self.vision)
         if key == "position_ids" and is_array(value):
             if value.ndim == 3 and value.shape[1] == num_samples:  # one plane each for time, height, width
                 return value[:, start:stop]
             if value.ndim == 1 or value.shape[0] == 1:
                 return value
-        return cut(value, key, num_samples, start, stop)
+        return cut(value, str(key), num_samples, start, stop)
 
-    def _may_trim(self, batch: Mapping[str, Any], num_samples: int, width: int) -> bool:
+    def _may_trim(self, fields: Fields, num_samples: int, width: int) -> bool:
         """Every field as wide as the mask is known to hold one entry per token, so all of them can be trimmed alike."""
         known = TOKEN_KEYS | self.token_keys | self.rules.keys() | self.shared_keys | SHARED_KEYS
-        if any(is_cache(value) or key == "past_key_values" and value is not None for key, value in batch.items()):
+        if fields.get("past_key_values") is not None or any(map(is_cache, fields.values())):
             return False
-        return not any(as_wide(value, num_samples, width) for key, value in batch.items() if key not in known)
+        return not any(_as_wide(value, num_samples, width) for key, value in fields.items() if key not in known)
 
-    @staticmethod
-    def _per_token(batch: Mapping[str, Any], key: str, num_samples: int, width: int) -> bool:
-        value = batch[key]
-        if not is_array(value):
-            return False
-        if key == "position_ids":
-            return value.shape[-1] == width
-        if value.shape[:2] != (num_samples, width):
-            return False
-        return not (key == "labels" and "decoder_input_ids" in batch)
+    def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
+        """Cut columns off all that has one entry per token, in place."""
+        if not is_table(fields.get("attention_mask")):
+            return
+        width = fields["attention_mask"].shape[1]
+        first, last = self.columns(fields, start, stop)
+        for key in parts.keys() & (TOKEN_KEYS | self.token_keys):
+            value = fields[key]
+            if not is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
+                continue
+            if key == "position_ids" and value.shape[-1] == width:
+                parts[key] = parts[key][..., first:last]
+            elif tuple(value.shape[:2]) == (num_samples, width):
+                parts[key] = parts[key][:, first:last]
 
     def _span(self, mask: Any, width: int) -> tuple[int, int]:
         used = np.flatnonzero(to_numpy((mask != 0).any(0)))
@@ -209,35 +194,28 @@ class BatchSplitter:
         return last - wanted, last
 
 
-def _trim_targets(parts: dict[str, Any], batch: Mapping[str, Any]) -> None:
-    """A sequence-to-sequence batch's other side: right padding shown by its own mask, or by ignored labels."""
-    mask, labels = parts.get("decoder_attention_mask"), parts.get("labels")
-    source = parts.get("attention_mask")
-    if is_array(mask) and mask.ndim == 2:
-        used = (mask != 0).any(0)
-    elif is_array(labels) and labels.ndim == 2 and is_array(source) and _widths_differ(batch):
-        used = (labels != _IGNORED_LABEL).any(0)
-    else:
-        return
-    columns = np.flatnonzero(to_numpy(used))
-    last = int(columns[-1]) + 1 if len(columns) else 1
-    width = len(used)
-    for key in ("labels", "decoder_input_ids", "decoder_attention_mask"):
-        value = parts.get(key)
-        if not is_array(value) or value.ndim < 2 or value.shape[1] != width:
-            continue
-        if key != "labels" or bool((value[:, last:] == _IGNORED_LABEL).all()):
-            parts[key] = value[:, :last]
-
-
-def _widths_differ(batch: Mapping[str, Any]) -> bool:
-    return batch["labels"].shape[1] != batch["attention_mask"].shape[1]
-
-
-def _labels_allow(batch: Mapping[str, Any], start: int, stop: int, first: int, last: int) -> bool:
+def _labels_allow(fields: Fields, start: int, stop: int, first: int, last: int) -> bool:
     """Whether no label is lost. Labels as wide as the mask may also be a target side of the same width by accident."""
-    labels, width = batch.get("labels"), batch["attention_mask"].shape[1]
-    if not is_array(labels) or labels.ndim != 2 or labels.shape[1] != width or "decoder_input_ids" in batch:
+    labels, width = fields.get("labels"), fields["attention_mask"].shape[1]
+    if not is_table(labels) or labels.shape[1] != width or "decoder_input_ids" in fields:
         return True
     rows = labels[start:stop]
     return all(bool((side == _IGNORED_LABEL).all()) for side in (rows[:, :first], rows[:, last:]))
+
+
+def _as_wide(value: Any, num_samples: int, width: int) -> bool:
+    if is_array(value):
+        return tuple(value.shape[:2]) == (num_samples, width)
+    fields = fields_of(value) or {}
+    return any(_as_wide(part, num_samples, width) for part in fields.values())
+
+
+def _agreed(sizes: dict[str, int | None]) -> int:
+    known = {name: size for name, size in sizes.items() if size is not None}
+    if len(set(known.values())) != 1:
+        raise ConfigError(
+            "how many samples the batch holds is not clear from the first dimensions of its fields: "
+            f"{known or 'no tensors'}; "
+            "give `split` an object with `num_samples` and `take`, or BatchSplitter(rules=..., shared_keys=...)"
+        )
+    return next(iter(known.values()))

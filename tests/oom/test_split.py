@@ -106,19 +106,6 @@ def test_an_unknown_field_as_wide_as_the_mask_forbids_trimming_until_named() -> 
     assert part["input_ids"].shape == part["tags"].shape == (1, 2)
 
 
-def test_the_target_side_is_trimmed_by_its_own_padding() -> None:
-    batch = {
-        "input_ids": torch.ones(2, 5), "attention_mask": mask_of("11000", "11111"),
-        "labels": torch.tensor([[5, 6, -100], [5, 6, 7]]),
-    }  # fmt: skip
-    part = take(batch, 0, 1)
-    assert (part["input_ids"].shape, part["labels"].tolist()) == ((1, 2), [[5, 6]])
-    batch |= {"decoder_input_ids": torch.ones(2, 3), "decoder_attention_mask": mask_of("110", "111")}
-    assert {tuple(take(batch, 0, 1)[k].shape) for k in ("labels", "decoder_input_ids", "decoder_attention_mask")} == {
-        (1, 2)
-    }
-
-
 def test_position_ids_of_three_kinds() -> None:
     batch = {"input_ids": torch.ones(2, 4), "attention_mask": mask_of("0011", "1111")}
     mrope = torch.arange(24).reshape(3, 2, 4)

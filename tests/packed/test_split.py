@@ -13,8 +13,7 @@ from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom import LearningBudget, OomSafeBackward
-from dynagroup.oom.concatenated import packed_borders
-from dynagroup.oom.fields import shape_of
+from dynagroup.oom.fields import packed_borders, shape_of
 from dynagroup.oom.split import BatchSplitter
 from tests.allocator import Allocator
 from tests.integrations import toys

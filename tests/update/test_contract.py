@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 
 from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
 from dynagroup.budget.base import Layout
-from dynagroup.oom.concatenated import packed_borders
+from dynagroup.oom.fields import packed_borders
 from dynagroup.testing import assert_conserves, run_ranks
 from dynagroup.update.schedule import linear_ramp
 from dynagroup.update.stats import LoaderStats
