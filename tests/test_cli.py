@@ -18,8 +18,8 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.cli import main
 from dynagroup.demo.corpus import train_tokenizer
 from dynagroup.lengths import measure_lengths
-from dynagroup.plan.compare import compare
 from dynagroup.plan.cost import Work
+from dynagroup.plan.report import compare
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from tests import models

@@ -21,8 +21,7 @@ MOST_FLOORS = 9
 MOST_FILES_OF_A_SAMPLE = 12
 # What shows a plan is asked by the plan's own methods when they are called; nothing else may point downstream.
 SHOWN_BY = {
-    "plan/plan.py": {"plan/report.py", "plan/plots.py", "plan/pictures.py", "plan/advice.py"},
-    "plan/compare.py": {"plan/report.py", "plan/plots.py", "plan/pictures.py"},
+    "plan/plan.py": {"plan/report.py", "plan/plots.py"},
 }
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dynagroup.budget.base import Budget
     from dynagroup.memory.fits import Fits
-    from dynagroup.plan.compare import Comparison, Way
+    from dynagroup.plan.report import Comparison, Way
     from dynagroup.shapes import Streams
 
 __all__ = ["COMMANDS"]
@@ -122,8 +122,8 @@ def compare(args: argparse.Namespace) -> None:
 def _comparison(args: argparse.Namespace) -> Comparison:
     from dynagroup.budget.tokens import TokenBudget
     from dynagroup.memory.trace.model import as_config
-    from dynagroup.plan.compare import compare
     from dynagroup.plan.cost import Work
+    from dynagroup.plan.report import compare
 
     lengths = lengths_of(args)
     longest = sum(int(values.max()) for values in lengths.values())

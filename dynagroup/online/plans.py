@@ -17,10 +17,9 @@ from dynagroup.online.datasets import set_epoch
 from dynagroup.online.messages import Request
 from dynagroup.online.protocol import print_of
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, OrderSource
-from dynagroup.plan.planner import Planner
+from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.shapes import TOKENS, IntArray, Streams
 from dynagroup.update.schedule import UpdateSizes

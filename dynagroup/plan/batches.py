@@ -20,6 +20,7 @@ __all__ = [
     "longest_first",
     "multiple_of",
     "offsets_of",
+    "offsets_of_path",
     "shapes_of",
     "smaller_size",
 ]
@@ -92,6 +93,14 @@ class Batches(Sequence[IntArray]):
 def offsets_of(sizes: IntArray) -> IntArray:
     """Where batches of these sizes start, laid end to end; and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def offsets_of_path(came_from: Sequence[int]) -> IntArray:
+    """Offsets from where each stop was come from."""
+    offsets = [len(came_from) - 1]
+    while offsets[-1] > 0:
+        offsets.append(came_from[offsets[-1]])
+    return np.asarray(offsets[::-1], np.int64)
 
 
 def fixed_batches(order: IntArray, batch_size: int) -> Batches:

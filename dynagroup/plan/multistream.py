@@ -8,9 +8,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from dynagroup.plan.batches import offsets_of_path
 from dynagroup.shapes import IntArray
 
-__all__ = ["RunMaxima", "alike_order", "least_time_by_places", "offsets_of_path"]
+__all__ = ["RunMaxima", "alike_order", "least_time_by_places"]
 
 LEAST, SHARE, MOST = 64, 8192, 512
 """Padded tokens that dividing a box must save: of all tokens one in so many, within bounds."""
@@ -150,11 +151,3 @@ def _tiles(
             around = np.concatenate([np.zeros(max(wide - first - 1, 0)), values[max(first + 1 - wide, 0) : stops[-1]]])
             work += np.maximum.accumulate(sliding_window_view(around, wide)[:, ::-1], axis=1)
         yield first, work * (places[stops][:, None] - places[begin])
-
-
-def offsets_of_path(came_from: Sequence[int]) -> IntArray:
-    """Offsets from where each stop was come from."""
-    offsets = [len(came_from) - 1]
-    while offsets[-1] > 0:
-        offsets.append(came_from[offsets[-1]])
-    return np.asarray(offsets[::-1], np.int64)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
 from dynagroup.errors import BudgetError
-from dynagroup.plan.batches import Batches, RoundBatch, allowed_sizes, longest_first, offsets_of
+from dynagroup.plan.batches import Batches, RoundBatch, allowed_sizes, longest_first, offsets_of, offsets_of_path
 from dynagroup.plan.cost import DEFAULT_WORK, Work
-from dynagroup.plan.multistream import RunMaxima, alike_order, least_time_by_places, offsets_of_path
+from dynagroup.plan.multistream import RunMaxima, alike_order, least_time_by_places
 from dynagroup.plan.packed import pack
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
 from dynagroup.validation import check_choice

@@ -11,15 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches
-from dynagroup.plan.config import Oversize, check_oversize, oversize_mask, refuse_oversize, warn_of_oversize
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
+from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows
-from dynagroup.shapes import IntArray, Streams
 from dynagroup.validation import check_flag, check_int, check_number
 
 __all__ = ["balanced_partitions", "shard_micro_batches"]
@@ -198,32 +196,18 @@ def shard_micro_batches(
     [0, 1, 2, 3, 4, 5]
     """
     num_ranks = check_int("num_ranks", num_ranks, most=MOST_RANKS)
-    multiple_of = check_int("multiple_of", multiple_of, most=MOST_RANKS)
-    work = check_work(work)
-    check_oversize(oversize)
-    streams = as_streams(lengths)
-    budget = as_budget(budget).bind(streams)
-    unfit = oversize_mask(streams, budget)
-    if oversize == "error":
-        refuse_oversize(streams, np.flatnonzero(unfit))
-    warn_of_oversize(streams, np.flatnonzero(unfit), oversize)
-    kept = np.flatnonzero(~unfit) if oversize == "drop" else np.arange(len(unfit))
-    return _sharded(streams, kept, budget, num_ranks, multiple_of, work)
-
-
-def _sharded(
-    lengths: Streams, kept: IntArray, budget: Budget, num_ranks: int, multiple_of: int, work: Work
-) -> list[list[list[int]]]:
-    """Micro-batches of the samples at ``kept``, positions in ``lengths``."""
-    lengths = {name: values[kept] for name, values in lengths.items()}
-    every = num_ranks * multiple_of
-    batches = cut_rows(lengths, budget, every, work=work)
+    every = num_ranks * check_int("multiple_of", multiple_of, most=MOST_RANKS)
+    planner = Planner(as_streams(lengths), budget, PlanConfig(work=check_work(work), oversize=oversize))
+    planner.warn_of_oversize()
+    kept = np.delete(np.arange(planner.num_samples), planner.left_out)
+    streams = {name: values[kept] for name, values in planner.lengths.items()}
+    batches = cut_rows(streams, planner.budget, every, work=planner.config.work)
     if len(batches) % every:
         raise ConfigError(
             f"{len(kept)} samples are {len(batches)} micro-batches of one sample each, no multiple of num_ranks x multiple_of = "
             f"{every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
         )
-    cost = work.of_batches(batches, lengths, budget)
+    cost = planner.config.work.of_batches(batches, streams, planner.budget)
     dearest_first = np.argsort(-cost, kind="stable")
     return _levelled(batches.map(kept).take(dearest_first), cost[dearest_first], num_ranks)
 

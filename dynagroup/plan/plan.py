@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -11,12 +11,11 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import AllOf, Budget, padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.report import Way, format_table, most_of_the_longest, shuffled_way
-from dynagroup.shapes import BatchShape, IntArray, Streams, said
+from dynagroup.shapes import BatchShape, IntArray, Streams
 
 __all__ = ["FEW_BATCHES", "MUCH_PADDING", "BatchPlan", "PlannedWindow", "dear_steps"]
 
@@ -24,7 +23,6 @@ MUCH_PADDING = 0.15
 """Share of padding from which on it is worth a sentence."""
 FEW_BATCHES = 20
 """Of a window; with fewer of them its samples are too few to sort well."""
-TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class BatchPlan:
 
     Args:
         batches: all batches, dataset indices; ``table`` says which one a rank gets at a step.
-        table: int64 (num_steps, world_size), batch numbers.
+        table: int64 (num_steps, world_size), batch numbers; -1 where a rank has none (only in what plans are compared with).
         update_ends: bool (num_steps,), the optimizer steps after this row.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
         lengths: the dataset's lengths, stream -> int32 (N,).
@@ -139,7 +137,7 @@ class BatchPlan:
     @cached_property
     def work_by_row(self) -> NDArray[np.float64]:
         """Predicted work of every batch, in linear tokens, without the price of its step: float64 (num_steps, world_size)."""
-        return self.work.of_batches(self.batches, self.lengths, self.budget)[self.table]
+        return np.append(self.work.of_batches(self.batches, self.lengths, self.budget), 0.0)[self.table]
 
     @property
     def predicted_time(self) -> float:
@@ -156,8 +154,7 @@ class BatchPlan:
         ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates: sum of the rows' maxima
         over the sum of their means, 1.0 at best, in predicted work.
         """
-        sizes, padded = self.batches.sizes, self.padded
-        by_row = self.work_by_row
+        sizes, padded, by_row = self.batches.sizes, int(self.padded.sum()), self.work_by_row
         real = int(real_tokens(self.shapes, self.budget).sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
         return {
@@ -166,16 +163,14 @@ class BatchPlan:
             "num_steps": self.num_steps,
             "num_updates": self.num_updates,
             "real_tokens": real,
-            "padded_tokens": int(padded.sum()),
-            "efficiency": real / max(int(padded.sum()), 1),
-            "padding": 1.0 - real / max(int(padded.sum()), 1),
+            "padded_tokens": padded,
+            "efficiency": real / max(padded, 1),
+            "padding": 1.0 - real / max(padded, 1),
             "smallest_batch": int(quantiles[0]),
             "median_batch": float(quantiles[1]),
             "largest_batch": int(quantiles[2]),
             "predicted_time": self.predicted_time,
-            "row_imbalance": float(by_row.max(axis=1, initial=0).sum() / max(by_row.mean(axis=1).sum(), 1e-9))
-            if len(by_row)
-            else 1.0,
+            "row_imbalance": float(by_row.max(axis=1, initial=0).sum() / max(by_row.mean(axis=1).sum(), 1e-9)) or 1.0,
             "num_oversize": len(self.oversize),
             "num_repeated": len(self.repeated),
             "num_dropped": len(self.dropped),
@@ -189,105 +184,28 @@ class BatchPlan:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def as_way(self, name: str) -> Way:
-        """The plan beside other ways to batch the same samples."""
-        return Way.of(name, self.batches, self.table, self.lengths, self.budget, self.work)
-
     def report(self, batch_size: int | None = None) -> str:
         """The plan as a readable table, against shuffled batches of a fixed size: what a user checks before a long run.
 
         Args:
             batch_size: what you use today, samples on each rank; None: as many as fit even where the longest meet.
         """
-        ranks = f"{self.world_size} rank" + "s" * (self.world_size > 1)
-        samples = self.statistics["num_samples"]
-        head = f"epoch {self.epoch}: {samples:,} samples for {ranks}, {self.budget.layout} layout"
-        table = format_table(["", ""], list(_report_rows(self, batch_size)))[1:]
-        advice = self.advice()
-        return "\n".join([head, table, *([] if advice is None else [advice])])
+        from dynagroup.plan.report import report_of
+
+        return report_of(self, batch_size)
 
     def advice(self) -> str | None:
         """What keeps this plan from saving more, with the figure and the way out; None where little is left to save."""
-        padding = float(self.statistics["padding"])
-        if padding <= MUCH_PADDING or self.budget.layout == "packed" or self.statistics["num_batches"] < 2:
-            return None
-        times = _times_larger(self)
-        unused = (
-            f"; {times} times as many samples would fit every batch: a larger budget changes nothing" if times else ""
-        )
-        return f"{padding:.0%} of the tokens are padding: {_cause(self)}{unused}"
+        from dynagroup.plan.report import advice_on
+
+        return advice_on(self)
 
     def plot(self) -> Any:
         """The plan as a matplotlib figure: padding before and after, batch sizes, work of the ranks, predicted memory."""
         from dynagroup.plan.plots import plot_plan
+        from dynagroup.plan.report import shuffled_way
 
-        return plot_plan(self, _fixed(self, None)[0])
-
-
-def _fixed(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, bool]:
-    """Shuffled batches of one size, of the plan's samples; their size, and whether they fit at their hardest.
-
-    ``batch_size``: None: as many as fit, were they the longest.
-    """
-    samples = plan.batches.order
-    most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
-    size = batch_size or max(most, 1)
-    return shuffled_way(samples, size, plan.lengths, plan.world_size, plan.budget, plan.work), size, size <= most
-
-
-def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
-    stats, sizes = plan.statistics, plan.batches.sizes
-    yield "steps, updates", f"{stats['num_steps']:,}, {stats['num_updates']:,}"
-    yield "tokens, real", f"{stats['real_tokens']:,}"
-    yield "tokens, with padding", f"{stats['padded_tokens']:,}"
-    yield "padding", f"{stats['padding']:.1%}"
-    yield "predicted time, in tokens of one rank", f"{round(stats['predicted_time']):,}"
-    if plan.budget.layout == "padded" and len(plan.batches):
-        way, size, fits = _fixed(plan, batch_size)
-        unfit = "" if fits else "; the longest would not fit"
-        yield f"(shuffled batches of {size} instead{unfit})", f"{way.padding:.1%} padding, {way.num_steps:,} steps"
-        yield f"(predicted time against batches of {size})", f"{plan.predicted_time / max(way.time, 1e-9):.1%}"
-    for name, values in plan.padded_lengths.items():
-        of = f" in {said(name)!r}" if len(plan.padded_lengths) > 1 else ""
-        length = _quantiles(values[plan.batches.order], (0.5, 0.99, 1.0))
-        yield f"sample length{of}, median / 99 % / longest", length
-    yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
-    yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))
-    yield "row imbalance (1: ranks never wait)", f"{stats['row_imbalance']:.3f}"
-    yield from _predicted_peaks(plan)
-    yield "samples that do not fit even alone", f"{stats['num_oversize']:,}"
-    yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
-
-
-def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
-    return " / ".join(f"{round(q):,}" for q in np.quantile(values, at)) if len(values) else "-"
-
-
-def _predicted_peaks(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    """Predicted peak memory, as a share of the limit, where a budget predicts it."""
-    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
-    for part in whole.parts if len(plan.batches) else ():
-        predicted: Any = getattr(part, "predicted", None)
-        if predicted is not None:
-            shapes = whole.seen_by(part, plan.shapes)  # padded as far as any part of the budget asks
-            limit = getattr(part, "limit", "the limit")
-            yield f"predicted peak memory, share of {limit}", f"{float(predicted(shapes).max()):.1%}"
-
-
-def _cause(plan: BatchPlan) -> str:
-    """What most of a plan's padding comes from."""
-    steps, updates, samples = plan.num_steps, plan.num_updates, int(plan.statistics["num_samples"])
-    size = samples / len(plan.batches)
-    if plan.window is not None and plan.window < min(FEW_BATCHES * size, samples):
-        batches = f"{plan.window / size:.0f} batches"
-        return f"a window of {plan.window:,} samples is {batches}, too few to sort; raise `window`"
-    if plan.window is None and steps < 1.5 * updates:
-        each = "one batch" if steps == updates else f"{steps / updates:.1f} batches"
-        return (
-            f"an update of {samples / updates:,.0f} samples is {each} a rank, too few to sort; take more samples an update "
-            "(gradient accumulation), or free updates"
-        )
-    return dear_steps(size)
+        return plot_plan(self, shuffled_way(self, None)[0])
 
 
 def dear_steps(size: float) -> str:
@@ -296,14 +214,3 @@ def dear_steps(size: float) -> str:
         f"batches have {size:,.0f} samples, because more and smaller ones are predicted to take longer; if steps are cheap with "
         "you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run"
     )
-
-
-def _times_larger(plan: BatchPlan) -> int:
-    """How many times as many samples like its own would fit even the fullest batch; 0 where not twice as many do."""
-    shapes, found = plan.shapes, 0
-    for times in TIMES:
-        total = {name: values * times for name, values in shapes.total.items()}
-        if not plan.budget.fits(BatchShape(shapes.num_samples * times, shapes.longest, total)).all():
-            break
-        found = times
-    return found

@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import json
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
-from dynagroup.errors import ConfigError
+from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described, hashed
-from dynagroup.plan.batches import Batches, longest_first
-from dynagroup.plan.config import PlanConfig, oversize_mask, refuse_oversize, warn_of_oversize
+from dynagroup.plan.batches import Batches, RoundBatch, longest_first
+from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, Windows
-from dynagroup.plan.padded import cut
+from dynagroup.plan.padded import OBJECTIVES, Objective, cut
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
-from dynagroup.plan.ranks import Rows, arrange, cut_rows, prove
-from dynagroup.shapes import TOKENS, IntArray, Streams
-from dynagroup.validation import warn_user
+from dynagroup.plan.ranks import Rows, Uneven, arrange, cut_rows, prove
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
+from dynagroup.validation import check_choice, check_flag, check_function, check_int, warn_user
 
-__all__ = ["JUDGED", "PlanNotices", "Planner"]
+__all__ = ["JUDGED", "Oversize", "PlanConfig", "PlanNotices", "Planner", "refuse_oversize"]
+
+Oversize: TypeAlias = Literal["alone", "error", "drop"]
 
 BATCHES_PER_WINDOW = 100
 SAMPLED = 4096
@@ -40,16 +44,78 @@ JUDGED = 1000
 """Samples after which a plan's padding says something."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Samples that are cut together."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """How an epoch is cut into batches. Knows no ranks, lengths or budget."""
 
-    indices: IntArray
-    """Dataset indices; samples that windows before could not place come first."""
-    cursor: Cursor
-    """Where the window stands."""
-    is_last: bool
-    """Nothing follows that could take what fills no row."""
+    shuffle: bool = False
+    """Draw windows in a random order and shuffle the steps inside each."""
+    window: int | None = None
+    """Samples sorted together. None: all of them, or with ``shuffle`` a hundred batches or so."""
+    seed: int = 0
+    hardest_first: int = 1
+    """Steps with the longest samples that lead an epoch, so that running out of memory shows at once."""
+    round_batch: RoundBatch | None = None
+    """Batch sizes are chosen among this function's values, before the fit check."""
+    samples_per_update: int | None = None
+    """Every update consists of exactly so many samples over all ranks, drawn as fixed batches would draw them."""
+    work: Work = DEFAULT_WORK
+    """Predicted time of a batch, which cutting makes least and row mates share."""
+    objective: Objective = "time"
+    """What cutting makes least: "time", or with "fewest" the number of batches."""
+    oversize: Oversize = "alone"
+    """A sample that does not fit even alone: "alone", "error" or "drop"."""
+    uneven: Uneven = "repeat"
+    """Where halving cannot fill the last row: "repeat" the smallest samples, or "drop" the row's samples."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shuffle", check_flag("shuffle", self.shuffle))
+        for name in ("window", "samples_per_update"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_int(name, getattr(self, name), where=" (or None)"))
+        for name in ("seed", "hardest_first"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), least=0))
+        if self.window is not None and self.samples_per_update is not None:
+            raise ConfigError(
+                "`window` and `samples_per_update` exclude each other: an update's samples are the window"
+            )
+        check_choice("oversize", self.oversize, ("alone", "error", "drop"))
+        check_choice("uneven", self.uneven, ("repeat", "drop"))
+        check_choice("objective", self.objective, OBJECTIVES)
+        object.__setattr__(self, "work", check_work(self.work))
+        if self.round_batch is not None:
+            check_function("round_batch", self.round_batch, "from int to int")
+
+
+def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
+    """Which samples do not fit even alone: bool (N,).
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> oversize_mask({"tokens": np.array([3, 12])}, TokenBudget(10)).tolist()
+    [False, True]
+    """
+    tokens = lengths[TOKENS]
+    if len(lengths) == 1 and len(tokens) and budget.largest(tokens[:1].astype(np.int64)) is not None:
+        unfit = lambda length: largest_of(budget, np.asarray([length]))[0] < 1  # type: ignore[index]  # noqa: E731
+        return tokens >= bisect_left(range(int(tokens.max()) + 1), True, key=unfit)
+    wide = {name: values.astype(np.int64) for name, values in lengths.items()}
+    return ~fits_of(budget, BatchShape(np.ones(len(tokens), np.int64), wide, wide))
+
+
+def refuse_oversize(lengths: Streams, oversize: IntArray, done: Oversize) -> None:
+    """Say which samples do not fit even alone, if any, and what is done with them: a warning, or a :class:`BudgetError`."""
+    if not len(oversize):
+        return
+    first, units = oversize[0], units_of(lengths, int(oversize[0]))
+    if done == "error":
+        raise BudgetError(
+            f"sample {first} ({units}) does not fit even alone, nor do {len(oversize) - 1} others; "
+            "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
+        )
+    warn_user(
+        f"{len(oversize)} samples do not fit the budget even alone and are {'left out' if done == 'drop' else 'emitted alone'}; "
+        f"the first is sample {first} with {units}; truncate them, raise the budget, or pass oversize='error'"
+    )
 
 
 class Planner:
@@ -71,14 +137,14 @@ class Planner:
         self.num_samples = len(lengths[TOKENS])
         self._oversize = oversize_mask(lengths, self.budget)
         self.oversize = np.flatnonzero(self._oversize)
-        if config.oversize == "error":
-            refuse_oversize(lengths, self.oversize)
         self.left_out = self.oversize if config.oversize == "drop" else np.zeros(0, np.int64)
         """Dataset indices of the samples that take no part."""
+        if config.oversize == "error":
+            self.warn_of_oversize()
 
     def warn_of_oversize(self) -> None:
         """Say which samples do not fit even alone, if any."""
-        warn_of_oversize(self.lengths, self.oversize, self.config.oversize)
+        refuse_oversize(self.lengths, self.oversize, self.config.oversize)
 
     def renewed(self, world: World | None = None) -> Planner:
         """Itself; or a planner that follows what its budget has learned, if that changes anything. Collective over ``world``."""
@@ -124,7 +190,7 @@ class Planner:
         some = {name: values[:: max(1, self.num_samples // SAMPLED)] for name, values in self.lengths.items()}
         return len(some[TOKENS]) / max(len(cut(some, self.budget, objective="fewest")), 1)
 
-    def start_of(self, epoch: int, world_size: int = 1, order: IntArray | None = None) -> Cursor:
+    def start_of(self, epoch: int, world_size: int = 1) -> Cursor:
         """The beginning of an epoch."""
         return Cursor(epoch=epoch, window_size=self.window_size(world_size))
 
@@ -135,20 +201,21 @@ class Planner:
     def _windows(self, cursor: Cursor, order: IntArray | None) -> Windows:
         """The windows of the cursor's epoch. ``order``: dataset indices; None: shuffled, or the dataset's."""
         config, kept = self.config, None
-        if len(self.left_out):
-            kept = np.flatnonzero(~self._oversize)
-            order = None if order is None else order[~self._oversize[order]]
         if order is not None:
-            given, kept = order, None
+            given = order[~self._oversize[order]] if len(self.left_out) else order
         elif config.shuffle or self._has_updates:
             given = EpochOrder(self.num_planned, seed=config.seed, epoch=cursor.epoch)
+            kept = np.flatnonzero(~self._oversize) if len(self.left_out) else None
         else:
-            given, kept = np.arange(self.num_samples) if kept is None else kept, None
+            given = np.flatnonzero(~self._oversize) if len(self.left_out) else np.arange(self.num_samples)
 
         def longest() -> int:
             names = padded_streams(self.budget, self.lengths)
             tokens = np.add.reduce([self.lengths[name] for name in names], axis=0, dtype=np.int64)
-            return _longest(given, tokens if kept is None else tokens[kept])
+            if isinstance(given, EpochOrder):
+                at = np.argmax(tokens if kept is None else tokens[kept])
+                return int(given.position_of(np.asarray([at], np.int64))[0])
+            return int(np.argmax(tokens[given]))
 
         leads = config.hardest_first and not self._has_updates
         size = cursor.window_size or self.window_size(1)
@@ -164,76 +231,73 @@ class Planner:
             if cursor.carried:
                 indices = np.append(np.asarray(cursor.carried, np.int64), indices)
             is_last = self._has_updates or cursor.windows_done + 1 == len(windows)
-            window = _Window(indices, cursor, is_last)
-            planned = self._finish(window, self._rest(window, world_size))
+            planned = self._finish(indices, cursor, self._rest(indices, cursor, world_size, is_last), is_last)
             yield planned
             cursor = planned.end
 
     # While the number of ranks stays the same, what remains of a window are its own rows. After a change the samples that remain
     # are cut again. A repeat that fills a row is not used by it: its own place may still be to come.
-    def _rest(self, window: _Window, world_size: int) -> Rows:
+    def _rest(self, indices: IntArray, cursor: Cursor, world_size: int, is_last: bool) -> Rows:
         """The rows of a window behind its cursor."""
-        segments = (*window.cursor.segments, (world_size, 0))
-        remaining, ranks = np.arange(len(window.indices)), segments[0][0]
-        rows = self._cut(window, remaining, ranks)
+        segments = (*cursor.segments, (world_size, 0))
+        remaining, ranks = np.arange(len(indices)), segments[0][0]
+        rows = self._cut(indices, cursor, remaining, ranks, is_last)
         for size, done in segments:
             if size != ranks:
-                rows, ranks = self._cut(window, remaining, size), size
+                rows, ranks = self._cut(indices, cursor, remaining, size, is_last), size
             used = rows.table[:done].ravel()
             used = used[used < len(rows.batches) - len(rows.repeated)]
             remaining = np.setdiff1d(remaining, rows.batches.take(used).order) if done else remaining
             rows = replace(rows, table=rows.table[done:])
-        return rows if not window.cursor.segments else _without_used(rows)
+        return rows if not cursor.segments else _without_used(rows)
 
-    def _cut(self, window: _Window, positions: IntArray, world_size: int) -> Rows:
-        config, cursor = self.config, window.cursor
-        indices = window.indices[positions]
-        lengths = {name: values[indices] for name, values in self.lengths.items()}
+    def _cut(self, indices: IntArray, cursor: Cursor, positions: IntArray, world_size: int, is_last: bool) -> Rows:
+        """Rows of the samples at some positions of a window. ``is_last``: nothing follows that could take what fills no row."""
+        config, chosen = self.config, indices[positions]
+        lengths = {name: values[chosen] for name, values in self.lengths.items()}
         how = {name: getattr(config, name) for name in ("work", "objective", "round_batch")}
         batches = cut_rows(lengths, self.budget, world_size, **how)
-        prove(batches, len(indices), lengths, self.budget, self._oversize[indices])
+        prove(batches, len(chosen), lengths, self.budget, self._oversize[chosen])
         smallest = batches.order
         if len(batches) % world_size:
             smallest = longest_first(lengths, padded_streams(self.budget, lengths))[::-1]
-        rows = arrange(batches, world_size, config.uneven if window.is_last else "drop", smallest)
+        rows = arrange(batches, world_size, config.uneven if is_last else "drop", smallest)
         if config.shuffle and not self._has_updates:
             rng = np.random.default_rng((config.seed, cursor.epoch, cursor.windows_done, len(positions)))
-            leading = config.hardest_first if not cursor.windows_done else 0
-            rows = replace(rows, table=_shuffle_rows(rows.table, leading, rng))
-        if len(positions) == len(window.indices):  # all of them
+            lead = 0 if cursor.windows_done else config.hardest_first
+            tail = rng.permuted(rng.permutation(rows.table[lead:]), axis=1)
+            rows = replace(rows, table=np.concatenate([rows.table[:lead], tail]))
+        if len(positions) == len(indices):  # all of them
             return rows
         return Rows(rows.batches.map(positions), rows.table, positions[rows.repeated], positions[rows.dropped])
 
-    def _finish(self, window: _Window, rows: Rows) -> PlannedWindow:
+    def _finish(self, indices: IntArray, cursor: Cursor, rows: Rows, is_last: bool) -> PlannedWindow:
         """A window's steps as dataset indices, with what each batch weighs in its update."""
-        counts = rows.batches.sizes[rows.table]
-        if len(rows.repeated):
-            fillers = rows.table >= len(rows.batches) - len(rows.repeated)
-            counts = np.where(fillers, 0, counts)
+        fills = rows.table >= len(rows.batches) - len(rows.repeated)
+        counts = np.where(fills, 0, rows.batches.sizes[rows.table])
         ends = np.ones(len(counts), np.bool_)
         total = counts.sum(axis=1)
         if self._has_updates:
             ends[:-1] = False
-            total = np.full(len(counts), len(window.indices) - len(rows.dropped))
-        left = window.indices[rows.dropped]
-        nothing = left[:0]
-        behind = window.cursor.after_rows(len(rows.table), rows.table.shape[1])
+            total = np.full(len(counts), len(indices) - len(rows.dropped))
+        left, nothing = indices[rows.dropped], indices[:0]
+        behind = cursor.after_rows(len(rows.table), rows.table.shape[1])
         return PlannedWindow(
-            batches=rows.batches.map(window.indices),
+            batches=rows.batches.map(indices),
             table=rows.table,
             update_ends=ends,
             loss_scale=counts * counts.shape[1] / np.maximum(total, 1)[:, None],
-            repeated=window.indices[rows.repeated],
-            dropped=left if window.is_last else nothing,
-            start=window.cursor,
-            end=behind.after_window((nothing if window.is_last else left).tolist()),
+            repeated=indices[rows.repeated],
+            dropped=left if is_last else nothing,
+            start=cursor,
+            end=behind.after_window((nothing if is_last else left).tolist()),
         )
 
     def plan(
         self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: IntArray | None = None
     ) -> BatchPlan:
         """A whole epoch; or what remains of one, from ``cursor`` on."""
-        cursor = cursor or self.start_of(epoch, world_size, order)
+        cursor = cursor or self.start_of(epoch, world_size)
         return self.joined(list(self.steps_from(cursor, world_size, order)), cursor.epoch, world_size)
 
     def joined(self, parts: Sequence[PlannedWindow], epoch: int, world_size: int) -> BatchPlan:
@@ -259,33 +323,19 @@ class Planner:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a plan depends on, besides epoch and world size; states are compared by it. JSON-able."""
-        config = self.config
-        plain = ("seed", "shuffle", "window", "samples_per_update", "hardest_first", "objective", "oversize", "uneven")
+        knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         return {
             "num_samples": self.num_samples,
             "lengths": {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in self.lengths.items()},
             "budget": self.budget.fingerprint,
-            **{name: getattr(config, name) for name in plain},
-            "round_batch": described(config.round_batch),
-            "work": described(config.work),
+            **knobs,
+            **{name: described(knobs[name]) for name in ("round_batch", "work")},
         }
 
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits of :attr:`identity`."""
         return hashed(json.dumps(self.identity, sort_keys=True))
-
-
-def _longest(order: IntArray | EpochOrder, tokens: IntArray) -> int:
-    """The position at which the sample of most tokens stands."""
-    if isinstance(order, EpochOrder):
-        return int(order.position_of(np.asarray([np.argmax(tokens)], np.int64))[0])
-    return int(np.argmax(tokens[order]))
-
-
-def _shuffle_rows(table: IntArray, lead: int, rng: np.random.Generator) -> IntArray:
-    head, tail = table[:lead], table[lead:]
-    return np.concatenate([head, rng.permuted(rng.permutation(tail), axis=1)]) if len(tail) else table
 
 
 def _without_used(rows: Rows) -> Rows:
@@ -303,11 +353,10 @@ class PlanNotices:
     def __init__(self) -> None:
         self._said_repeats = self._said_padding = False
         self._first: list[PlannedWindow] = []
-        self._samples = 0
 
     def begin(self) -> None:
         """Windows of another epoch follow."""
-        self._first, self._samples = [], 0
+        self._first = []
 
     def of_repeats(self, planned: PlannedWindow) -> None:
         """Say which samples of a window fill its last row."""
@@ -323,8 +372,7 @@ class PlanNotices:
         if self._said_padding:
             return
         self._first.append(planned)
-        self._samples += len(planned.batches.order)
-        if self._samples >= JUDGED:
+        if sum(len(window.batches.order) for window in self._first) >= JUDGED:
             self._said_padding = True
             said = planner.joined(self._first, epoch, world_size).advice()
             self.begin()

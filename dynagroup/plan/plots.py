@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, largest_of, padded_streams
+from dynagroup.budget.base import largest_of
 from dynagroup.errors import ConfigError
-from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.report import Way
+from dynagroup.plan.plan import BatchPlan
 from dynagroup.shapes import IntArray, Streams
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "draw_lengths",
-    "draw_memory",
     "draw_padding",
     "draw_work",
     "new_figure",
@@ -92,29 +90,43 @@ def _axes(ax: Axes | None) -> Axes:
     return new_figure(6, 3.6).subplots() if ax is None else ax
 
 
-def plot_plan(plan: Any, before: Way) -> Figure:
+def plot_plan(plan: BatchPlan, before: Any) -> Figure:
     """A plan on one page: lengths, padding before and after, batch sizes by length, work of the ranks, predicted memory.
 
-    Args:
-        plan: a :class:`~dynagroup.BatchPlan`. before: the same samples in shuffled batches of a fixed size.
+    ``before``: the :class:`~dynagroup.plan.report.Way` of the same samples in shuffled batches of a fixed size.
     """
     figure = new_figure(13, 7)
     (first, *padding), (sizes, work, memory) = figure.subplots(2, 3)
-    streams = plan.padded_lengths
-    draw_lengths(_sample_tokens(streams), ax=first)
-    title = f"before: {before.name}: {before.padding:.0%} padding"
-    _draw_batches(before.batches, streams, padding[0]).set_title(title)
+    draw_lengths(_sample_tokens(plan.padded_lengths), ax=first)
+    _draw_batches(before.plan, padding[0]).set_title(f"before: {before.name}: {before.padding:.0%} padding")
     title = f"after: {plan.statistics['padding']:.0%} padding, {plan.num_steps:,} steps"
-    _draw_batches(plan.batches, streams, padding[1]).set_title(title)
-    top = max(ax.get_ylim()[1] for ax in padding)
+    _draw_batches(plan, padding[1]).set_title(title)
     for ax in padding:
-        ax.set_ylim(0, top)
+        ax.set_ylim(0, max(ax.get_ylim()[1] for ax in padding))
     _draw_sizes(plan, sizes)
     draw_work(plan.padded[plan.table], unit="tokens, with padding", ax=work)
-    if _predicting(plan.budget) is not None and len(plan.batches):
-        draw_memory(plan, ax=memory)
-    else:
+    parts = getattr(plan.budget, "parts", (plan.budget,))
+    predicting = next((part for part in parts if hasattr(part, "predicted")), None)
+    if predicting is None or not len(plan.batches):
         memory.remove()
+    else:
+        _draw_memory(plan, predicting, memory)
+    return figure
+
+
+def plot_ways(ways: Sequence[Any]) -> Figure:
+    """Padding as it is and as dynagroup makes it, side by side; predicted times; and how evenly ranks are laden."""
+    figure = new_figure(13, 7)
+    above, (times, *below) = figure.subplots(2, 3)
+    shown = [ways[0], *ways[2:4]]  # as it is, the same updates, and free updates
+    for ax, way in zip(above, shown, strict=True):
+        _draw_batches(way.plan, ax)
+        ax.set_title(f"{way.name}: {way.padding:.0%} padding, {way.num_steps:,} steps", fontsize=10)
+        ax.set_ylim(0, None)
+    _draw_times(ways, times)
+    for ax, way in zip(below, shown, strict=False):
+        draw_work(way.plan.work_by_row, ax=ax)
+        ax.set_title(f"{way.name}: {ax.get_title()}", fontsize=9)
     return figure
 
 
@@ -123,10 +135,14 @@ def _sample_tokens(lengths: Streams) -> IntArray:
     return np.sum([values.astype(np.int64) for values in lengths.values()], axis=0)
 
 
-def _draw_batches(batches: Batches, lengths: Streams, ax: Axes) -> Axes:
-    tokens = _sample_tokens(lengths)
-    widths = np.sum(list(shapes_of(batches, lengths).longest.values()), axis=0).tolist()
-    return draw_padding([tokens[batch] for batch in batches], widths=widths, ax=ax)
+def _longest(plan: BatchPlan) -> IntArray:
+    """Tokens of each batch's longest sample, of all padded streams."""
+    return np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
+
+
+def _draw_batches(plan: BatchPlan, ax: Axes) -> Axes:
+    tokens = _sample_tokens(plan.padded_lengths)
+    return draw_padding([tokens[batch] for batch in plan.batches], widths=_longest(plan).tolist(), ax=ax)
 
 
 def draw_lengths(lengths: NDArray[np.integer], *, ax: Axes | None = None) -> Axes:
@@ -170,55 +186,13 @@ def draw_padding(
     return axes
 
 
-def _draw_sizes(plan: Any, axes: Axes) -> None:
-    """The sizes that the plan's batches have, under what the budget would allow by the tokens of the longest sample."""
-    axes.set(title="batch size by length", xlabel="tokens of the longest sample", ylabel="samples in a batch")
-    if not len(plan.batches):
-        return
-    longest = np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
-    axes.plot(longest, plan.batches.sizes, "o", color=REAL, markersize=3, alpha=0.6, label="batches of the plan")
-    lengths = np.unique(np.geomspace(max(longest.min(), 1), max(longest.max(), 1), 160).astype(np.int64))
-    most = largest_of(plan.budget, lengths) if len(plan.lengths) == 1 else None
-    if most is not None:
-        axes.plot(lengths, np.where(most > 0, most, np.nan), color=LINE, label="budget")
-    axes.set(xscale="log", yscale="log")
-    axes.legend()
-
-
-def draw_memory(plan: Any, *, ax: Axes | None = None) -> Axes:
-    """Predicted memory of every batch of a plan, as a share of its budget's limit, in the order of the steps.
-
-    Raises:
-        ConfigError: no part of the plan's budget predicts memory; a ``TokenBudget`` does not.
-    """
-    budget = _predicting(plan.budget)
-    if budget is None:
-        raise ConfigError(f"no part of {type(plan.budget).__name__} predicts memory; plan with a MemoryBudget")
-    axes = _axes(ax)
-    at = plan.table.reshape(-1)
-    share = np.asarray(budget.predicted(plan.shapes))[at]
-    axes.plot(np.arange(len(at)) / plan.world_size, 100 * share, ".", color=REAL, markersize=3, label="batches")
-    axes.axhline(100, color=LINE, label="limit")
-    headroom = getattr(budget, "headroom", 1.0)
-    if headroom < 1:
-        axes.axhline(100 * headroom, color=LINE, linestyle="--", label=f"headroom {headroom:.0%}")
-    axes.set(title="predicted memory", xlabel="step", ylabel="% of the limit", ylim=(0, 110))
-    axes.legend(loc="lower right")
-    return axes
-
-
-def _predicting(budget: Budget) -> Any:
-    """The part of a budget that predicts memory; None where none does."""
-    return next((part for part in getattr(budget, "parts", (budget,)) if hasattr(part, "predicted")), None)
-
-
 def draw_work(rank_work: NDArray[np.generic], *, unit: str = "linear tokens", ax: Axes | None = None) -> Axes:
     """How much each rank has to do in each step: the band from the least to the most laden rank, and their mean.
 
+    A narrow band means that no rank waits for another.
+
     Args:
         rank_work: (num_steps, world_size), 0 where a rank has nothing to do. unit: what it is counted in.
-
-    A narrow band means that no rank waits for another.
     """
     axes = _axes(ax)
     work = np.asarray(rank_work, np.float64)
@@ -237,24 +211,35 @@ def draw_work(rank_work: NDArray[np.generic], *, unit: str = "linear tokens", ax
     return axes
 
 
-def plot_ways(ways: Sequence[Way], lengths: Streams, budget: Budget) -> Figure:
-    """Padding as it is and as dynagroup makes it, side by side; predicted times; and how evenly ranks are laden."""
-    figure = new_figure(13, 7)
-    above, (times, *below) = figure.subplots(2, 3)
-    streams = {name: lengths[name] for name in padded_streams(budget, lengths)}
-    shown = [ways[0], *ways[2:4]]  # as it is, the same updates, and free updates
-    for ax, way in zip(above, shown, strict=True):
-        _draw_batches(way.batches, streams, ax)
-        ax.set_title(f"{way.name}: {way.padding:.0%} padding, {way.num_steps:,} steps", fontsize=10)
-        ax.set_ylim(0, None)
-    _draw_times(ways, times)
-    for ax, way in zip(below, shown, strict=False):
-        draw_work(way.rank_work, ax=ax)
-        ax.set_title(f"{way.name}: {ax.get_title()}", fontsize=9)
-    return figure
+def _draw_sizes(plan: BatchPlan, axes: Axes) -> None:
+    """The sizes that the plan's batches have, under what the budget would allow by the tokens of the longest sample."""
+    axes.set(title="batch size by length", xlabel="tokens of the longest sample", ylabel="samples in a batch")
+    if not len(plan.batches):
+        return
+    longest = _longest(plan)
+    axes.plot(longest, plan.batches.sizes, "o", color=REAL, markersize=3, alpha=0.6, label="batches of the plan")
+    lengths = np.unique(np.geomspace(max(longest.min(), 1), max(longest.max(), 1), 160).astype(np.int64))
+    most = largest_of(plan.budget, lengths) if len(plan.lengths) == 1 else None
+    if most is not None:
+        axes.plot(lengths, np.where(most > 0, most, np.nan), color=LINE, label="budget")
+    axes.set(xscale="log", yscale="log")
+    axes.legend()
 
 
-def _draw_times(ways: Sequence[Way], axes: Axes) -> None:
+def _draw_memory(plan: BatchPlan, budget: Any, axes: Axes) -> None:
+    """Predicted memory of every batch, as a share of the budget's limit, in the order of the steps."""
+    at = plan.table.reshape(-1)
+    share = np.asarray(budget.predicted(plan.shapes))[at]
+    axes.plot(np.arange(len(at)) / plan.world_size, 100 * share, ".", color=REAL, markersize=3, label="batches")
+    axes.axhline(100, color=LINE, label="limit")
+    headroom = getattr(budget, "headroom", 1.0)
+    if headroom < 1:
+        axes.axhline(100 * headroom, color=LINE, linestyle="--", label=f"headroom {headroom:.0%}")
+    axes.set(title="predicted memory", xlabel="step", ylabel="% of the limit", ylim=(0, 110))
+    axes.legend(loc="lower right")
+
+
+def _draw_times(ways: Sequence[Any], axes: Axes) -> None:
     names = [way.name for way in ways][::-1]
     shares = [100 * way.time / max(ways[0].time, 1e-9) for way in ways][::-1]
     bars = axes.barh(names, shares, color=[REAL if "dynagroup" in name else PADDING for name in names], edgecolor=LINE)

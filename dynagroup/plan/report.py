@@ -1,119 +1,182 @@
-"""Figures of one way to batch samples, and the plain tables that show them."""
+"""A plan as a table, and what would save more; ways to batch the same samples side by side. Nothing is run."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.base import AllOf, Budget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.batches import Batches, fixed_batches, shapes_of
-from dynagroup.plan.cost import Work
-from dynagroup.shapes import BatchShape, IntArray, Streams
+from dynagroup.lengths import as_streams
+from dynagroup.plan.batches import Batches, fixed_batches
+from dynagroup.plan.cost import Work, check_work
+from dynagroup.plan.epoch import epoch_order
+from dynagroup.plan.plan import FEW_BATCHES, MUCH_PADDING, BatchPlan, dear_steps
+from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said
+from dynagroup.validation import check_int
 
-__all__ = ["Way", "environment", "fixed_way", "format_table", "most_of_the_longest", "shuffled_way"]
+__all__ = ["Comparison", "Way", "compare", "environment", "format_table", "grouped_batches", "most_of_the_longest"]
 
-NOTHING = -1  # in a table: this rank has no batch in this step
+TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+MEGA_BATCHES = 50  # `group_by_length` of transformers sorts so many batches together
+
+
+def report_of(plan: BatchPlan, batch_size: int | None) -> str:
+    """What :meth:`BatchPlan.report` says."""
+    ranks = f"{plan.world_size} rank" + "s" * (plan.world_size > 1)
+    head = f"epoch {plan.epoch}: {plan.statistics['num_samples']:,} samples for {ranks}, {plan.budget.layout} layout"
+    table = format_table(["", ""], list(_report_rows(plan, batch_size)))[1:]
+    advice = plan.advice()
+    return "\n".join([head, table, *([] if advice is None else [advice])])
+
+
+def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
+    stats, sizes = plan.statistics, plan.batches.sizes
+    yield "steps, updates", f"{stats['num_steps']:,}, {stats['num_updates']:,}"
+    yield "tokens, real", f"{stats['real_tokens']:,}"
+    yield "tokens, with padding", f"{stats['padded_tokens']:,}"
+    yield "padding", f"{stats['padding']:.1%}"
+    yield "predicted time, in tokens of one rank", f"{round(stats['predicted_time']):,}"
+    if plan.budget.layout == "padded" and len(plan.batches):
+        way, size, fits = shuffled_way(plan, batch_size)
+        unfit = "" if fits else "; the longest would not fit"
+        yield f"(shuffled batches of {size} instead{unfit})", f"{way.padding:.1%} padding, {way.num_steps:,} steps"
+        yield f"(predicted time against batches of {size})", f"{plan.predicted_time / max(way.time, 1e-9):.1%}"
+    for name, values in plan.padded_lengths.items():
+        of = f" in {said(name)!r}" if len(plan.padded_lengths) > 1 else ""
+        length = _quantiles(values[plan.batches.order], (0.5, 0.99, 1.0))
+        yield f"sample length{of}, median / 99 % / longest", length
+    yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
+    yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))
+    yield "row imbalance (1: ranks never wait)", f"{stats['row_imbalance']:.3f}"
+    yield from _predicted_peaks(plan)
+    yield "samples that do not fit even alone", f"{stats['num_oversize']:,}"
+    yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
+
+
+def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
+    return " / ".join(f"{round(q):,}" for q in np.quantile(values, at)) if len(values) else "-"
+
+
+def _predicted_peaks(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    """Predicted peak memory, as a share of the limit, where a budget predicts it."""
+    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
+    for part in whole.parts if len(plan.batches) else ():
+        predicted: Any = getattr(part, "predicted", None)
+        if predicted is not None:
+            shapes = whole.seen_by(part, plan.shapes)  # padded as far as any part of the budget asks
+            limit = getattr(part, "limit", "the limit")
+            yield f"predicted peak memory, share of {limit}", f"{float(predicted(shapes).max()):.1%}"
+
+
+def advice_on(plan: BatchPlan) -> str | None:
+    """What :meth:`BatchPlan.advice` says."""
+    padding = float(plan.statistics["padding"])
+    if padding <= MUCH_PADDING or plan.budget.layout == "packed" or len(plan.batches) < 2:
+        return None
+    times = _times_larger(plan)
+    unused = f"; {times} times as many samples would fit every batch: a larger budget changes nothing" if times else ""
+    return f"{padding:.0%} of the tokens are padding: {_cause(plan)}{unused}"
+
+
+def _cause(plan: BatchPlan) -> str:
+    """What most of a plan's padding comes from."""
+    steps, updates, samples = plan.num_steps, plan.num_updates, int(plan.statistics["num_samples"])
+    size = samples / len(plan.batches)
+    if plan.window is not None and plan.window < min(FEW_BATCHES * size, samples):
+        batches = f"{plan.window / size:.0f} batches"
+        return f"a window of {plan.window:,} samples is {batches}, too few to sort; raise `window`"
+    if plan.window is None and steps < 1.5 * updates:
+        each = "one batch" if steps == updates else f"{steps / updates:.1f} batches"
+        return (
+            f"an update of {samples / updates:,.0f} samples is {each} a rank, too few to sort; take more samples an update "
+            "(gradient accumulation), or free updates"
+        )
+    return dear_steps(size)
+
+
+def _times_larger(plan: BatchPlan) -> int:
+    """How many times as many samples like its own would fit even the fullest batch; 0 where not twice as many do."""
+    shapes, found = plan.shapes, 0
+    for times in TIMES:
+        total = {name: values * times for name, values in shapes.total.items()}
+        if not plan.budget.fits(BatchShape(shapes.num_samples * times, shapes.longest, total)).all():
+            break
+        found = times
+    return found
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to batch an epoch, with its figures.
-
-    Args:
-        name: what it is called.
-        batches: dataset indices, batch by batch; ``table`` (num_steps, world_size) says which one a rank gets at a step.
-        padded: tokens that a device multiplies for each batch, padding included: int64 (B,).
-        work: predicted time of each batch without the price of a step, in linear tokens: float64 (B,).
-        time: predicted time of the epoch, in linear tokens: of each step its price and its slowest rank.
-        real_tokens: tokens of all samples.
-    """
+    """One way to batch an epoch: what it is called, and the plan that it makes."""
 
     name: str
-    batches: Batches = field(repr=False)
-    table: IntArray = field(repr=False)
-    padded: IntArray = field(repr=False)
-    work: NDArray[np.float64] = field(repr=False)
-    time: float
-    real_tokens: int
-
-    @classmethod
-    def of(cls, name: str, batches: Batches, table: IntArray, lengths: Streams, budget: Budget, work: Work) -> Way:
-        """These batches, padded as ``budget`` says and priced by ``work``."""
-        shapes = shapes_of(batches, lengths)
-        cost = work.of_batches(batches, lengths, budget)
-        time = work.of_rows(_of_ranks(cost, table))
-        return cls(
-            name, batches, table, padded_tokens(shapes, budget), cost, time, int(real_tokens(shapes, budget).sum())
-        )
+    plan: BatchPlan = field(repr=False)
 
     @property
     def num_steps(self) -> int:
         """Steps of the epoch."""
-        return len(self.table)
+        return self.plan.num_steps
 
     @property
     def padding(self) -> float:
         """Share of the multiplied tokens that is padding."""
-        padded = int(self.padded.sum())
-        return 1.0 - self.real_tokens / padded if padded else 0.0
-
-    @property
-    def rank_work(self) -> NDArray[np.float64]:
-        """Work of every rank in every step: float64 (num_steps, world_size); 0 where a rank has nothing."""
-        return _of_ranks(self.work, self.table)
+        return float(self.plan.statistics["padding"])
 
     @property
     def waiting(self) -> float:
         """Share of the ranks' time spent waiting for the slowest of their step."""
-        most = self.rank_work.max(axis=1, initial=0.0).sum() * self.table.shape[1]
-        return max(0.0, 1.0 - float(self.work.sum()) / max(float(most), 1e-9))
+        return max(0.0, 1.0 - 1.0 / self.plan.statistics["row_imbalance"])
+
+    @property
+    def padded(self) -> IntArray:
+        """Tokens of each batch, padding included."""
+        return self.plan.padded
 
     @property
     def largest_batch(self) -> int:
         """Tokens of the largest batch, padding included: what memory must hold."""
         return int(self.padded.max(initial=0))
 
-    def figures(self) -> dict[str, float]:
-        """All of these by name."""
-        return {
-            "steps": self.num_steps,
-            "padding": self.padding,
-            "waiting": self.waiting,
-            "largest_batch_tokens": self.largest_batch,
-            "predicted_time": self.time,
-        }
+    @property
+    def time(self) -> float:
+        """Predicted time of the epoch, in linear tokens."""
+        return self.plan.predicted_time
 
 
-def fixed_way(name: str, batches: Batches, lengths: Streams, world_size: int, budget: Budget, work: Work) -> Way:
-    """Batches dealt to the ranks in turn, padded as any collate function pads."""
-    steps = -(-len(batches) // world_size)
-    table = np.full(steps * world_size, NOTHING, np.int64)
-    table[: len(batches)] = np.arange(len(batches))
-    names = padded_streams(budget, lengths)
-    padded = TokenBudget(1, pad_to_multiple_of=budget.pad_to_multiple_of, streams=names)
-    return Way.of(name, batches, table.reshape(steps, world_size), lengths, padded, work)
+def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
+    """Batches dealt in turn to the ranks of another plan, padded as any collate function pads."""
+    steps = -(-len(batches) // like.world_size)
+    table = np.append(np.arange(len(batches)), np.full(-len(batches) % like.world_size, -1))
+    multiple, names = like.budget.pad_to_multiple_of, tuple(like.padded_lengths)
+    budget, none = TokenBudget(1, pad_to_multiple_of=multiple, streams=names), np.zeros(0, np.int64)
+    table, ends = table.reshape(steps, like.world_size), np.ones(steps, np.bool_)
+    facts = {"budget": budget, "oversize": none, "repeated": none, "dropped": none, "update_ends": ends}
+    return Way(name, replace(like, batches=batches, table=table, loss_scale=np.zeros(table.shape), **facts))
 
 
-def shuffled_way(
-    samples: IntArray, size: int, lengths: Streams, world_size: int, budget: Budget, work: Work, *, seed: int = 0
-) -> Way:
-    """Shuffled batches of one size of these samples (dataset indices)."""
+def shuffled_way(plan: BatchPlan, batch_size: int | None, *, seed: int = 0) -> tuple[Way, int, bool]:
+    """Shuffled batches of one size, of the plan's samples; their size, and whether they fit at their hardest.
+
+    ``batch_size``: None: as many as fit, were they the longest.
+    """
+    samples = plan.batches.order
+    most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
+    size = batch_size or max(most, 1)
     order = np.random.default_rng(seed).permutation(np.sort(samples))
-    return fixed_way(f"fixed {size}, shuffled", fixed_batches(order, size), lengths, world_size, budget, work)
-
-
-def _of_ranks(work: NDArray[np.float64], table: IntArray) -> NDArray[np.float64]:
-    return np.append(work, 0.0)[table]  # NOTHING is -1: the last entry
+    return fixed_way(f"fixed {size}, shuffled", fixed_batches(order, size), plan), size, size <= most
 
 
 def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
@@ -126,14 +189,127 @@ def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
     count = len(next(iter(wide.values())))
     alone = budget.fits(BatchShape(np.ones(count, np.int64), wide, wide)) if count else np.zeros(0, np.bool_)
     falling = {name: np.sort(values[alone])[::-1] for name, values in wide.items()}
-    sums: dict[str, IntArray] = {name: np.cumsum(values) for name, values in falling.items()}
-    low, high = 0, int(alone.sum())
-    while low < high:
-        middle = (low + high + 1) // 2
+    sums = {name: np.cumsum(values) for name, values in falling.items()}
+
+    def unfit(size: int) -> bool:
         longest = {name: int(values[0]) for name, values in falling.items()}
-        shape = BatchShape.of(middle, longest, {name: int(values[middle - 1]) for name, values in sums.items()})
-        low, high = (middle, high) if budget.fits(shape)[0] else (low, middle - 1)
-    return low
+        return not budget.fits(
+            BatchShape.of(size, longest, {name: int(total[size - 1]) for name, total in sums.items()})
+        )[0]
+
+    return bisect_left(range(1, int(alone.sum()) + 1), True, key=unfit)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What each way makes of the same samples; the first is what others are held against."""
+
+    ways: Sequence[Way]
+    lengths: Streams = field(repr=False)
+    world_size: int
+    batch_size: int
+    samples_per_update: int
+    budget: Budget
+
+    def __getitem__(self, name: str) -> Way:
+        return next(way for way in self.ways if way.name == name)
+
+    def figures(self) -> dict[str, Any]:
+        """Everything that :meth:`report` shows, for machines."""
+        ways = {
+            way.name: {
+                "steps": way.num_steps,
+                "padding": way.padding,
+                "waiting": way.waiting,
+                "largest_batch_tokens": way.largest_batch,
+                "predicted_time": way.time,
+                "share_of_time": way.time / max(self.ways[0].time, 1e-9),
+            }
+            for way in self.ways
+        }
+        told = {name: getattr(self, name) for name in ("world_size", "batch_size", "samples_per_update")}
+        return {"num_samples": len(self.lengths[TOKENS]), **told, "ways": ways}
+
+    def report(self) -> str:
+        """One row a way: steps, padding, waiting, largest batch, and predicted time as a share of the first's."""
+        columns = {
+            "steps": ("steps", "{:,}"),
+            "padding": ("padding", "{:.1%}"),
+            "ranks wait": ("waiting", "{:.1%}"),
+            "largest batch": ("largest_batch_tokens", "{:,}"),
+            "predicted time": ("share_of_time", "{:.2f}"),
+        }
+        if self.world_size == 1:
+            del columns["ranks wait"]
+        rows = [
+            [name, *(shown.format(found[figure]) for figure, shown in columns.values())]
+            for name, found in self.figures()["ways"].items()
+        ]
+        return format_table(["", *columns], rows)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: padding of the first way and of each mode side by side, and their predicted times."""
+        from dynagroup.plan.plots import plot_ways
+
+        return plot_ways(self.ways)
+
+
+def compare(
+    lengths: ArrayLike | Mapping[str, ArrayLike],
+    batch_size: int,
+    *,
+    world_size: int = 1,
+    accumulation: int = 1,
+    budget: Budget | None = None,
+    work: Work | None = None,
+    seed: int = 0,
+) -> Comparison:
+    """Batch the same samples in every way and predict what each costs.
+
+    Args:
+        lengths: tokens of each sample (N,), or named streams.
+        batch_size: samples of a batch on one rank, as you have it today. accumulation: such batches of an update.
+        world_size: ranks.
+        budget: what fits; default: as many padded tokens as your largest batch may have today, ``batch_size`` of the
+            longest samples, so that no way needs more memory than yours.
+        work: predicts time; default: ``Work()``.
+
+    >>> found = compare([3, 9, 2, 8, 4, 4], batch_size=2)
+    >>> [way.name for way in found.ways][:2]
+    ['fixed 2, shuffled', 'group_by_length 2']
+    """
+    streams = as_streams(lengths)
+    for name, value in {"batch_size": batch_size, "world_size": world_size, "accumulation": accumulation}.items():
+        check_int(name, value)
+    longest = max(sum(int(values.max(initial=0)) for values in streams.values()), 1)
+    fits = TokenBudget(batch_size * longest) if budget is None else budget
+    each = batch_size * world_size * accumulation
+    modes: dict[str, dict[str, Any]] = {
+        f"dynagroup, updates of {each}": {"samples_per_update": each},
+        "dynagroup, shuffle=True": {"shuffle": True},
+        "dynagroup, sorted": {},
+    }
+    told: dict[str, Any] = {"seed": seed, "work": check_work(work)}
+    planners = {name: Planner(streams, fits, PlanConfig(**told, **mode)) for name, mode in modes.items()}
+    next(iter(planners.values())).warn_of_oversize()
+    ours = [Way(name, planner.plan(0, world_size)) for name, planner in planners.items()]
+    shuffled = fixed_batches(epoch_order(len(streams[TOKENS]), seed=seed, epoch=0), batch_size)
+    grouped = grouped_batches(streams[TOKENS], batch_size, world_size=world_size, seed=seed)
+    fixed = {f"fixed {batch_size}, shuffled": shuffled, f"group_by_length {batch_size}": grouped}
+    theirs = [fixed_way(name, batches, ours[0].plan) for name, batches in fixed.items()]
+    return Comparison([*theirs, *ours], streams, world_size, batch_size, each, fits)
+
+
+def grouped_batches(lengths: NDArray[np.integer], batch_size: int, *, world_size: int = 1, seed: int = 0) -> Batches:
+    """Batches as ``group_by_length`` makes them: a shuffle in pieces of 50 batches, each sorted, longest first."""
+    order = epoch_order(len(lengths), seed=seed, epoch=0)
+    piece = MEGA_BATCHES * batch_size * world_size
+    parts = [order[start : start + piece] for start in range(0, len(order), piece)]
+    parts = [part[np.argsort(-lengths[part].astype(np.int64), kind="stable")] for part in parts]
+    if parts:  # the longest sample of all comes first, so that running out of memory shows at once
+        hardest = max(range(len(parts)), key=lambda k: int(lengths[parts[k][0]]))
+        parts[0][0], parts[hardest][0] = parts[hardest][0], parts[0][0]
+    return fixed_batches(np.concatenate([np.zeros(0, np.int64), *parts]), batch_size)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -174,8 +350,6 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", file.read_text(encoding="utf-8")) if file.exists() else None
+    return named.group(1) if named else platform.processor() or platform.machine()

@@ -18,13 +18,12 @@ from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import RoundBatch
-from dynagroup.plan.config import Oversize, PlanConfig
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS, Cursor, at_step
 from dynagroup.plan.epoch import OrderSource, check_alike
 from dynagroup.plan.padded import Objective
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import Planner, PlanNotices
+from dynagroup.plan.planner import Oversize, PlanConfig, Planner, PlanNotices
 from dynagroup.plan.ranks import Uneven
 from dynagroup.shapes import IntArray
 from dynagroup.state import agreed, listed, opened, sealed

@@ -12,11 +12,10 @@ from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
-from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import Planner
+from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.state import agreed
 from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.loader import StepLoader

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import fixed_batches
-from dynagroup.plan.compare import compare, grouped_batches
 from dynagroup.plan.cost import Work
+from dynagroup.plan.report import compare, grouped_batches
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.9, 400).clip(4, 400).astype(np.int32)
 
@@ -23,12 +23,12 @@ def test_every_way_has_every_sample_and_counts_its_padding(lengths, batch_size, 
     found = compare(lengths, batch_size, world_size=world_size, accumulation=accumulation)
     longest = max(lengths)
     for way in found.ways:
-        seen = np.concatenate([np.asarray(batch) for batch in way.batches])
+        seen = np.concatenate([np.asarray(batch) for batch in way.plan.batches])
         assert set(seen.tolist()) == set(range(len(lengths)))
-        padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in way.batches)
+        padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in way.plan.batches)
         assert int(way.padded.sum()) == padded
         assert way.largest_batch <= batch_size * longest
-        assert way.table.shape[1] == world_size
+        assert way.plan.table.shape[1] == world_size
         assert 0 <= way.waiting < 1
     assert found.ways[0].num_steps == -(-len(lengths) // (batch_size * world_size))
 
@@ -45,7 +45,7 @@ def test_a_literal_example():
 def test_a_step_takes_as_long_as_its_slowest_rank():
     found = compare([8, 1, 8, 1], 1, world_size=2, work=Work(per_step=0, crossover=float("inf")))
     first = found.ways[0]
-    assert first.time == first.rank_work.max(axis=1).sum()
+    assert first.time == first.plan.work_by_row.max(axis=1).sum()
     assert first.waiting == pytest.approx(1 - 18 / (2 * first.time))
 
 

@@ -14,9 +14,8 @@ from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.packed import pack
-from dynagroup.plan.planner import Planner
+from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.shapes import BatchShape
 
 LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"

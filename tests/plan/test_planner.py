@@ -14,10 +14,9 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import planner as planner_module
 from dynagroup.plan.batches import Batches, multiple_of
-from dynagroup.plan.config import PlanConfig
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import epoch_order
-from dynagroup.plan.planner import Planner
+from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows, prove
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves

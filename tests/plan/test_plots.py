@@ -9,7 +9,6 @@ import pytest
 
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.errors import ConfigError
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
 from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -53,11 +52,6 @@ def test_a_memory_budget_shows_its_memory_against_the_limit():
     assert 50 < max(points.get_ydata()) <= 100
 
 
-def test_memory_is_drawn_only_where_a_budget_predicts_it():
-    with pytest.raises(ConfigError, match="TokenBudget predicts memory; plan with a MemoryBudget"):
-        plots.draw_memory(plan())
-
-
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_an_empty_plan_can_be_drawn(tmp_path, layout):
     plan([], TokenBudget(20, layout=layout), 1).plot().savefig(tmp_path / "x.png")
@@ -76,13 +70,11 @@ def test_a_long_run_is_drawn_with_few_samples():
 
 
 def test_every_picture_accepts_axes():
-    made, budget = plan(), MemoryBudget(8, model=PaddedTokens())
-    axes = plots.new_figure(8, 8).subplots(2, 2).ravel()
+    made, axes = plan(), plots.new_figure(8, 8).subplots(1, 3).ravel()
     drawn = [
         plots.draw_lengths(LENGTHS, ax=axes[0]),
         plots.draw_padding([LENGTHS[:9]], ax=axes[1]),
-        plots.draw_memory(plan(budget=budget), ax=axes[2]),
-        plots.draw_work(made.padded[made.table], ax=axes[3]),
+        plots.draw_work(made.padded[made.table], ax=axes[2]),
     ]
     assert all(a is b for a, b in zip(drawn, axes, strict=True))
 

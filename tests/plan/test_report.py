@@ -66,7 +66,7 @@ def test_padding_of_fixed_batches_is_what_padding_each_stream_of_each_batch_give
     source, target = np.array(lengths, np.int64).T
     budget = TokenBudget(10_000, pad_to_multiple_of=multiple)
     plan = LengthAwareBatchSampler({"tokens": source, "labels": target}, budget, rank=0, world_size=1).plan
-    fixed = shuffled_way(np.arange(len(lengths)), batch_size, plan.lengths, 1, plan.budget, plan.work, seed=3)
+    fixed = shuffled_way(plan, batch_size, seed=3)[0]
     order = np.random.default_rng(3).permutation(len(lengths))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     padded = sum(len(b) * -(-max(stream[b]) // multiple) * multiple for b in batches for stream in (source, target))
