@@ -14,7 +14,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.tokenizer import BegunOnce, as_texts, check_text, limit_of
-from dynagroup.update.dataloader import checked_kwargs
+from dynagroup.update.loader import checked_kwargs
 
 if TYPE_CHECKING:
     import torch

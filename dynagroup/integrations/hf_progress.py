@@ -17,7 +17,7 @@ from dynagroup.integrations.hf_data import UpdateItems
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.schedule import scale_learning_rate
-from dynagroup.update.stats import LoaderStats
+from dynagroup.update.step import LoaderStats
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

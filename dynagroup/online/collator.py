@@ -24,7 +24,7 @@ from dynagroup.plan.padded import OBJECTIVES, Objective, cut
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said, units_of
 from dynagroup.tokenizer import LONGEST
 from dynagroup.update.loss_weight import Weigh, weigher
-from dynagroup.update.notice import total_of, width_of
+from dynagroup.update.step import total_of, width_of
 from dynagroup.validation import check_choice, check_function, warn_user
 
 __all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]

@@ -16,7 +16,7 @@ from dynagroup.online.protocol import Uneven
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.padded import OBJECTIVES, Objective
 from dynagroup.shapes import TOKENS
-from dynagroup.update.dataloader import checked_kwargs
+from dynagroup.update.loader import checked_kwargs
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, checked_samples
 from dynagroup.validation import check_choice, check_flag, check_int

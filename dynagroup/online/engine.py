@@ -19,7 +19,7 @@ from dynagroup.online.protocol import Agreement, Exchange, Offer, Uneven, agree,
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import units_of
 from dynagroup.update.loss_weight import Share
-from dynagroup.update.stats import LoaderStats
+from dynagroup.update.step import LoaderStats
 from dynagroup.validation import warn_user
 
 __all__ = ["FreeRunner", "Runner", "Take", "UpdateRunner"]

@@ -21,7 +21,7 @@ from dynagroup.online.state import LearnedLengths, pack, unpack
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray
 from dynagroup.update.schedule import UpdateSizes
-from dynagroup.update.stats import LoaderStats
+from dynagroup.update.step import LoaderStats
 from dynagroup.validation import warn_user
 
 __all__ = ["EpochRun", "Known", "behind", "handed_out"]

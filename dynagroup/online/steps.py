@@ -29,9 +29,8 @@ from dynagroup.online.workers import Workers
 from dynagroup.plan.cursor import Cursor
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.loss_weight import loss_scale
-from dynagroup.update.notice import PaddingNotice
 from dynagroup.update.schedule import UpdateSizes, Walk
-from dynagroup.update.step import Step
+from dynagroup.update.step import PaddingNotice, Step
 
 __all__ = ["OnlineSteps"]
 

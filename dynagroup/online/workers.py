@@ -16,7 +16,7 @@ from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, IterableWindows
 from dynagroup.online.messages import Refined, RefinedWindow, Request
 from dynagroup.online.plans import Order
-from dynagroup.update.dataloader import ENDED_EARLY, answers_of
+from dynagroup.update.loader import ENDED_EARLY, answers_of
 from dynagroup.validation import warn_user
 
 __all__ = ["RequestQueue", "Windows", "Workers"]

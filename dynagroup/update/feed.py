@@ -15,15 +15,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError
-from dynagroup.update.dataloader import ENDED_EARLY, answers_of, checked_kwargs
+from dynagroup.shapes import TOKENS, said
+from dynagroup.update.loader import ENDED_EARLY, answers_of, checked_kwargs
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
-from dynagroup.update.stats import LoaderStats
-from dynagroup.update.step import Step
-from dynagroup.update.updates import PlannedUpdate
+from dynagroup.update.step import LoaderStats, Step, total_of, width_of
+from dynagroup.update.updates import PlannedStep, PlannedUpdate
+from dynagroup.validation import warn_user
 
-__all__ = ["LoadedUpdate", "PlannedFeed"]
+__all__ = ["BatchNotice", "LoadedUpdate", "PlannedFeed", "unplanned"]
 
 TAKEN = ("batch_size", "batch_sampler", "generator")
 
@@ -201,3 +203,51 @@ class PlannedFeed:
                 f"another rank failed while it loaded or weighed update {update.before.update}; see its error"
             )
         return found
+
+
+class BatchNotice:
+    """Warns once where a batch is not what was planned."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def look(self, batch: Any, step: PlannedStep, budget: Budget) -> None:
+        if step.idle or self._said:
+            return
+        differs = unplanned(batch, samples=len(step.indices), planned=step.streams, budget=budget)
+        if differs is not None:
+            self._said = True
+            warn_user(
+                f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
+                "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
+                "processed and collated, or use OnlineDataLoader, which measures them so by itself (said once)"
+            )
+
+
+def unplanned(batch: Any, *, samples: int, planned: Mapping[str, tuple[int, int]], budget: Budget) -> str | None:
+    """How a collated batch differs from its plan, in words; None if it does not, or does not show.
+
+    Looks at the fields in which streams show: columns where samples are padded, their number where they are packed.
+
+    Args:
+        samples: how many samples the batch was planned from.
+        planned: stream -> tokens of the longest of them, and of all.
+        budget: what it was planned by; says what it pads to, and the layout.
+
+    >>> import numpy as np
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> batch = {"input_ids": np.ones((2, 5)), "labels": np.ones((2, 9))}
+    >>> unplanned(batch, samples=2, planned={"tokens": (5, 8), "target": (6, 7)}, budget=TokenBudget(99))
+    '2 samples came out 9 target tokens wide, but the longest of them was planned with 6'
+    """
+    packed = budget.layout == "packed"
+    for stream, (longest, total) in planned.items():
+        shown = total_of(batch, stream) if packed else width_of(batch, samples, stream)
+        least = total if packed else longest
+        if shown is None or least <= shown <= budget.padded_to(least):
+            continue
+        tokens = "tokens" if said(stream) == TOKENS else f"{said(stream)} tokens"
+        if packed:
+            return f"{samples} samples came out as {shown} {tokens}, but were planned with {total}"
+        return f"{samples} samples came out {shown} {tokens} wide, but the longest of them was planned with {longest}"
+    return None

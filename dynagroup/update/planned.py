@@ -17,10 +17,9 @@ from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.state import agreed
-from dynagroup.update.feed import PlannedFeed
+from dynagroup.update.feed import BatchNotice, PlannedFeed
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.loss_weight import Weigh, weigher
-from dynagroup.update.notice import BatchNotice
 from dynagroup.update.schedule import MOST_EPOCHS, BatchSizeSchedule, Walk
 from dynagroup.update.step import Step
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates

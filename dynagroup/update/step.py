@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from dynagroup.update.loss_weight import Share
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Step", "pin"]
+from dynagroup.distributed import World
+from dynagroup.plan.cost import Work
+from dynagroup.plan.plan import FEW_BATCHES, MUCH_PADDING, dear_steps
+from dynagroup.plan.planner import JUDGED
+from dynagroup.shapes import TOKENS, said
+from dynagroup.update.loss_weight import Share
+from dynagroup.validation import warn_user
+
+__all__ = ["LoaderStats", "PaddingNotice", "Step", "StepClock", "pin", "total_of", "width_of"]
 
 B = TypeVar("B")
+SHOWN_IN = {"source": "input_ids", "target": "labels"}  # where collators of transformers put these streams
+ENOUGH_UPDATES = 20
+WARM_UP = 3
+"""Updates that are not timed: the first ones compile kernels, fill caches and make the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +96,253 @@ def pin(batch: Any) -> Any:
     if is_dataclass(batch) and not isinstance(batch, type):
         return replace(batch, **{f.name: pin(getattr(batch, f.name)) for f in fields(batch) if f.init})
     return batch
+
+
+def width_of(batch: Any, num_samples: int, stream: str) -> int | None:
+    """Tokens of a stream that each row of a collated batch has, where a field of its name, or transformers' for it, shows it."""
+    for shape in _shapes_shown(batch, stream):
+        if len(shape) == 2 and shape[0] == num_samples:
+            return int(shape[1])
+    return None
+
+
+def total_of(batch: Any, stream: str) -> int | None:
+    """Tokens of a stream that a packed batch has."""
+    for shape in _shapes_shown(batch, stream):
+        if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
+            return int(shape[-1])
+    return None
+
+
+def _shapes_shown(batch: Any, stream: str) -> Iterator[tuple[int, ...]]:
+    if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
+        return
+    name = said(stream)
+    for field_name in dict.fromkeys((name, SHOWN_IN.get(name, SHOWN_IN["source"] if stream == TOKENS else name))):
+        try:
+            yield tuple(batch[field_name].shape)
+        except (TypeError, KeyError, AttributeError):
+            continue
+
+
+@dataclass(slots=True)
+class LoaderStats:
+    """Counts of one rank since its loader was made. Two of them add up and can be subtracted: what happened since
+    ``before = loader.stats.copy()`` is ``loader.stats - before``; what all ranks did is ``loader.stats.merged(loader.world)``.
+
+    >>> (LoaderStats(steps=2, real_tokens=30, padded_tokens=40) + LoaderStats(steps=2, padded_tokens=10)).real_share
+    0.6
+    >>> print(LoaderStats(steps=3, samples=8, updates=2, real_tokens=30, padded_tokens=40, batch_sizes=Counter({1: 1, 7: 1})))
+    8 samples in 3 steps (0 idle) and 2 updates; batches of 1 to 7 samples, 25% padding; waited 0.0 s for workers
+    """
+
+    steps: int = 0
+    """Steps taken, idle ones included."""
+    idle_steps: int = 0
+    """Steps on which this rank had no samples left."""
+    samples: int = 0
+    updates: int = 0
+    """Updates whose last step was taken."""
+    update_samples: int = 0
+    """Samples of those updates, over all ranks."""
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    """How many batches had so many samples; idle steps not counted."""
+    real_tokens: int = 0
+    """Tokens of the samples."""
+    padded_tokens: int = 0
+    """Tokens that the device multiplied, idle steps not counted."""
+    padded_squares: int = 0
+    """The same tokens, each times its sample's padded length: what attention costs."""
+    row_highest: int = 0
+    """Padded tokens of the fullest rank, summed over sampled steps (one an exchange)."""
+    row_total: int = 0
+    """Padded tokens of all ranks over the same steps, divided by the number of ranks."""
+    splits: int = 0
+    """Batches that came of splitting planned or collated ones."""
+    merges: int = 0
+    """Planned batches that came out smaller after processing and were joined to another of their window."""
+    oversize: int = 0
+    """Samples that did not fit even alone and were emitted by themselves."""
+    left_samples: int = 0
+    """Samples that ``uneven="stop"`` left behind."""
+    exchanges: int = 0
+    """Exchanges with the other ranks."""
+    exchanged_bytes: int = 0
+    """Bytes that this rank gave to all-reduces."""
+    wait_s: float = 0.0
+    """Seconds that the main process waited for workers."""
+    exchange_s: float = 0.0
+    """Seconds that the main process spent in exchanges, waiting for other ranks included."""
+    times: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)), repr=False, compare=False)
+    """Sums over timed updates of the products of (steps, n L, n L^2, seconds), each divided by the update's seconds: all that
+    least squares of relative errors needs. The last one counts the updates."""
+
+    def __str__(self) -> str:
+        rare = {
+            "split": self.splits,
+            "joined": self.merges,
+            "too large even alone": self.oversize,
+            "left": self.left_samples,
+        }
+        return (
+            f"{self.samples:,} samples in {self.steps:,} steps ({self.idle_steps:,} idle) and {self.updates:,} updates; batches "
+            f"of {self.smallest_batch:,} to {self.largest_batch:,} samples, {self.padding:.0%} padding; "
+            f"waited {self.wait_s:.1f} s for workers" + "".join(f"; {n:,} {what}" for what, n in rare.items() if n)
+        )
+
+    @property
+    def real_share(self) -> float:
+        """Real tokens over padded tokens, in [0, 1]."""
+        return self.real_tokens / self.padded_tokens if self.padded_tokens else 1.0
+
+    @property
+    def row_imbalance(self) -> float:
+        """How much more padded tokens the fullest rank of a step has than the mean rank: 0.0 is none."""
+        return self.row_highest / self.row_total - 1.0 if self.row_total else 0.0
+
+    @property
+    def num_timed(self) -> int:
+        """Updates of which the time is known."""
+        return round(float(self.times[3, 3]))
+
+    @property
+    def work(self) -> Work | None:
+        """The price of a step and the crossover of attention that the loop's own times suggest, after 20 updates of padded
+        batches; None before, and where batches do not differ enough to tell. It is never used by itself: a plan would depend
+        on the machine's mood. Hand it to the next run: ``work=loader.stats.work``."""
+        if self.num_timed < ENOUGH_UPDATES:
+            return None
+        return Work.from_moments(self.times[:3, :3], self.times[:3, 3])
+
+    @property
+    def batches(self) -> int:
+        """Steps with samples."""
+        return self.steps - self.idle_steps
+
+    @property
+    def padding(self) -> float:
+        """Share of the padded tokens that is padding, in [0, 1]."""
+        return 1.0 - self.real_share
+
+    @property
+    def samples_per_update(self) -> float:
+        """Samples of an update over all ranks, on average."""
+        return self.update_samples / self.updates if self.updates else 0.0
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples of the smallest batch; 0 where there was none."""
+        return min(self.batch_sizes, default=0)
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples of the largest batch; 0 where there was none."""
+        return max(self.batch_sizes, default=0)
+
+    def count_step(
+        self, samples: int, *, real_tokens: int = 0, padded_tokens: int = 0, padded_squares: int = 0, idle: bool = False
+    ) -> None:
+        """Note that a step was taken."""
+        self.steps += 1
+        if idle:
+            self.idle_steps += 1
+            return
+        self.samples += samples
+        self.batch_sizes[samples] += 1
+        self.real_tokens += real_tokens
+        self.padded_tokens += padded_tokens
+        self.padded_squares += padded_squares
+
+    def count_update(self, samples: int) -> None:
+        """Note that the last step of an update of so many samples, over all ranks, was taken."""
+        self.updates += 1
+        self.update_samples += samples
+
+    def copy(self) -> LoaderStats:
+        """What it is now."""
+        return self + LoaderStats()
+
+    def __add__(self, other: LoaderStats) -> LoaderStats:
+        return LoaderStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __sub__(self, before: LoaderStats) -> LoaderStats:
+        return LoaderStats(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
+
+    def merged(self, world: World) -> LoaderStats:
+        """The sum over ranks. Collective: every rank calls it."""
+        names = [f.name for f in fields(self) if f.name not in ("batch_sizes", "times")]
+        [largest] = world.all_max([self.largest_batch])
+        sizes = [self.batch_sizes[size] for size in range(largest + 1)]
+        found = world.all_sum([*self.times.ravel().tolist(), *(getattr(self, name) for name in names), *sizes])
+        times, counts, sizes = found[:16], found[16 : 16 + len(names)], found[16 + len(names) :]
+        summed: dict[str, Any] = {
+            name: value if name.endswith("_s") else int(value) for name, value in zip(names, counts, strict=True)
+        }
+        batch_sizes = Counter({size: int(count) for size, count in enumerate(sizes) if count})
+        return LoaderStats(**summed, batch_sizes=batch_sizes, times=np.reshape(times, (4, 4)))
+
+
+class StepClock:
+    """Times what a loop does between two steps, an update at a time: devices run behind the loop, and an update's end is where
+    loops wait for them (they log a loss, clip gradients, exchange them). Updates with idle steps wait for other ranks and
+    are left out. Costs a microsecond a step."""
+
+    def __init__(self, stats: LoaderStats) -> None:
+        self._stats = stats
+        self._begin_update()
+
+    def begin(self, step: Step[Any]) -> None:
+        """The loop is about to get this step, which the counts know already."""
+        counted = self._counted()
+        self._usable &= counted[0] > self._before[0] and not step.idle
+        if self._usable:
+            self._row += counted - self._before
+        self._before = counted
+        self._since = time.perf_counter()
+
+    def end(self, step: Step[Any]) -> None:
+        """The loop asks for the next one."""
+        self._seconds += time.perf_counter() - self._since
+        if step.ends_update:
+            if self._usable and self._stats.updates > WARM_UP and self._seconds > 0:
+                row = np.append(self._row, self._seconds) / self._seconds
+                self._stats.times = self._stats.times + np.outer(row, row)
+            self._begin_update()
+
+    def _begin_update(self) -> None:
+        self._before = self._counted()
+        self._row, self._seconds, self._usable, self._since = np.zeros(3), 0.0, True, 0.0
+
+    def _counted(self) -> NDArray[np.float64]:
+        return np.array([self._stats.batches, self._stats.padded_tokens, self._stats.padded_squares], np.float64)
+
+
+class PaddingNotice:
+    """Warns once, after a thousand samples, where batches that were cut as they came are much padding.
+
+    Args:
+        per_update: whether updates are of a set size, so that an update's share is what is sorted, or else a ``window``.
+    """
+
+    def __init__(self, *, per_update: bool, window: int) -> None:
+        self._per_update, self._window = per_update, window
+        self._judged = False
+
+    def look(self, stats: LoaderStats) -> None:
+        """At what the loader has done so far; call it behind an update, or where none is of a set size, behind any step."""
+        if self._judged or stats.samples < JUDGED:
+            return
+        self._judged = True
+        if stats.padding > MUCH_PADDING:
+            warn_user(f"{stats.padding:.0%} of the tokens are padding: {self._why(stats)}")
+
+    def _why(self, stats: LoaderStats) -> str:
+        size, share = stats.samples / max(stats.batches, 1), stats.samples / max(stats.updates, 1)
+        if self._per_update and share < 1.5 * size:
+            return (
+                f"a rank's share of an update, {share:,.0f} samples, is {share / size:.1f} batches, too few to sort; take more "
+                "samples an update (gradient accumulation), or none set (`accumulation`)"
+            )
+        if not self._per_update and self._window < FEW_BATCHES * size:
+            return f"a window of {self._window:,} samples is {self._window / size:.0f} batches, too few to sort; raise `window`"
+        return dear_steps(size)

@@ -18,8 +18,7 @@ from dynagroup.online.plans import EpochOrders
 from dynagroup.online.protocol import Exchange, quantile
 from dynagroup.testing import run_ranks
 from dynagroup.update.loss_weight import Share, count_label_tokens, weigher
-from dynagroup.update.stats import LoaderStats
-from dynagroup.update.step import Step, pin
+from dynagroup.update.step import LoaderStats, Step, pin
 
 from .helpers import collate, collate_packed, make_loader
 

@@ -8,8 +8,8 @@ import pytest
 from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
-from dynagroup.update import stats as clock_module
-from dynagroup.update.stats import LoaderStats
+from dynagroup.update import step as clock_module
+from dynagroup.update.step import LoaderStats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
 TRUE = Work(per_step=300, crossover=900)

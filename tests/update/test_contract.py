@@ -19,7 +19,7 @@ from dynagroup.budget.base import Layout
 from dynagroup.oom.fields import packed_borders
 from dynagroup.testing import assert_conserves, run_ranks
 from dynagroup.update.schedule import linear_ramp
-from dynagroup.update.stats import LoaderStats
+from dynagroup.update.step import LoaderStats
 from tests import models
 from tests.online.helpers import Tokens, collate, collate_packed, lengths_of
 

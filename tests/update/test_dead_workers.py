@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader
 
-from dynagroup.update.feed import answers_of
+from dynagroup.update.loader import answers_of
 
 
 def dies_with(error):
