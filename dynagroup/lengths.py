@@ -1,26 +1,26 @@
-"""Lengths of samples: measured once, checked once, int32 from then on."""
+"""How long is a sample? Lengths are measured with the tokenizer that training uses, checked once, int32 from then on."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import cached_property, partial
 from itertools import islice
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
-from dynagroup.tokenizer import LONGEST, check_text, is_chat, limit_of, refuse_chat
 from dynagroup.validation import check_function, check_int
 
-__all__ = ["as_streams", "count_ids", "measure_lengths", "with_tokens"]
+LONGEST = int(np.iinfo(np.int32).max)
+"""Tokens of the longest sample that dynagroup counts."""
+TEXTS_PER_CALL = 1000  # as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
 
-TEXTS_PER_CALL = (
-    1000  # as many as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
-)
+
+# Lengths that are known
 
 
 def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
@@ -41,7 +41,7 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
     dtype('int32')
     """
     named = with_tokens(lengths) if isinstance(lengths, Mapping) else {TOKENS: lengths}
-    streams = {name: _as_int32(_as_array(values, said(name)), said(name)) for name, values in named.items()}
+    streams = {name: _as_int32(values, said(name)) for name, values in named.items()}
     num_samples = len(streams[TOKENS])
     for name, values in streams.items():
         if len(values) != num_samples:
@@ -59,16 +59,15 @@ def with_tokens(named: Mapping[str, Any]) -> dict[str, Any]:
     >>> with_tokens({"source": [3], "target": [2]})
     {'tokens': [3], 'target': [2]}
     """
-    if not named:
-        raise ConfigError("`lengths` has no stream; give one number a sample, or a mapping of stream names to such")
     unnamed = [name for name in named if not isinstance(name, str)]
-    if unnamed:
-        raise ConfigError(f"`lengths` names its streams by texts, but one is named {unnamed[0]!r}")
+    if unnamed or not named:
+        found = f"one is named {unnamed[0]!r}" if unnamed else "has no stream"
+        raise ConfigError(f"`lengths` must be one number a sample, or such by names of streams, but {found}")
     first = TOKENS if TOKENS in named else next(iter(named))
     return {TokensCalled(name) if name == first != TOKENS else name: values for name, values in named.items()}
 
 
-def _as_array(values: ArrayLike, name: str) -> NDArray[Any]:
+def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
     try:
         array = np.asarray(values)
         found = f"an array of shape {array.shape}"
@@ -79,11 +78,11 @@ def _as_array(values: ArrayLike, name: str) -> NDArray[Any]:
             f"lengths[{name!r}] must be one number a sample, but is {found}; "
             "measure_lengths() measures texts and token lists"
         )
-    return array
-
-
-def _as_int32(array: NDArray[Any], name: str) -> NDArray[np.int32]:
-    legal = _are_lengths(array)
+    if array.dtype.kind in "iuf":
+        numbers = array.astype(np.float64)  # in float16 and float32 the limit itself would be rounded up
+        legal = (numbers >= 0) & (numbers <= LONGEST) & (np.floor(array) == array)
+    else:
+        legal = np.fromiter(map(_is_length, array), np.bool_, len(array))
     if not legal.all():
         index = int(np.argmin(legal))
         raise ConfigError(
@@ -93,42 +92,22 @@ def _as_int32(array: NDArray[Any], name: str) -> NDArray[np.int32]:
     return array.astype(np.int32, copy=False)
 
 
-def _are_lengths(array: NDArray[Any]) -> NDArray[np.bool_]:
-    if array.dtype.kind in "iuf":
-        numbers = array.astype(np.float64)  # in float16 and float32 the limit itself would be rounded up
-        return (numbers >= 0) & (numbers <= LONGEST) & (np.floor(array) == array)
-    if array.dtype.kind == "O":
-        return np.fromiter(map(_is_length, array), np.bool_, len(array))
-    return np.zeros(len(array), np.bool_)
-
-
 def _is_length(value: Any) -> bool:
     number = value.item() if isinstance(value, (np.integer, np.floating)) else value
     whole = isinstance(number, (int, float)) and not isinstance(number, bool)
     return whole and 0 <= number <= LONGEST and number == int(number)
 
 
+# Lengths that must be measured
+
+
 @overload
 def measure_lengths(
-    data: Any,
-    tokenizer: Callable[..., Any] | None = None,
-    column: str | None = None,
-    max_length: int | None = None,
-    num_proc: int | None = None,
-    *,
-    length_of: Callable[[Any], Mapping[str, int]],
-    progress: bool = True,
+    data: Any, *how: Any, length_of: Callable[[Any], Mapping[str, int]], **more: Any
 ) -> dict[str, NDArray[np.int32]]: ...
 @overload
 def measure_lengths(
-    data: Any,
-    tokenizer: Callable[..., Any] | None = None,
-    column: str | None = None,
-    max_length: int | None = None,
-    num_proc: int | None = None,
-    *,
-    length_of: Callable[[Any], int] | None = None,
-    progress: bool = True,
+    data: Any, *how: Any, length_of: Callable[[Any], int] | None = None, **more: Any
 ) -> NDArray[np.int32]: ...
 def measure_lengths(
     data: Any,
@@ -165,53 +144,36 @@ def measure_lengths(
     >>> measure_lengths(["a b", "c"], length_of=lambda text: len(text.split())).tolist()
     [2, 1]
     """
-    _check_arguments(data, tokenizer, column, num_proc, length_of)
-    data, column = _by_position(data, column)
+    if column is not None and not isinstance(column, str):
+        raise ConfigError(f"`column` must be the name of a column, but is {column!r}")
+    if length_of is not None and tokenizer is not None:
+        raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
+    workers = 0 if num_proc is None else check_int("num_proc", num_proc)
+    if hasattr(data, "columns") and hasattr(data, "shape") and column is not None:
+        data, column = _column_of(data, column), None
+    data = data if _is_hf_dataset(data) else by_position(data, "data", "samples")
     max_length = limit_of(max_length)
-    disable = None if progress else True  # tqdm: None is silent where output is no terminal
+    bar = {"desc": "measuring lengths", "disable": None if progress else True}  # tqdm: None is silent but on a terminal
     if length_of is not None:
-        found = _measure_with(data, length_of, num_proc or 0, disable)
+        found = _measure_with(data, check_function("length_of", length_of, "from a sample to its length"), workers, bar)
     elif _is_hf_dataset(data):
         found = _measure_hf(data, tokenizer, column, max_length, num_proc)
     elif tokenizer is not None:
-        found = _measure_texts(data, tokenizer, column, max_length, num_proc, disable)
+        found = _measure_texts(data, tokenizer, column, max_length, workers, bar)
     else:
-        found = _measure_ids(data, column or "input_ids", disable)
+        found = _measure_ids(data, column or "input_ids", bar)
     streams = as_streams(found)
     if max_length is not None:  # a length of text; streams beside it count other things
         streams = {**streams, TOKENS: np.minimum(streams[TOKENS], np.int32(max_length))}
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
 
 
-def _check_arguments(data: Any, tokenizer: Any, column: Any, num_proc: int | None, length_of: Any) -> None:
-    if column is not None and not isinstance(column, str):
-        raise ConfigError(f"`column` must be the name of a column, but is {column!r}")
-    if num_proc is not None:
-        check_int("num_proc", num_proc)
-    if length_of is not None:
-        check_function("length_of", length_of, "from a sample to its length")
-        if tokenizer is not None:
-            raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
-    if isinstance(data, (str, bytes, Mapping)):
-        raise ConfigError(f"`data` must be a sequence of samples, but is one {type(data).__name__}; put it into a list")
-    if not isinstance(data, Sized):
-        raise ConfigError(
-            f"`data` must have a length, but is {type(data).__name__}; for a stream use OnlineDataLoader, "
-            "which measures samples as they arrive"
-        )
-
-
-def _by_position(data: Any, column: str | None) -> tuple[Any, str | None]:
-    """``data`` whose samples an index finds by position, where a table finds columns and a Series labels."""
-    if hasattr(data, "columns") and hasattr(data, "shape"):  # of pandas, polars or pyarrow
-        names = list(getattr(data, "column_names", data.columns))
-        if column not in names:
-            raise ConfigError(
-                f"`data` is a whole {type(data).__name__}: name its texts or ids with `column`, one of {names}, not {column!r}"
-            )
-        values = data[column]
-        return (values.to_pylist() if hasattr(values, "to_pylist") else list(values)), None
-    return (list(data) if hasattr(data, "iloc") else data), column
+def _column_of(table: Any, column: str) -> Any:
+    """A column of a table of pandas, polars or pyarrow."""
+    names = list(getattr(table, "column_names", table.columns))
+    if column not in names:
+        raise ConfigError(f"`column` must be one of {names}, but is {column!r}")
+    return table[column]
 
 
 def _measure_texts(
@@ -219,22 +181,22 @@ def _measure_texts(
     tokenizer: Callable[..., Any],
     column: str | None,
     max_length: int | None,
-    num_proc: int | None,
-    disable: bool | None,
+    workers: int,
+    bar: dict[str, Any],
 ) -> ArrayLike:
     from tqdm.auto import tqdm
 
     texts = iter(data) if column is None else _field(data, column)
-    if num_proc is not None and num_proc > 1:
+    if workers > 1:
         from datasets import Dataset
 
         checked = [check_text(text, index) for index, text in enumerate(texts)]
-        return _map_counts(Dataset.from_dict({"text": checked}), "text", tokenizer, max_length, num_proc)
+        return _map_counts(Dataset.from_dict({"text": checked}), "text", tokenizer, max_length, workers)
     counts: list[int] = []
-    with tqdm(total=len(data), desc="measuring lengths", unit=" texts", disable=disable) as bar:
+    with tqdm(total=len(data), unit=" texts", **bar) as shown:
         while chunk := list(islice(texts, TEXTS_PER_CALL)):
             counts += _token_counts(chunk, len(counts), tokenizer, max_length)
-            bar.update(len(chunk))
+            shown.update(len(chunk))
     return counts
 
 
@@ -250,8 +212,7 @@ def _field(data: Any, column: str) -> Iterator[Any]:
 
 def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
     checked = [check_text(text, index) for index, text in enumerate(texts, first)]
-    shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
-    return [len(ids) for ids in tokenizer(checked, **shorten)["input_ids"]] if checked else []
+    return [len(ids) for ids in tokenizer(checked, **truncation_to(max_length))["input_ids"]] if checked else []
 
 
 def _is_hf_dataset(data: Any) -> bool:
@@ -261,25 +222,22 @@ def _is_hf_dataset(data: Any) -> bool:
 
 def _measure_hf(
     data: Any, tokenizer: Callable[..., Any] | None, column: str | None, max_length: int | None, num_proc: int | None
-) -> NDArray[np.integer[Any]]:
-    column = column or ("input_ids" if tokenizer is None else _text_column(data))
-    if column not in data.column_names:
+) -> ArrayLike:
+    kinds = {name: getattr(kind, "dtype", None) for name, kind in data.features.items()}
+    texts = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
+    if column is None and tokenizer is not None and len(texts) != 1:
+        raise ConfigError(f"the dataset has {len(texts)} text columns ({texts}): name one with `column`")
+    column = column or ("input_ids" if tokenizer is None else texts[0])
+    if column not in kinds:
         raise ConfigError(f"`column` must be one of {data.column_names}, but is {column!r}")
     if tokenizer is not None:
         return _map_counts(data, column, tokenizer, max_length, num_proc)
     return _list_lengths(data, column)
 
 
-def _text_column(data: Any) -> str:
-    texts = [name for name, kind in data.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
-    if len(texts) != 1:
-        raise ConfigError(f"the dataset has {len(texts)} text columns ({texts}): name one with `column`")
-    return texts[0]
-
-
 def _map_counts(
     data: Any, column: str, tokenizer: Callable[..., Any], max_length: int | None, num_proc: int | None
-) -> NDArray[np.int32]:
+) -> ArrayLike:
     # A first call leaves its truncation setting in a fast tokenizer. Made here, it happens before `datasets` takes the
     # fingerprint of the function, so that the next call finds the cache.
     _token_counts(["a"], 0, tokenizer, max_length)
@@ -296,15 +254,9 @@ def _map_counts(
 
 
 def _count_column(
-    batch: Mapping[str, Sequence[Any]],
-    indices: Sequence[int],
-    *,
-    column: str,
-    tokenizer: Callable[..., Any],
-    max_length: int | None,
+    batch: Mapping[str, Sequence[Any]], indices: Sequence[int], *, column: str, **how: Any
 ) -> dict[str, NDArray[np.int32]]:
-    counts = _token_counts(list(batch[column]), indices[0], tokenizer, max_length)
-    return {"length": np.asarray(counts, np.int32)}
+    return {"length": np.asarray(_token_counts(list(batch[column]), indices[0], **how), np.int32)}
 
 
 def _list_lengths(data: Any, column: str) -> NDArray[np.int64]:
@@ -335,66 +287,178 @@ def count_ids(ids: Any) -> int | None:
     """
     if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sized) or getattr(ids, "ndim", 1) != 1:
         return None
-    nested = isinstance(ids, (list, tuple)) and len(ids) > 0 and (_holds_more(ids[0]) or _holds_more(ids[-1]))
-    return None if nested else len(ids)
+    ends = (ids[0], ids[-1]) if isinstance(ids, (list, tuple)) and ids else ()
+    holds_more = (isinstance(end, (str, bytes, Mapping, list, tuple)) or getattr(end, "ndim", 0) > 0 for end in ends)
+    return None if any(holds_more) else len(ids)
 
 
-def _holds_more(item: Any) -> bool:
-    return isinstance(item, (str, bytes, Mapping, list, tuple)) or getattr(item, "ndim", 0) > 0
-
-
-def _measure_ids(data: Any, field: str, disable: bool | None) -> list[int]:
+def _measure_ids(data: Any, column: str, bar: dict[str, Any]) -> list[int]:
     from tqdm.auto import tqdm
 
-    rows = enumerate(tqdm(data, desc="measuring lengths", unit=" samples", disable=disable))
-    return [
-        _count_row(sample.get(field) if isinstance(sample, Mapping) else sample, sample, index, field)
-        for index, sample in rows
-    ]
+    rows = enumerate(tqdm(data, unit=" samples", **bar))
+    return [_count_row(row.get(column) if isinstance(row, Mapping) else row, row, i, column) for i, row in rows]
 
 
-def _count_row(ids: Any, sample: Any, index: int, field: str) -> int:
-    if is_chat(ids):
-        refuse_chat(ids, index)
-    if isinstance(ids, str):
-        raise ConfigError(f"sample {index} is a text ({ids[:40]!r}); give the `tokenizer` that training uses")
-    if not isinstance(ids, Sized):
-        raise ConfigError(
-            f"sample {index} must be a sequence of ids or a mapping with {field!r}, but is {sample!r:.200}; "
-            "name the field with `column`, or give `length_of`"
-        )
+def _count_row(ids: Any, sample: Any, index: int, column: str) -> int:
+    _refuse_chat(ids, index)
     count = count_ids(ids)
     if count is None:
-        shape = getattr(ids, "shape", None)
-        found = f"{sample!r:.200}" if shape is None else f"{type(ids).__name__} of shape {tuple(shape)}"
-        raise ConfigError(f"sample {index} must be one row of ids, but is {found}; take its ids, or give `length_of`")
+        raise ConfigError(
+            f"sample {index} must be one row of ids, or a mapping that has one as {column!r}, but is {sample!r:.200}; name the "
+            "field with `column`, give the `tokenizer` that training uses for texts, or `length_of`"
+        )
     return count
 
 
-def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, disable: bool | None) -> Any:
+def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, bar: dict[str, Any]) -> Any:
     from torch.utils.data import DataLoader
     from tqdm.auto import tqdm
 
     found: list[Any] = []
     workers = workers if workers > 1 else 0  # one worker process is only a detour
-    with tqdm(total=len(data), desc="measuring lengths", unit=" samples", disable=disable) as bar:
+    with tqdm(total=len(data), unit=" samples", **bar) as shown:
         for chunk in DataLoader(data, batch_size=64, num_workers=workers, collate_fn=partial(_each, length_of)):
             found += chunk
-            bar.update(len(chunk))
+            shown.update(len(chunk))
     if len(found) != len(data):
         raise ConfigError(
             f"{len(found)} of {len(data)} samples were measured: the dataset or `length_of` raised StopIteration behind them, or "
             "gives more samples than its len()"
         )
-    return _by_stream(found) if found and isinstance(found[0], Mapping) else np.asarray(found or np.zeros(0, np.int32))
+    if not found or not isinstance(found[0], Mapping):
+        return found
+    for index, lengths in enumerate(found):
+        if not isinstance(lengths, Mapping) or lengths.keys() != found[0].keys():
+            raise ConfigError(f"length_of gave {sorted(found[0])} for sample 0, but {lengths!r} for sample {index}")
+    return {name: [lengths[name] for lengths in found] for name in found[0]}
 
 
 def _each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
     return [length_of(sample) for sample in samples]
 
 
-def _by_stream(found: Sequence[Any]) -> dict[str, NDArray[Any]]:
-    for index, lengths in enumerate(found):
-        if not isinstance(lengths, Mapping) or lengths.keys() != found[0].keys():
-            raise ConfigError(f"length_of gave {sorted(found[0])} for sample 0, but {lengths!r} for sample {index}")
-    return {name: np.asarray([lengths[name] for lengths in found]) for name in found[0]}
+# Texts and the tokenizers that read them
+
+
+def limit_of(max_length: Any) -> int | None:
+    """How many tokens of a text are read at most; None for all, also where a tokenizer says so by 10**30.
+
+    >>> limit_of(512), limit_of(10**30), limit_of(None)
+    (512, None, None)
+    """
+    if max_length is None or (isinstance(max_length, (int, np.integer)) and max_length > LONGEST):
+        return None
+    return check_int("max_length", max_length)
+
+
+def truncation_to(max_length: int | None) -> dict[str, Any]:
+    """How a tokenizer is told so."""
+    return {} if max_length is None else {"truncation": True, "max_length": max_length}
+
+
+def by_position(values: Any, name: str = "texts", of: str = "texts") -> Sequence[Any]:
+    """A sequence that an index finds by position. Labels, as a Series of pandas has them, would find others.
+
+    Raises:
+        ConfigError: it is one text, a table, or has no length; says what to give instead.
+
+    >>> by_position({"a": 1, "b": 2}.keys())
+    ['a', 'b']
+    """
+    kind = type(values).__name__
+    if isinstance(values, (str, bytes)):
+        raise ConfigError(f"`{name}` must be a sequence of {of}, but is one {kind}; put it into a list")
+    is_table = isinstance(values, Mapping) or _is_hf_dataset(values)
+    if is_table or (hasattr(values, "columns") and hasattr(values, "shape")):
+        raise ConfigError(
+            f"`{name}` must be a sequence of {of}, but is a whole {kind}; give one column of it, e.g. {name}['text']"
+        )
+    if not isinstance(values, Sized):
+        raise ConfigError(
+            f"`{name}` must have a length, but is {kind}; give list({name}), or for a stream use OnlineDataLoader"
+        )
+    if hasattr(values, "to_pylist"):  # of pyarrow
+        return values.to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+    is_indexed = hasattr(values, "__getitem__") and not hasattr(values, "iloc")
+    return cast("Sequence[Any]", values) if is_indexed else list(cast("Iterable[Any]", values))
+
+
+def check_text(text: Any, index: int) -> str:
+    """``text``, if it is one that tokenizers read.
+
+    Raises:
+        ConfigError: it is no string, or holds a lone surrogate, which UTF-8 cannot write; names its index.
+    """
+    _refuse_chat(text, index)
+    if not isinstance(text, str):
+        raise ConfigError(f"text {index} must be a string, but is {text!r:.200}; correct or filter out that sample")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"text {index} has a lone surrogate at character {error.start} ({text[error.start]!r}), which is no character of "
+            "its own; correct or filter out that sample, e.g. text.encode('utf-8', 'replace').decode()"
+        ) from None
+    return text
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a sample is a chat: a list of messages, each a mapping."""
+    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Mapping)
+
+
+def _refuse_chat(value: Any, index: int) -> None:
+    if is_chat(value):
+        raise ConfigError(
+            f"sample {index} is a chat ({value!r:.100}), and a chat's length depends on its template: "
+            "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of it"
+        )
+
+
+class BegunOnce:
+    """A tokenizer that adds no special tokens to texts that bring its first one, as its ``apply_chat_template`` does not.
+
+    Args:
+        tokenizer: a transformers tokenizer; one that would not begin such a text twice is called as it is.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, texts: Sequence[str], **options: Any) -> Mapping[str, list[list[int]]]:
+        """``input_ids`` and ``attention_mask`` of every text."""
+        begun = [bool(self._first) and text.startswith(self._first) for text in texts]
+        if not any(begun):
+            return self._tokenizer(texts, **options)
+        found: dict[str, list[list[int]]] = {"input_ids": [[]] * len(texts), "attention_mask": [[]] * len(texts)}
+        for adds in {not is_begun for is_begun in begun}:
+            at = [i for i, is_begun in enumerate(begun) if is_begun != adds]
+            encoded = self._tokenizer([texts[i] for i in at], add_special_tokens=adds, **options)
+            for name, values in found.items():
+                for i, ids in zip(at, encoded[name], strict=True):
+                    values[i] = ids
+        return found
+
+    @cached_property
+    def _first(self) -> str:
+        """The first token as it is written, if a text that begins with it would be begun twice; else an empty text."""
+        written, number = (getattr(self._tokenizer, name, None) for name in ("bos_token", "bos_token_id"))
+        return written if written and self._tokenizer([written])["input_ids"][0][:2] == [number] * 2 else ""
+
+
+def named_tokenizer(name: str) -> Any:
+    """The transformers tokenizer of that name or folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except ImportError:  # a tokenizer's own package: its message says which
+        raise
+    except Exception as error:  # whatever a hub, a folder's files or a tokenizer's own code raise
+        raise ConfigError(
+            f"no tokenizer found for {name!r}; give the name of a transformers tokenizer, or a folder with its files"
+        ) from error

@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import measure_lengths
+from dynagroup.lengths import BegunOnce, by_position, check_text, limit_of, measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.tokenizer import BegunOnce, as_texts, check_text, limit_of
 from dynagroup.update.loader import checked_kwargs
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def text_dataloader(
     sampler_options, loader_options = _sort_options(options)
     if getattr(tokenizer, "pad_token_id", None) is None:
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
-    texts = as_texts(texts)
+    texts = by_position(texts)
     if lengths is None:
         lengths = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length)
     sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)  # type: ignore[arg-type]

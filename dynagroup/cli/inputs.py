@@ -46,8 +46,7 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     """
     import numpy as np
 
-    from dynagroup.lengths import as_streams
-    from dynagroup.tokenizer import limit_of
+    from dynagroup.lengths import as_streams, limit_of
 
     limit = limit_of(args.max_length)
     columns = _read(Path(args.data), args)
@@ -63,15 +62,14 @@ def lengths_of(args: argparse.Namespace) -> Streams:
 
 
 def _holds_texts(values: Any) -> bool:
-    from dynagroup.tokenizer import is_chat
+    from dynagroup.lengths import is_chat
 
     return isinstance(values, list) and bool(values) and (isinstance(values[0], str) or is_chat(values[0]))
 
 
 def _measured(values: Any, args: argparse.Namespace) -> Any:
     """Lengths of what a column holds."""
-    from dynagroup.lengths import measure_lengths
-    from dynagroup.tokenizer import named_tokenizer
+    from dynagroup.lengths import measure_lengths, named_tokenizer
 
     if _holds_texts(values) and args.tokenizer is not None:
         return measure_lengths(values, named_tokenizer(args.tokenizer))

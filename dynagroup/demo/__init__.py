@@ -19,13 +19,12 @@ from tqdm.auto import tqdm
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.demo.corpus import load_texts, train_tokenizer
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import measure_lengths
+from dynagroup.lengths import measure_lengths, named_tokenizer
 from dynagroup.plan.cost import CPU_PER_STEP, Work
 from dynagroup.plan.plots import draw_padding, new_figure, picture_path, save_picture
 from dynagroup.plan.report import environment, format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.text import IGNORED, TokenizingCollator, text_dataloader
-from dynagroup.tokenizer import named_tokenizer
 from dynagroup.validation import check_int, check_number
 
 if TYPE_CHECKING:

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.lengths import with_tokens
+from dynagroup.lengths import LONGEST, with_tokens
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.padded import OBJECTIVES, Objective, cut
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said, units_of
-from dynagroup.tokenizer import LONGEST
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import total_of, width_of
 from dynagroup.validation import check_choice, check_function, warn_user

@@ -17,6 +17,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
+from dynagroup.lengths import by_position, limit_of
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
@@ -26,7 +27,6 @@ from dynagroup.oom.inference import Pass, longest_input
 from dynagroup.oom.job import Job
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
-from dynagroup.tokenizer import as_texts, limit_of
 from dynagroup.validation import check_choice, check_int
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class _Asked:
             raise ConfigError(f"`model` must be a loaded model, but is {self.model!r:.80}; from_pretrained loads one")
         if getattr(self.budget, "layout", "padded") == "packed":
             raise ConfigError(f"`budget` is {self.budget!r}, but these batches are padded: give it layout='padded'")
-        self.texts, self.max_length = as_texts(self.texts), limit_of(self.max_length)
+        self.texts, self.max_length = by_position(self.texts), limit_of(self.max_length)
         if self.budget is None:
             check_int("batch_size", self.batch_size)
 

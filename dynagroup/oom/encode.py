@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import ConfigError
+from dynagroup.lengths import named_tokenizer
 from dynagroup.oom.dataset import Pooling, embed_dataset
-from dynagroup.tokenizer import named_tokenizer
 
 __all__ = ["encode"]
 

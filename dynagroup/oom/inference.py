@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import measure_lengths
+from dynagroup.lengths import BegunOnce, measure_lengths
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import TOKENS, BatchShape, IntArray
-from dynagroup.tokenizer import BegunOnce
 
 __all__ = ["Pass", "Process", "evaluating", "longest_input"]
 
