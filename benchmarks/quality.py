@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynagroup import TokenBudget, measure_lengths, text_dataloader
-from dynagroup.demo.corpus import load_texts, train_tokenizer
+from dynagroup.demo import load_texts, train_tokenizer
 from dynagroup.text import TokenizingCollator
 from dynagroup.update.loss_weight import count_label_tokens
 from dynagroup.update.planned import PlannedDataLoader
@@ -60,7 +60,7 @@ def held_out_loss(model: LlamaForCausalLM, loader: Any) -> float:
 def quality(samples: int = 2048, epochs: int = 3, seeds: int = 3) -> dict[str, Any]:
     """Held-out loss after training with updates of equal size, and with free-running ones."""
     torch.set_num_threads(1)
-    texts = load_texts(None, None, None, "train")
+    texts = load_texts()
     order = np.random.default_rng(0).permutation(len(texts))[: samples + HELD_OUT]
     train_texts, held_out = [texts[i] for i in order[HELD_OUT:]], [texts[i] for i in order[:HELD_OUT]]
     tokenizer = train_tokenizer(train_texts)

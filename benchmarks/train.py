@@ -165,7 +165,7 @@ def rivals(*, updates: int = UPDATES, cvs: Sequence[float] = CVS) -> dict[str, A
 
 
 def _text() -> np.ndarray:
-    from dynagroup.demo.corpus import docstrings, train_tokenizer
+    from dynagroup.demo import docstrings, train_tokenizer
 
     texts = docstrings(8000)
     tokenizer = train_tokenizer(texts[:4000])

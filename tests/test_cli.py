@@ -16,7 +16,7 @@ import dynagroup
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.cli import main
-from dynagroup.demo.corpus import train_tokenizer
+from dynagroup.demo import train_tokenizer
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.cost import Work
 from dynagroup.plan.report import compare

@@ -156,7 +156,6 @@ def test_what_is_no_model_is_refused_in_one_line(command, model, broken):
         (["demo", "--texts", "many.txt", "--samples", "0"], "`samples` must be an int of at least 1"),
         (["demo", "--texts", "many.txt", "--max-length", "0"], "`max_length` must be an int of at least 1"),
         (["demo", "--texts", "many.txt", "--seconds", "nan"], "`seconds` must be"),
-        (["demo", "--dataset", ".", "--column", "text", "--split", "nosuch"], "cannot be loaded"),
     ],
 )
 def test_mistakes_of_every_command_are_one_line(arguments, message, broken, folder):

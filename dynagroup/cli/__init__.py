@@ -129,7 +129,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--picture": _text("PNG", "also save a picture"),
     "--json": _switch("print the figures as JSON"),
     "--texts": _text("FILE", "one text a line; default: docstrings found on this machine"),
-    "--dataset": _text("NAME", "a dataset for datasets.load_dataset; needs --column"),
     "--budget": _number("T", "tokens a batch may have, padding counted", tokens),
     "--device": _text(None, "cpu, cuda, ...; default: cuda if there is one"),
     "--samples": _number("N", "texts to train on, if there is time"),

@@ -321,7 +321,7 @@ DEVICE = f"model --gpu-memory --headroom {WORK}"
 PLAN = (
     "--max-tokens --batch-size --max-samples --layout --headroom --pad-to-multiple-of --world-size --shuffle --window"
 )
-DEMO = "--texts --dataset --column --split --tokenizer --model --budget --device --max-length --samples --seconds"
+DEMO = "--texts --tokenizer --model --budget --device --max-length --samples --seconds"
 DEMO += " --samples-per-update --learning-rate --seed --picture --results"
 COMMANDS = {
     "plan": Command(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 from benchmarks.pages import FIGURES, MARK, MARKED, filled, pages_with_figures
-from dynagroup.demo.corpus import docstrings, train_tokenizer
+from dynagroup.demo import docstrings, train_tokenizer
 from dynagroup.text import TokenizingCollator
 from tests import models
 

@@ -19,7 +19,7 @@ import transformers  # noqa: F401
 from tokenizers.processors import TemplateProcessing
 
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.demo.corpus import train_tokenizer
+from dynagroup.demo import train_tokenizer
 from dynagroup.distributed import SingleProcess
 from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.oom import (

@@ -1,0 +1,379 @@
+"""The demo: one small model, the same updates from fixed batches and from dynagroup, side by side."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+import os
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.errors import ConfigError
+from dynagroup.lengths import measure_lengths, named_tokenizer
+from dynagroup.plan.cost import CPU_PER_STEP, Work
+from dynagroup.plan.plots import draw_padding, new_figure, picture_path, save_picture
+from dynagroup.plan.report import environment, format_table
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.text import IGNORED, TokenizingCollator
+from dynagroup.validation import check_int, check_number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HELD_OUT = 256  # texts
+LARGEST_FILE = 100_000  # bytes; parsing larger, mostly generated, files costs more than their texts are worth
+SKIPPED = {"site-packages", "__pycache__", "test", "tests"}
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoConfig:
+    """What the demo trains on, with what, and how much of it: the options of ``dynagroup demo``."""
+
+    texts: str | None = None
+    tokenizer: str | None = None  # default: that of the model, or one trained on the texts
+    model: str | None = None  # default: a small Llama with fresh weights
+    budget: int = 8192
+    device: str | None = None
+    max_length: int = 512
+    samples: int = 4096
+    seconds: float = 45.0
+    samples_per_update: int = 128
+    learning_rate: float | None = None  # default: 3e-3 for fresh weights, 2e-5 for trained ones
+    seed: int = 0
+    picture: str = "dynagroup_demo.png"
+    results: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "max_length", "samples", "samples_per_update"):
+            check_int(name, getattr(self, name))
+        check_int("seed", self.seed, least=0, most=2**32 - 1)
+        check_number("seconds", self.seconds)
+        if self.learning_rate is not None:
+            check_number("learning_rate", self.learning_rate)
+
+
+@dataclass
+class Run:
+    """For each optimizer update its batches, each a list of sample indices; and what training by them took: seconds of each
+    update (on a CPU of CPU time, which other work does not lengthen), and the mean loss of a held-out token at the end."""
+
+    name: str
+    updates: Sequence[Sequence[Sequence[int]]]
+    seconds: list[float] = field(default_factory=list)
+    loss: float = float("nan")
+
+    @property
+    def batches(self) -> list[Sequence[int]]:
+        return list(chain.from_iterable(self.updates))
+
+    def figures(self, lengths: NDArray[np.int32]) -> dict[str, float]:
+        """What the table shows, of the updates made."""
+        batches, seconds = self.batches, sum(self.seconds)
+        num_samples = sum(map(len, batches))
+        real = sum(int(lengths[batch].sum()) for batch in batches)
+        padded = [len(batch) * int(lengths[batch].max()) for batch in batches]
+        return {
+            "samples": num_samples,
+            "samples_per_s": num_samples / seconds,
+            "real_tokens_per_s": real / seconds,
+            "padding": 1.0 - real / sum(padded),
+            "largest_batch_tokens": max(padded),
+            "steps": len(padded),
+            "updates": len(self.updates),
+            "seconds": seconds,
+            "held_out_loss": self.loss,
+        }
+
+
+COLUMNS = {
+    "samples/s": "{samples_per_s:,.0f}",
+    "real tokens/s": "{real_tokens_per_s:,.0f}",
+    "padding": "{padding:.1%}",
+    "largest batch": "{largest_batch_tokens:,}",
+    "steps": "{steps:,}",
+    "updates": "{updates:,}",
+    "seconds": "{seconds:.1f}",
+    "held-out loss": "{held_out_loss:.4f}",
+}
+
+
+def run_demo(config: DemoConfig) -> dict[str, Any]:
+    """Run the comparison: prints progress and a table, saves a picture, returns the figures.
+
+    Raises:
+        ConfigError: a setting is wrong, or a package of dynagroup[hf,viz] is missing.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # the tokenizer's remark that a text is long, which the demo truncates
+    picture_path(config.picture)
+    device = _device(config.device)
+    texts = load_texts(config.texts)
+    name = config.tokenizer or config.model
+    tokenizer = train_tokenizer(texts) if name is None else named_tokenizer(name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    full = measure_lengths(texts, tokenizer)
+    print(f"{len(texts):,} texts of {full.min():,} to {full.max():,} tokens, median {int(np.median(full)):,}")
+    lengths = np.minimum(full, np.int32(config.max_length))
+    order = np.random.default_rng(config.seed).permutation(len(texts))
+    held_out, chosen = np.split(order, [min(HELD_OUT, len(texts) // 4)])
+    runs = make_runs(config, lengths, chosen[: config.samples], device)
+    _train(config, runs, [texts[i] for i in held_out], texts, tokenizer, device)
+    figures = _figures(config, runs, lengths, str(device))
+    print("\n" + _table(figures))
+    save_picture(_drawn(runs, lengths), config.picture)
+    print(f"picture: {config.picture}")
+    if config.results:
+        Path(config.results).parent.mkdir(parents=True, exist_ok=True)
+        Path(config.results).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return figures
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such word; no such device here
+        raise ConfigError(f"`device` must be a device of this machine, such as cpu or cuda, but is {name!r}") from error
+    return device
+
+
+# Texts: real, varied, and already on every machine that runs Python
+
+
+def load_texts(file: str | None = None) -> list[str]:
+    """A file's lines, or docstrings when none is named.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds too few texts to train on.
+    """
+    try:
+        lines = docstrings() if file is None else Path(file).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`texts` must be a text file in UTF-8, but {file!r} cannot be read: {error}") from error
+    found = [line for line in lines if line.strip()]
+    if len(found) < 4:
+        raise ConfigError(f"the demo needs at least 4 texts, but found {len(found)}")
+    return found
+
+
+def docstrings(at_least: int = 12_000) -> list[str]:
+    """Different docstrings of the standard library and the installed packages: so many, or all there are.
+
+    Files are taken in an order that mixes packages and is the same wherever the same packages are installed.
+    """
+    found: dict[str, None] = {}
+    gc.freeze()  # what stands already would be looked at again and again while syntax trees are made
+    with tqdm(total=at_least, desc="reading docstrings", unit=" texts", disable=None) as bar:
+        for path in _python_files():
+            found.update(dict.fromkeys(_docstrings_of(path)))
+            bar.update(min(len(found), at_least) - bar.n)
+            if len(found) >= at_least:
+                break
+    gc.unfreeze()
+    return list(found)
+
+
+def _python_files() -> list[str]:
+    named: dict[str, str] = {}
+    for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
+        for folder, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if name not in SKIPPED]
+            paths = (os.path.join(folder, name) for name in files if name.endswith(".py"))
+            named.update((os.path.relpath(path, root), path) for path in paths)
+    return [named[name] for name in sorted(named, key=lambda name: (zlib.crc32(name.encode()), name))]
+
+
+def _docstrings_of(path: str) -> Iterator[str]:
+    try:
+        source = Path(path).read_bytes()
+        tree = ast.parse(source) if b'"""' in source and len(source) <= LARGEST_FILE else ast.parse("")
+    except (OSError, SyntaxError, ValueError):  # broken links, and files that are broken on purpose
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if text := ast.get_docstring(node):
+                yield text
+
+
+def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
+    """A byte-level BPE tokenizer of these texts, with begin, end and padding tokens: a ``PreTrainedTokenizerFast``.
+
+    >>> tokenizer = train_tokenizer(["some text"], vocabulary=300)
+    >>> tokenizer.decode(tokenizer("some text")["input_ids"])
+    '[BOS]some text[EOS]'
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw: Any = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special, alphabet = ["[PAD]", "[BOS]", "[EOS]"], pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": vocabulary, "special_tokens": special, "initial_alphabet": alphabet}
+    raw.train_from_iterator(texts, trainers.BpeTrainer(**options, show_progress=False))
+    ends = [("[BOS]", 1), ("[EOS]", 2)]
+    raw.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]")
+
+
+# Two runs over the same updates
+
+
+def make_runs(
+    config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np.int64], device: torch.device
+) -> list[Run]:
+    """The same samples in the same updates, divided into fixed batches and into batches that fill the budget."""
+    per_update = min(config.samples_per_update, len(chosen))
+    batch_size = config.budget // int(lengths[chosen].max())
+    if batch_size < 1:
+        raise ConfigError(f"`budget` ({config.budget}) must hold the longest text ({lengths[chosen].max()} tokens)")
+    fixed = [_slices(update, batch_size) for update in _slices(chosen.tolist(), per_update)]
+    work = Work(per_step=CPU_PER_STEP) if device.type == "cpu" and config.model is None else None
+    options = {"order": chosen, "samples_per_update": per_update, "work": work, "rank": 0, "world_size": 1}
+    sampler = LengthAwareBatchSampler(lengths, TokenBudget(config.budget), **options)
+    ends = (np.flatnonzero(sampler.plan.update_ends) + 1).tolist()
+    batches = list(sampler)
+    cut = [batches[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", cut)]
+
+
+def _slices(values: list[int], size: int) -> list[list[int]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _train(
+    config: DemoConfig, runs: Sequence[Run], held_out: list[str], texts: list[str], tokenizer: Any, device: torch.device
+) -> None:
+    """The runs take turns, update by update, so that other work on the machine slows both alike."""
+    collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
+    rate = config.learning_rate or (3e-3 if config.model is None else 2e-5)
+    models = [_model(config, tokenizer).to(device).train() for _ in runs]
+    trainings = [
+        _updates(run, model, iter(DataLoader(texts, batch_sampler=run.batches, collate_fn=collate)), rate, device)  # type: ignore[arg-type]
+        for run, model in zip(runs, models, strict=True)
+    ]
+    begun, most = time.perf_counter(), len(runs[0].updates)
+    for _ in tqdm(zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None):
+        if time.perf_counter() - begun > config.seconds:
+            break
+    rows = max(config.budget // config.max_length, 1)
+    evaluation = list(DataLoader(held_out, batch_size=rows, collate_fn=collate))  # type: ignore[arg-type]
+    for run, model in zip(runs, models, strict=True):
+        run.updates = run.updates[: len(run.seconds)]
+        run.loss = _held_out_loss(model.eval(), evaluation, device)
+
+
+def _updates(
+    run: Run, model: torch.nn.Module, batches: Iterator[Tensors], learning_rate: float, device: torch.device
+) -> Iterator[None]:
+    """Each is one step on the mean loss over *all its label tokens*, however they are divided into batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    ids = torch.zeros(2, 8, dtype=torch.int64)  # first calls set up threads and kernels; no run is charged for it
+    _loss(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, device).backward()
+    optimizer.zero_grad(set_to_none=True)
+    for update in run.updates:
+        started = _now(device)
+        counted = [(batch, _num_labels(batch)) for batch in islice(batches, len(update))]
+        total = sum(count for _, count in counted)
+        for batch, count in counted:
+            if count:  # a batch without labels has no mean loss, and no gradient
+                (_loss(model, batch, device) * (count / total)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        run.seconds.append(_now(device) - started)
+        yield
+
+
+def _model(config: DemoConfig, tokenizer: Any) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(config.seed)
+    if config.model is None:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        own = {"max_position_embeddings": config.max_length, "bos_token_id": None, "eos_token_id": None}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **own))
+    try:
+        return AutoModelForCausalLM.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no causal language model found for {config.model!r}; give its name, or a folder with its weights"
+        ) from error
+
+
+def _num_labels(batch: Tensors) -> int:
+    return int((batch["labels"][:, 1:] != IGNORED).sum())  # a causal model predicts all but the first token
+
+
+def _loss(model: torch.nn.Module, batch: Tensors, device: torch.device) -> torch.Tensor:
+    return model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.process_time() if device.type == "cpu" else time.perf_counter()
+
+
+@torch.no_grad()
+def _held_out_loss(model: torch.nn.Module, batches: Sequence[Tensors], device: torch.device) -> float:
+    counted = [(batch, _num_labels(batch)) for batch in batches]
+    total = sum(float(_loss(model, batch, device)) * count for batch, count in counted if count)
+    return total / max(sum(count for _, count in counted), 1)
+
+
+# What is shown
+
+
+def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32], device: str) -> dict[str, Any]:
+    fixed, ours = (np.asarray(run.seconds) for run in runs)
+    return {
+        **environment("transformers"),
+        "device": device,
+        "clock": "CPU" if device == "cpu" else "wall",
+        "threads": torch.get_num_threads(),
+        **{name: getattr(config, name) for name in ("budget", "max_length", "samples_per_update", "seed")},
+        "runs": {run.name: run.figures(lengths) for run in runs},
+        "speedup": float(np.median(fixed / ours)),
+        "speedup_quartiles": [float(q) for q in np.quantile(fixed / ours, (0.25, 0.75))],
+    }
+
+
+def _table(figures: dict[str, Any]) -> str:
+    header = [f"{figures['clock']} s" if name == "seconds" else name for name in COLUMNS]
+    rows = [[name, *(shown.format(**run) for shown in COLUMNS.values())] for name, run in figures["runs"].items()]
+    low, high = figures["speedup_quartiles"]
+    return (
+        format_table(["", *header], rows)
+        + f"\n\ndynagroup: {figures['speedup']:.2f}x samples/s in the median update (middle half: {low:.2f}x to {high:.2f}x), "
+        "the same samples in every update"
+    )
+
+
+def _drawn(runs: Sequence[Run], lengths: NDArray[np.int32]) -> Figure:
+    """The first update of both runs: the same samples, so that the eye can compare them."""
+    figure = new_figure(12, 3.8)
+    for axes, run in zip(figure.subplots(1, len(runs), sharey=True), runs, strict=True):
+        draw_padding([lengths[batch] for batch in run.updates[0]], ax=axes)
+        found = run.figures(lengths)
+        axes.set(xlabel="samples of the first update, batch after batch")
+        title = f"{run.name}: {found['padding']:.0%} padding, {found['steps']:,} steps, {found['seconds']:.0f} s in all"
+        axes.set_title(title, fontsize=10)
+    return figure
