@@ -20,45 +20,35 @@ LONGEST = int(np.iinfo(np.int32).max)
 TEXTS_PER_CALL = 1000  # as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
 
 
-# Lengths that are known
-
-
 def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
     """Lengths in the form that dynagroup works with: stream name -> int32 array of shape (num_samples,).
 
     An int32 array is checked and passed on without a copy. Zero lengths are legal.
 
     Args:
-        lengths: one whole number a sample (array, list, tensor, column), or a mapping of stream names to such;
-            a bare array is the ``tokens`` stream. Of a mapping without one the first stream is taken for it:
-            ``{"source": ..., "target": ...}`` has its source under ``tokens``.
+        lengths: one whole number a sample (array, list, tensor, column), which is the ``tokens`` stream, or a mapping of stream
+            names to such. Of a mapping without ``tokens`` the first stream, say ``source``, is taken for it.
 
     Raises:
-        ConfigError: a length is negative, fractional, NaN, above 2**31 - 1 or not a number (names the sample and its
-            value), or streams differ in their number of samples.
+        ConfigError: a length is no whole number from 0 to 2**31 - 1 (names the sample and its value), or streams differ in
+            their number of samples.
 
     >>> as_streams([3, 0, 7])["tokens"].dtype
     dtype('int32')
     """
     named = with_tokens(lengths) if isinstance(lengths, Mapping) else {TOKENS: lengths}
     streams = {name: _as_int32(values, said(name)) for name, values in named.items()}
-    num_samples = len(streams[TOKENS])
-    for name, values in streams.items():
-        if len(values) != num_samples:
-            tokens = said(next(key for key in named if key == TOKENS))
-            raise ConfigError(
-                f"lengths[{name!r}] has {len(values)} samples, but lengths[{tokens!r}] has {num_samples}: sample "
-                f"{min(len(values), num_samples)} is missing; every sample needs a length in every stream, or 0"
-            )
+    sizes = {said(name): len(values) for name, values in streams.items()}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            f"the streams of `lengths` have {sizes} samples: sample {min(sizes.values())} is missing in one; every sample needs "
+            "a length in every stream, or 0"
+        )
     return streams
 
 
 def with_tokens(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The streams, the first of them under ``tokens`` where none has that name.
-
-    >>> with_tokens({"source": [3], "target": [2]})
-    {'tokens': [3], 'target': [2]}
-    """
+    """The streams, the first of them under ``tokens`` where none has that name."""
     unnamed = [name for name in named if not isinstance(name, str)]
     if unnamed or not named:
         found = f"one is named {unnamed[0]!r}" if unnamed else "has no stream"
@@ -98,9 +88,6 @@ def _is_length(value: Any) -> bool:
     return whole and 0 <= number <= LONGEST and number == int(number)
 
 
-# Lengths that must be measured
-
-
 @overload
 def measure_lengths(
     data: Any, *how: Any, length_of: Callable[[Any], Mapping[str, int]], **more: Any
@@ -121,23 +108,23 @@ def measure_lengths(
 ) -> Any:
     """Tokens of every sample: int32 (N,), in dataset order, with a progress bar.
 
+    Lengths of a ``datasets.Dataset`` are cached where ``datasets`` caches its transforms.
+
     Args:
         data: texts with a ``tokenizer``; or a ``datasets.Dataset``; or samples that are tokenized already (sequences of
             ids, or mappings that hold one); or any map-style dataset with ``length_of``.
         tokenizer: called as transformers tokenizers are, special tokens included.
-        column: of a ``datasets.Dataset`` or of samples that are mappings: where the text or the ids are. Default:
-            the only text column with a tokenizer, ``input_ids`` without.
+        column: of a table, or of samples that are mappings: where the text or the ids are. Default: the only text column
+            of a ``datasets.Dataset`` with a tokenizer, ``input_ids`` without.
         max_length: longer samples are truncated to so many tokens, or counted as so many; other streams than ``tokens`` are not.
         num_proc: processes to work with; default: this one.
         length_of: sample -> its length, or -> a mapping of stream names to lengths (``tokens`` among them): the result
             is then a dict of arrays.
         progress: show the bar (on a terminal).
 
-    Lengths of a ``datasets.Dataset`` are cached where ``datasets`` caches its transforms.
-
     Raises:
-        ConfigError: a text is None, not a string or no UTF-8, a length is not a whole number (names the sample and its
-            value), or arguments do not go together.
+        ConfigError: a text is none, a length is not a whole number (names the sample and its value), or arguments do not
+            go together.
 
     >>> measure_lengths([[5, 6, 7], [], [8]]).tolist()
     [3, 0, 1]
@@ -148,76 +135,69 @@ def measure_lengths(
         raise ConfigError(f"`column` must be the name of a column, but is {column!r}")
     if length_of is not None and tokenizer is not None:
         raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
-    workers = 0 if num_proc is None else check_int("num_proc", num_proc)
-    if hasattr(data, "columns") and hasattr(data, "shape") and column is not None:
-        data, column = _column_of(data, column), None
-    data = data if _is_hf_dataset(data) else by_position(data, "data", "samples")
+    workers = 0 if num_proc is None or check_int("num_proc", num_proc) == 1 else num_proc
+    is_table = hasattr(data, "columns") and hasattr(data, "shape")  # of pandas, polars or pyarrow
+    data = data if _is_hf_dataset(data) else by_position(data, "data", "samples", column)
+    column = None if is_table else column
     max_length = limit_of(max_length)
-    bar = {"desc": "measuring lengths", "disable": None if progress else True}  # tqdm: None is silent but on a terminal
     if length_of is not None:
-        found = _measure_with(data, check_function("length_of", length_of, "from a sample to its length"), workers, bar)
+        check_function("length_of", length_of, "from a sample to its length")
+        found = _measure_with(data, length_of, workers, progress)
     elif _is_hf_dataset(data):
         found = _measure_hf(data, tokenizer, column, max_length, num_proc)
     elif tokenizer is not None:
-        found = _measure_texts(data, tokenizer, column, max_length, workers, bar)
+        found = _measure_texts(_values(data, column), tokenizer, max_length, workers, _bar(data, "texts", progress))
     else:
-        found = _measure_ids(data, column or "input_ids", bar)
+        in_mappings = len(data) > 0 and isinstance(next(iter(data)), Mapping)
+        field = (column or "input_ids") if in_mappings else None
+        found = _measure_ids(_values(data, field), _bar(data, "samples", progress))
     streams = as_streams(found)
     if max_length is not None:  # a length of text; streams beside it count other things
         streams = {**streams, TOKENS: np.minimum(streams[TOKENS], np.int32(max_length))}
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
 
 
-def _column_of(table: Any, column: str) -> Any:
-    """A column of a table of pandas, polars or pyarrow."""
-    names = list(getattr(table, "column_names", table.columns))
-    if column not in names:
-        raise ConfigError(f"`column` must be one of {names}, but is {column!r}")
-    return table[column]
+def _bar(data: Sized, unit: str, shown: bool) -> Any:
+    from tqdm.auto import tqdm  # None: silent where output is no terminal
+
+    return tqdm(total=len(data), desc="measuring lengths", unit=f" {unit}", disable=None if shown else True)
 
 
-def _measure_texts(
-    data: Any,
-    tokenizer: Callable[..., Any],
-    column: str | None,
-    max_length: int | None,
-    workers: int,
-    bar: dict[str, Any],
-) -> ArrayLike:
-    from tqdm.auto import tqdm
-
-    texts = iter(data) if column is None else _field(data, column)
-    if workers > 1:
-        from datasets import Dataset
-
-        checked = [check_text(text, index) for index, text in enumerate(texts)]
-        return _map_counts(Dataset.from_dict({"text": checked}), "text", tokenizer, max_length, workers)
-    counts: list[int] = []
-    with tqdm(total=len(data), unit=" texts", **bar) as shown:
-        while chunk := list(islice(texts, TEXTS_PER_CALL)):
-            counts += _token_counts(chunk, len(counts), tokenizer, max_length)
-            shown.update(len(chunk))
-    return counts
-
-
-def _field(data: Any, column: str) -> Iterator[Any]:
+def _values(data: Any, column: str | None) -> Iterator[Any]:
     for index, sample in enumerate(data):
         try:
-            yield sample[column]
+            yield sample if column is None else sample[column]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"sample {index} must be a mapping with {column!r}, but is {sample!r:.200}; name the field with `column`"
             ) from error
 
 
-def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
-    checked = [check_text(text, index) for index, text in enumerate(texts, first)]
-    return [len(ids) for ids in tokenizer(checked, **truncation_to(max_length))["input_ids"]] if checked else []
-
-
 def _is_hf_dataset(data: Any) -> bool:
     datasets = sys.modules.get("datasets")  # whoever holds one has imported it
     return datasets is not None and isinstance(data, datasets.Dataset)
+
+
+def _measure_texts(
+    texts: Iterator[Any], tokenizer: Callable[..., Any], max_length: int | None, workers: int, bar: Any
+) -> ArrayLike:
+    if workers:
+        from datasets import Dataset
+
+        checked = [check_text(text, index) for index, text in enumerate(texts)]
+        return _map_counts(Dataset.from_dict({"text": checked}), "text", tokenizer, max_length, workers)
+    counts: list[int] = []
+    with bar:
+        while chunk := list(islice(texts, TEXTS_PER_CALL)):
+            counts += _token_counts(chunk, len(counts), tokenizer, max_length)
+            bar.update(len(chunk))
+    return counts
+
+
+def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
+    checked = [check_text(text, index) for index, text in enumerate(texts, first)]
+    shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
+    return [len(ids) for ids in tokenizer(checked, **shorten)["input_ids"]] if checked else []
 
 
 def _measure_hf(
@@ -238,25 +218,15 @@ def _measure_hf(
 def _map_counts(
     data: Any, column: str, tokenizer: Callable[..., Any], max_length: int | None, num_proc: int | None
 ) -> ArrayLike:
+    def count(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, list[int]]:
+        return {"length": _token_counts(list(batch[column]), indices[0], tokenizer, max_length)}
+
     # A first call leaves its truncation setting in a fast tokenizer. Made here, it happens before `datasets` takes the
     # fingerprint of the function, so that the next call finds the cache.
     _token_counts(["a"], 0, tokenizer, max_length)
-    counted = data.select_columns([column]).map(
-        partial(_count_column, column=column, tokenizer=tokenizer, max_length=max_length),
-        batched=True,
-        batch_size=TEXTS_PER_CALL,
-        with_indices=True,
-        remove_columns=[column],
-        num_proc=num_proc,
-        desc="measuring lengths",
-    )
-    return np.asarray(counted.with_format("numpy")["length"][:]) if len(counted) else np.zeros(0, np.int32)
-
-
-def _count_column(
-    batch: Mapping[str, Sequence[Any]], indices: Sequence[int], *, column: str, **how: Any
-) -> dict[str, NDArray[np.int32]]:
-    return {"length": np.asarray(_token_counts(list(batch[column]), indices[0], **how), np.int32)}
+    how = {"batched": True, "batch_size": TEXTS_PER_CALL, "with_indices": True, "num_proc": num_proc}
+    counted = data.select_columns([column]).map(count, remove_columns=[column], desc="measuring lengths", **how)
+    return counted.with_format("numpy")["length"][:] if len(counted) else []
 
 
 def _list_lengths(data: Any, column: str) -> NDArray[np.int64]:
@@ -292,34 +262,30 @@ def count_ids(ids: Any) -> int | None:
     return None if any(holds_more) else len(ids)
 
 
-def _measure_ids(data: Any, column: str, bar: dict[str, Any]) -> list[int]:
-    from tqdm.auto import tqdm
-
-    rows = enumerate(tqdm(data, unit=" samples", **bar))
-    return [_count_row(row.get(column) if isinstance(row, Mapping) else row, row, i, column) for i, row in rows]
-
-
-def _count_row(ids: Any, sample: Any, index: int, column: str) -> int:
-    _refuse_chat(ids, index)
-    count = count_ids(ids)
-    if count is None:
-        raise ConfigError(
-            f"sample {index} must be one row of ids, or a mapping that has one as {column!r}, but is {sample!r:.200}; name the "
-            "field with `column`, give the `tokenizer` that training uses for texts, or `length_of`"
-        )
-    return count
+def _measure_ids(rows: Iterator[Any], bar: Any) -> list[int]:
+    counts = []
+    with bar:
+        for index, ids in enumerate(rows):
+            _refuse_chat(ids, index)
+            count = count_ids(ids)
+            if count is None:
+                raise ConfigError(
+                    f"sample {index} must be one row of ids, or a mapping that has one as 'input_ids', but is {ids!r:.200}; name "
+                    "its `column`, give the `tokenizer` that training uses for texts, or `length_of`"
+                )
+            counts.append(count)
+            bar.update()
+    return counts
 
 
-def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, bar: dict[str, Any]) -> Any:
+def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, progress: bool) -> Any:
     from torch.utils.data import DataLoader
-    from tqdm.auto import tqdm
 
     found: list[Any] = []
-    workers = workers if workers > 1 else 0  # one worker process is only a detour
-    with tqdm(total=len(data), unit=" samples", **bar) as shown:
+    with _bar(data, "samples", progress) as bar:
         for chunk in DataLoader(data, batch_size=64, num_workers=workers, collate_fn=partial(_each, length_of)):
             found += chunk
-            shown.update(len(chunk))
+            bar.update(len(chunk))
     if len(found) != len(data):
         raise ConfigError(
             f"{len(found)} of {len(data)} samples were measured: the dataset or `length_of` raised StopIteration behind them, or "
@@ -337,39 +303,24 @@ def _each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
     return [length_of(sample) for sample in samples]
 
 
-# Texts and the tokenizers that read them
-
-
 def limit_of(max_length: Any) -> int | None:
-    """How many tokens of a text are read at most; None for all, also where a tokenizer says so by 10**30.
-
-    >>> limit_of(512), limit_of(10**30), limit_of(None)
-    (512, None, None)
-    """
+    """How many tokens of a text are read at most; None for all, also where a tokenizer says so by 10**30."""
     if max_length is None or (isinstance(max_length, (int, np.integer)) and max_length > LONGEST):
         return None
     return check_int("max_length", max_length)
 
 
-def truncation_to(max_length: int | None) -> dict[str, Any]:
-    """How a tokenizer is told so."""
-    return {} if max_length is None else {"truncation": True, "max_length": max_length}
-
-
-def by_position(values: Any, name: str = "texts", of: str = "texts") -> Sequence[Any]:
-    """A sequence that an index finds by position. Labels, as a Series of pandas has them, would find others.
-
-    Raises:
-        ConfigError: it is one text, a table, or has no length; says what to give instead.
-
-    >>> by_position({"a": 1, "b": 2}.keys())
-    ['a', 'b']
-    """
+def by_position(values: Any, name: str = "texts", of: str = "texts", column: str | None = None) -> Sequence[Any]:
+    """A sequence that an index finds by position, where the labels of a Series of pandas would find others."""
     kind = type(values).__name__
     if isinstance(values, (str, bytes)):
         raise ConfigError(f"`{name}` must be a sequence of {of}, but is one {kind}; put it into a list")
-    is_table = isinstance(values, Mapping) or _is_hf_dataset(values)
-    if is_table or (hasattr(values, "columns") and hasattr(values, "shape")):
+    if hasattr(values, "columns") and hasattr(values, "shape"):
+        columns = list(getattr(values, "column_names", values.columns))
+        if column is not None and column not in columns:
+            raise ConfigError(f"`column` must be one of {columns}, but is {column!r}")
+        values = {} if column is None else values[column]
+    if isinstance(values, Mapping) or _is_hf_dataset(values):
         raise ConfigError(
             f"`{name}` must be a sequence of {of}, but is a whole {kind}; give one column of it, e.g. {name}['text']"
         )
@@ -384,11 +335,7 @@ def by_position(values: Any, name: str = "texts", of: str = "texts") -> Sequence
 
 
 def check_text(text: Any, index: int) -> str:
-    """``text``, if it is one that tokenizers read.
-
-    Raises:
-        ConfigError: it is no string, or holds a lone surrogate, which UTF-8 cannot write; names its index.
-    """
+    """``text``, if it is one that tokenizers read: a string without lone surrogates, which UTF-8 cannot write."""
     _refuse_chat(text, index)
     if not isinstance(text, str):
         raise ConfigError(f"text {index} must be a string, but is {text!r:.200}; correct or filter out that sample")
@@ -402,13 +349,8 @@ def check_text(text: Any, index: int) -> str:
     return text
 
 
-def is_chat(value: Any) -> bool:
-    """Whether a sample is a chat: a list of messages, each a mapping."""
-    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Mapping)
-
-
 def _refuse_chat(value: Any, index: int) -> None:
-    if is_chat(value):
+    if isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Mapping):
         raise ConfigError(
             f"sample {index} is a chat ({value!r:.100}), and a chat's length depends on its template: "
             "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of it"
@@ -416,24 +358,19 @@ def _refuse_chat(value: Any, index: int) -> None:
 
 
 class BegunOnce:
-    """A tokenizer that adds no special tokens to texts that bring its first one, as its ``apply_chat_template`` does not.
-
-    Args:
-        tokenizer: a transformers tokenizer; one that would not begin such a text twice is called as it is.
-    """
+    """A transformers tokenizer that adds no special tokens to texts that bring its first one, as chat templates write them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, texts: Sequence[str], **options: Any) -> Mapping[str, list[list[int]]]:
-        """``input_ids`` and ``attention_mask`` of every text."""
         begun = [bool(self._first) and text.startswith(self._first) for text in texts]
-        if not any(begun):
-            return self._tokenizer(texts, **options)
+        if len(set(begun)) < 2:
+            return self._tokenizer(texts, **options, **({"add_special_tokens": False} if any(begun) else {}))
         found: dict[str, list[list[int]]] = {"input_ids": [[]] * len(texts), "attention_mask": [[]] * len(texts)}
-        for adds in {not is_begun for is_begun in begun}:
-            at = [i for i, is_begun in enumerate(begun) if is_begun != adds]
-            encoded = self._tokenizer([texts[i] for i in at], add_special_tokens=adds, **options)
+        for is_begun in (True, False):
+            at = [i for i, other in enumerate(begun) if other == is_begun]
+            encoded = self([texts[i] for i in at], **options)
             for name, values in found.items():
                 for i, ids in zip(at, encoded[name], strict=True):
                     values[i] = ids
@@ -447,11 +384,7 @@ class BegunOnce:
 
 
 def named_tokenizer(name: str) -> Any:
-    """The transformers tokenizer of that name or folder.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The transformers tokenizer of that name or folder; there is none: ConfigError."""
     from transformers import AutoTokenizer
 
     try:

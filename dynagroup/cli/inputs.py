@@ -62,9 +62,14 @@ def lengths_of(args: argparse.Namespace) -> Streams:
 
 
 def _holds_texts(values: Any) -> bool:
-    from dynagroup.lengths import is_chat
-
-    return isinstance(values, list) and bool(values) and (isinstance(values[0], str) or is_chat(values[0]))
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and (
+            isinstance(values[0], str)
+            or (isinstance(values[0], list) and bool(values[0]) and isinstance(values[0][0], dict))
+        )
+    )
 
 
 def _measured(values: Any, args: argparse.Namespace) -> Any:
