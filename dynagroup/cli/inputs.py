@@ -62,14 +62,8 @@ def lengths_of(args: argparse.Namespace) -> Streams:
 
 
 def _holds_texts(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and bool(values)
-        and (
-            isinstance(values[0], str)
-            or (isinstance(values[0], list) and bool(values[0]) and isinstance(values[0][0], dict))
-        )
-    )
+    first = values[0] if isinstance(values, list) and values else None
+    return isinstance(first, str) or (isinstance(first, list) and bool(first) and isinstance(first[0], dict))
 
 
 def _measured(values: Any, args: argparse.Namespace) -> Any:
