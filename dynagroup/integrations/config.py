@@ -1,7 +1,8 @@
-"""The one argument of the adapters."""
+"""What a Trainer is told about batches that fit, and which of its own settings do not go with them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,7 +15,15 @@ from dynagroup.oom.split import Splitter
 from dynagroup.oom.train import OomMode
 from dynagroup.update.schedule import BatchSizeSchedule, ScalingRule, checked_samples
 
-__all__ = ["DynagroupConfig"]
+__all__ = ["COUPLED", "DynagroupConfig", "refuse_coupled", "refuse_unsupported", "trl_classes", "warn_of_layout"]
+
+COUPLED = {
+    "KTOTrainer": "its loss compares the samples of a batch with each other; keep TRL's own batches",
+    "GRPOTrainer": "it generates its samples by group; divide them with shard_micro_batches",
+    "RLOOTrainer": "it generates its samples by group; divide them with shard_micro_batches",
+    "DistillationTrainer": "it makes its batches from what the teacher says; keep TRL's own",
+}
+"""Trainers of TRL whose losses need the batches that TRL makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +105,90 @@ class DynagroupConfig:
         for name in ("max_samples", "base_samples_per_update", "accumulation"):
             if getattr(self, name) is not None:
                 checked_samples(getattr(self, name), name=name)
+
+
+def trl_classes(trainer: Any) -> set[str]:
+    """The classes of TRL that a Trainer is of, by name: nothing of TRL is imported."""
+    return {c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")}
+
+
+def refuse_coupled(trainer: Any) -> None:
+    """Losses that depend on which samples share a batch.
+
+    Raises:
+        ConfigError: names the Trainer or the loss.
+    """
+    for name in COUPLED.keys() & trl_classes(trainer):
+        raise ConfigError(f"TRL's {name} does not go with dynagroup: {COUPLED[name]}")
+    sorting = sorted({"aot", "aot_unpaired"} & set(getattr(trainer, "loss_types", ())))
+    if sorting and "DPOTrainer" in trl_classes(trainer):
+        raise ConfigError(
+            f"DPO with loss_type={sorting[0]!r} sorts the pairs of a batch against each other, so it depends on which share "
+            "one; choose a loss of single pairs, e.g. 'sigmoid'"
+        )
+
+
+def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
+    """Settings of a Trainer that would lose samples or weigh them wrongly.
+
+    Raises:
+        ConfigError: names the setting and what to do instead.
+    """
+    refuse_coupled(trainer)
+    args, accelerator = trainer.args, trainer.accelerator
+    shards, plugin = accelerator.dataloader_config, getattr(accelerator.state, "deepspeed_plugin", None)
+    sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    local_tokens = args.world_size > 1 and not args.average_tokens_across_devices
+    zero3 = plugin is not None and plugin.zero_stage == 3
+    rebalanced = str(args.train_sampling_strategy) == "batch_rebalance"
+    own = "every rank loads its own batches; set it to False"
+    wrong = {
+        "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget keeps batches within memory"),
+        "dispatch_batches=True": (shards.dispatch_batches, own),
+        "split_batches=True": (shards.split_batches, own),
+        "dataloader_in_order=False": (
+            not args.dataloader_in_order,
+            "updates need their batches in order; leave it True",
+        ),
+        "DeepSpeed ZeRO-3 with mode='online'": (
+            zero3 and config.mode == "online",
+            "its parameters are gathered in step on all ranks; use mode='offline'",
+        ),
+        "nn.DataParallel": (args.n_gpu > 1, "launch one process a device, with torchrun or accelerate launch"),
+        "train_sampling_strategy='batch_rebalance'": (
+            rebalanced,
+            "it forms batches itself, by cost and without a limit; leave it 'random': dynagroup's batches fit the budget and "
+            "are balanced over ranks as well",
+        ),
+        "average_tokens_across_devices=False": (
+            local_tokens,
+            "ranks hold batches of different size, so tokens must be counted over all of them",
+        ),
+        f"tensor, context or sequence parallelism ({sharing} ranks share a sample)": (
+            sharing > 1 and config.world is None,
+            "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group",
+        ),
+    }
+    for what, (is_set, instead) in wrong.items():
+        if is_set:
+            raise ConfigError(f"{what} does not go with dynagroup: {instead}")
+
+
+def warn_of_layout(trainer: Any, budget: Budget) -> None:
+    """Where nothing is to be gained (``packing`` of TRL), or batches stay smaller than they could be."""
+    if getattr(trainer.args, "packing", False):
+        warnings.warn(
+            "with packing=True TRL has already joined samples into blocks of max_length tokens: there is nothing left for "
+            "batches that fit to gain. Leave dynagroup out; or set packing=False, padding_free=True, max_length=None and give it "
+            "TokenBudget(max_tokens, layout='packed'): no sample is cut, and updates keep their samples",
+            stacklevel=4,
+        )
+        return
+    kinds = {c.__name__ for c in type(trainer.data_collator).__mro__}
+    flat = "DataCollatorWithFlattening" in kinds or getattr(trainer.data_collator, "padding_free", False)
+    if flat and budget.layout == "padded":
+        warnings.warn(
+            f"{type(trainer.data_collator).__name__} lays samples end to end, but the budget counts padding that is not there, "
+            "so batches stay smaller than they could be: give it layout='packed', e.g. TokenBudget(max_tokens, layout='packed')",
+            stacklevel=4,
+        )

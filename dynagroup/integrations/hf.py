@@ -22,8 +22,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import SingleProcess, current_world
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.integrations.hf_checks import refuse_unsupported, warn_of_layout
+from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported, warn_of_layout
 from dynagroup.integrations.hf_data import (
     UpdateItems,
     host_order,
@@ -31,14 +30,13 @@ from dynagroup.integrations.hf_data import (
     loader_kwargs,
     read_states,
     sample_lengths,
-    unsharded,
     work_of,
     write_states,
 )
 from dynagroup.integrations.hf_evaluate import Evaluator
-from dynagroup.integrations.hf_progress import DynagroupCallback, MemoryCleanupCallback, StateCallback
+from dynagroup.integrations.hf_progress import DynagroupCallback
+from dynagroup.integrations.hf_step import LossFigures
 from dynagroup.integrations.packing import check_packed_training
-from dynagroup.integrations.trl import LossFigures
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
@@ -49,21 +47,16 @@ __all__ = [
     "DynagroupConfig",
     "DynagroupTrainer",
     "DynagroupTrainerMixin",
-    "MemoryCleanupCallback",
+    "attach",
     "dynagroup_trainer",
 ]
-
 
 OF_STREAMS = "pass DynagroupConfig(mode='online', updates='free', accumulation=...), and max_steps in the arguments"
 
 
 class DynagroupTrainerMixin(Evaluator):
-    """Put it before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
-
-    The Trainer takes one more argument, ``dynagroup``: a budget, or a :class:`DynagroupConfig`. Evaluation and prediction
-    run batches that fit it too; ``dynagroup_eval`` is another budget for them, or False for the Trainer's own batches. Its
-    ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` is the number of samples of an update, as ever;
-    ``trainer.args`` is a copy in which ``gradient_accumulation_steps`` is 1, because the loader's items are updates.
+    """Put it before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``. What it then takes:
+    :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``: the loader's items are updates.
     """
 
     def __init__(
@@ -74,22 +67,25 @@ class DynagroupTrainerMixin(Evaluator):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._take_over(dynagroup, dynagroup_eval)
+
+    def _take_over(self, dynagroup: Budget | int | DynagroupConfig, dynagroup_eval: Budget | int | bool) -> None:
+        """What a Trainer that is made otherwise needs besides its class. What is refused changes nothing."""
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
+        evaluation = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         refuse_unsupported(self, config)
-        warn_of_layout(self.data_collator, config.budget, packing=bool(getattr(self.args, "packing", False)))
+        warn_of_layout(self, config.budget)
         if config.out_of_memory is not None and LearningBudget.within(config.budget) is None:
             config = replace(config, budget=LearningBudget(config.budget))
-        self.dynagroup, self._planned_rows = config, {}
-        self.dynagroup_eval = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
+        self.dynagroup, self.dynagroup_eval = config, evaluation
         self.update_loader: StepLoader[Any] | None = None
+        self.guard: OomSafeBackward | None = None
+        self.figures, self._planned_rows = LossFigures(self), {}
         self.accumulation = int(self.args.gradient_accumulation_steps)
         self._fixed_samples = super().get_total_train_batch_size(self.args)
         self.args = copy.copy(self.args)
         self.args.gradient_accumulation_steps = 1
-        self.guard: OomSafeBackward | None = None
-        self.figures = LossFigures(self)
-        self.callback_handler.callbacks.insert(0, StateCallback(self))
-        self.add_callback(DynagroupCallback(self))
+        self.callback_handler.callbacks.insert(0, DynagroupCallback(self))
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.samples_per_update
@@ -111,35 +107,37 @@ class DynagroupTrainerMixin(Evaluator):
         lengths = config.lengths
         if lengths is None:
             lengths = sample_lengths(self, self.train_dataset, name="train_dataset")
-        plan = {**config.plan, "work": work_of(self)}
         order = None if config.updates == "free" else host_order(host)
-        settings = {**self._settings, **loader_kwargs(host)}
-        return PlannedDataLoader(host.dataset, lengths, config.budget, sampler=order, plan=plan, **settings)
+        plan = {**config.plan, "work": work_of(self)}
+        return PlannedDataLoader(host.dataset, lengths, config.budget, sampler=order, plan=plan, **self._settings(host))
 
     def _online(self, host: Any) -> StepLoader[Any]:
-        config, dataset = self.dynagroup, unsharded(host.dataset)
+        from accelerate.data_loader import IterableDatasetShard
+
+        config, dataset = self.dynagroup, host.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset  # the online loader shards a stream itself
         if is_stream(dataset) and config.updates != "free":
             raise ConfigError(
                 "the updates of a stream cannot be preserved, because nobody knows its order beforehand: " + OF_STREAMS
             )
         order = None if is_stream(dataset) else host_order(host)
         measured = {"length_of": config.length_of, "length_hint": config.lengths, "work": work_of(self)}
-        settings = {**self._settings, **config.plan, **measured, **loader_kwargs(host)}
+        settings = {**self._settings(host), **config.plan, **measured}
         return OnlineDataLoader(dataset, config.budget, sampler=order, **settings)
 
-    @property
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, host: Any) -> dict[str, Any]:
         """What both loaders are told."""
         config, args = self.dynagroup, self.args
         free = config.updates == "free"
-        world = config.world
         return {
             "samples_per_update": None if free else config.samples_per_update or self._fixed_samples,
-            "accumulation": config.accumulation or self.accumulation if free else 1,
+            "accumulation": (config.accumulation or self.accumulation) if free else 1,
             "seed": args.data_seed if args.data_seed is not None else args.seed,
             "weigh": self._weigh,
             "drop_last": args.dataloader_drop_last and not free,
-            "world": world or (current_world() if args.world_size > 1 else SingleProcess()),
+            "world": config.world or (current_world() if args.world_size > 1 else SingleProcess()),
+            **loader_kwargs(host),
         }
 
     # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of
@@ -150,24 +148,28 @@ class DynagroupTrainerMixin(Evaluator):
         loader = self.update_loader
         if loader is None:
             return resumed
+        self.state.num_train_epochs = self._num_epochs or self.state.num_train_epochs
         if loader.budget.layout == "packed":
             check_packed_training(self)
         if checkpoint is None or not self.state.global_step:
             return resumed
-        states = read_states(checkpoint)
+        self._resume(loader, checkpoint)
+        return loader.epoch, 0
+
+    def _resume(self, loader: StepLoader[Any], checkpoint: str) -> None:
+        states, anew = read_states(checkpoint), self.args.ignore_data_skip
         if states:
             loader.load_state_dict(states)
-        elif self.args.ignore_data_skip:
+        elif anew:
             loader.set_epoch(self.state.global_step // loader.num_updates_in(0))
         else:
             raise StateError(
                 f"{checkpoint} was saved by a Trainer without dynagroup, so it does not say which samples were used; "
                 "TrainingArguments(ignore_data_skip=True) goes on with its model, and begins the epoch anew"
             )
-        if self.args.ignore_data_skip:
+        if anew:
             loader.restart_epoch()
         self.just_resumed = True
-        return loader.epoch, 0
 
     # Called on every rank within `_save_checkpoint`, before the file that makes a checkpoint complete is written; it is told
     # the folder, which callbacks are not (a hyperparameter search has folders of its own).
@@ -202,6 +204,27 @@ def dynagroup_trainer(trainer_class: type) -> type:
     'DynagroupSeq2SeqTrainer'
     """
     return type(f"Dynagroup{trainer_class.__name__}", (DynagroupTrainerMixin, trainer_class), {})
+
+
+def attach(trainer: Any, budget: Budget | int | DynagroupConfig, *, dynagroup_eval: Budget | int | bool = True) -> None:
+    """Give batches that fit to a Trainer that was made by others, before it trains: ``attach(trainer, 16_384)``. It is then of
+    the class ``dynagroup_trainer(type(trainer))``, whose arguments ``dynagroup`` and ``dynagroup_eval`` these are.
+
+    Raises:
+        ConfigError: ``trainer`` is no Trainer, forms such batches already or has begun to train, or its settings need batches of
+            their own. Nothing has changed then.
+    """
+    if not isinstance(trainer, Trainer) or isinstance(trainer, DynagroupTrainerMixin):
+        raise ConfigError(f"`trainer` must be a Trainer without batches that fit, but is a {type(trainer).__name__}")
+    if trainer.is_in_train or trainer.state.global_step:
+        raise ConfigError(f"`trainer` has made {trainer.state.global_step} updates: attach to it before it trains")
+    original = trainer.__class__
+    trainer.__class__ = dynagroup_trainer(original)
+    try:
+        trainer._take_over(budget, dynagroup_eval)
+    except BaseException:
+        trainer.__class__ = original
+        raise
 
 
 class DynagroupTrainer(DynagroupTrainerMixin, Trainer):

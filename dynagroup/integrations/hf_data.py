@@ -18,14 +18,7 @@ from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 
 __all__ = [
-    "UpdateItems",
-    "host_order",
-    "is_stream",
-    "loader_kwargs",
-    "read_states",
-    "sample_lengths",
-    "unsharded",
-    "work_of",
+    *("UpdateItems", "host_order", "is_stream", "loader_kwargs", "read_states", "sample_lengths", "work_of"),
     "write_states",
 ]
 
@@ -51,10 +44,10 @@ class UpdateItems:
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader = loader
-
-    @property
-    def dataset(self) -> Any:
-        return self.loader.dataset
+        self.dataset = loader.dataset
+        self.set_epoch = loader.set_epoch
+        self.set_samples_per_update = loader.set_samples_per_update
+        """For callbacks of the Trainer, which find this object as ``train_dataloader``."""
 
     def __len__(self) -> int:
         """Updates of the first epoch."""
@@ -66,14 +59,6 @@ class UpdateItems:
     def __iter__(self) -> Iterator[list[Step[Any]]]:
         return self.loader.updates()
 
-    def set_epoch(self, epoch: int) -> None:
-        self.loader.set_epoch(epoch)
-
-    def set_samples_per_update(self, samples: int) -> int:
-        """For callbacks of the Trainer, which find this object as ``train_dataloader``: see
-        :meth:`StepLoader.set_samples_per_update`."""
-        return self.loader.set_samples_per_update(samples)
-
 
 def host_order(loader: Any) -> Iterable[int]:
     """The sampler of indices behind a loader, however many times accelerate wrapped it."""
@@ -83,8 +68,7 @@ def host_order(loader: Any) -> Iterable[int]:
     sampler = getattr(batch_sampler, "sampler", None)
     if sampler is None:
         raise ConfigError(
-            "the training DataLoader has no sampler of indices (an IterableDataset, or a batch sampler of its own); "
-            "use a map-style dataset"
+            "the training DataLoader has no sampler of indices (it has a batch sampler of its own); use a map-style dataset"
         )
     return sampler
 
@@ -97,13 +81,6 @@ def loader_kwargs(loader: Any) -> dict[str, Any]:
 
 def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, torch.utils.data.IterableDataset)
-
-
-def unsharded(dataset: Any) -> Any:
-    """The stream inside accelerate's sharding wrapper: the online loader shards it itself."""
-    from accelerate.data_loader import IterableDatasetShard
-
-    return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
 
 def work_of(trainer: Any) -> Work:
@@ -140,13 +117,15 @@ def read_states(folder: str) -> list[Any]:
 
 def _read_states(path: Path) -> tuple[list[Any], str | None]:
     """The states, none where there is no file, or what is wrong with it."""
+    if not path.exists():
+        return [], None
     try:
-        states = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        if isinstance(states, list) and (states or not path.exists()):
+        states = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(states, list) and states:
             return states, None
-        why: Any = "it holds no list"
-    except (ValueError, RecursionError) as error:
-        why = f"it is no JSON ({error})"
+        why = "it holds no list of states"
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
     return [], f"{path} is damaged, {why}; resume from the checkpoint before it"
 
 
@@ -168,13 +147,14 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     first = (getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"])[0]
     both = bool(getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False))
     if known in columns:
-        streams = {TOKENS: np.asarray(dataset[known][:], np.int64)}
+        tokens = dataset[known][:]
     elif set(PAIR) <= set(columns):
-        streams = {TOKENS: _pair_tokens(trainer, dataset, has_prompt=PROMPT in columns)}
+        tokens = _pair_tokens(trainer, dataset, has_prompt=PROMPT in columns)
     elif first in columns:
-        streams = {TOKENS: measure_lengths(dataset, column=first).astype(np.int64)}
+        tokens = measure_lengths(dataset, column=first)
     else:
         return _row_by_row(trainer, dataset, first, both, name)
+    streams = {TOKENS: np.asarray(tokens, np.int64)}
     if both and "labels" in columns and len(dataset) and hasattr(dataset[0]["labels"], "__len__"):
         streams[TARGET] = measure_lengths(dataset, column="labels").astype(np.int64)
     return streams

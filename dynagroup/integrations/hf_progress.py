@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["DynagroupCallback", "MemoryCleanupCallback", "Progress", "StateCallback"]
+__all__ = ["DynagroupCallback", "Progress"]
 
 FIGURES = ("samples_per_update", "smallest_batch", "largest_batch", "idle_steps")
 
@@ -37,6 +37,8 @@ class Progress(_Base):
     update_loader: StepLoader[Any] | None
     guard: OomSafeBackward | None
     just_resumed = False
+    _num_epochs = 0
+    """That the run begins, as far as that is known when it begins."""
     _fixed_samples: int
     _changes_known = 0
     _since_log = 0.0
@@ -49,44 +51,39 @@ class Progress(_Base):
         wanted = self.dynagroup.samples_per_update
         return self._fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
+    # Only the loader of a training that begins passes here; a callback that looks at the data has one of its own.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         items: Any = dataloader
         loader = dataloader.loader if isinstance(dataloader, UpdateItems) else None
-        if (
-            loader is not None
-        ):  # whoever asked for others (a callback that looks at the data), and with a model that may be new
-            self.update_loader, self.guard = loader, None
+        if loader is not None:
+            self.update_loader, self.guard = loader, None  # the model may be new, too
             self._stats_logged, self._changes_known = loader.stats.copy(), loader.num_changes
-            self._since_log = time.perf_counter()
+            self._since_log, self._num_epochs = time.perf_counter(), 0
         if loader is None or loader.num_samples is None or not has_length(dataloader):
             return super().set_initial_training_values(args, items)
-        num_samples = loader.num_samples
-        max_steps, num_epochs = self._training_length(loader)
+        num_samples, max_steps = loader.num_samples, self._updates_of_run(loader)
         most_updates = max(num_samples, len(dataloader), 1)  # a bound; the loader's end ends the epoch
-        counted = args.max_steps > 0 or self.dynagroup.max_samples
-        train_samples = max_steps * self.samples_per_update if counted else num_samples * args.num_train_epochs
+        counted = args.max_steps > 0 or self.dynagroup.max_samples  # then updates that grow make the epochs more
+        num_epochs = sys.maxsize if counted else math.ceil(args.num_train_epochs)
+        train_samples = loader.samples_after(max_steps)
+        self._num_epochs = math.ceil(train_samples / max(num_samples, 1))
         return num_epochs, most_updates, num_samples, train_samples, self.samples_per_update, most_updates, max_steps
 
-    def _training_length(self, loader: StepLoader[Any]) -> tuple[int, int]:
-        """(updates, epochs begun) of the whole run."""
-        args, most_samples = self.args, self.dynagroup.max_samples
-        updates, samples, epoch = 0, 0, 0
-        num_samples = loader.num_samples or 0
-        while True:
-            count = loader.num_updates_in(epoch)
-            if count == 0:
-                raise ConfigError(
-                    f"no update of {self.samples_per_update} samples can be made of {num_samples}; "
-                    "use smaller updates or dataloader_drop_last=False"
-                )
-            if args.max_steps > 0 and updates + count >= args.max_steps:
-                return args.max_steps, epoch + 1
-            if most_samples is not None and samples + num_samples >= most_samples:
-                return loader.updates_until(most_samples), epoch + 1
-            if args.max_steps <= 0 and most_samples is None and epoch + 1 >= args.num_train_epochs:
-                # As the Trainer counts epochs of equal length: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
-                return updates + math.ceil(args.num_train_epochs * count) - epoch * count, epoch + 1
-            updates, samples, epoch = updates + count, samples + num_samples, epoch + 1
+    def _updates_of_run(self, loader: StepLoader[Any]) -> int:
+        """Of the whole run, its epochs before this one included."""
+        num_epochs, most_samples = self.args.num_train_epochs, self.dynagroup.max_samples
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        if most_samples is not None:
+            return loader.updates_until(most_samples)
+        *before, last = [loader.num_updates_in(epoch) for epoch in range(max(math.ceil(num_epochs), 1))]
+        if not all((*before, last)):
+            raise ConfigError(
+                f"no update of {self.samples_per_update} samples can be made of {loader.num_samples}; "
+                "use smaller updates or dataloader_drop_last=False"
+            )
+        # As the Trainer counts epochs of equal length: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
+        return sum(before) + math.ceil(num_epochs * last) - len(before) * last
 
     def note_place(self, state: Any) -> None:
         """The epoch by its samples, and the run's length, which may have changed with the size of updates."""
@@ -98,7 +95,7 @@ class Progress(_Base):
         if loader.num_changes != self._changes_known:
             self._changes_known = loader.num_changes
             if self.args.max_steps <= 0:
-                state.max_steps = self._training_length(loader)[0]
+                state.max_steps = self._updates_of_run(loader)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.dynagroup.learning_rate_schedule == "updates":
@@ -156,34 +153,19 @@ class Progress(_Base):
             figures["train_coverage"] = loader.cursor.samples_used / max(loader.num_samples, 1)
         return figures
 
-    def log_suggested_work(self) -> None:
-        """One line at a training's end, where it was long enough to tell: ``Work`` for the next run's ``plan={"work": ...}``."""
-        work = self.update_loader.stats.work if self.update_loader is not None else None
-        if work is not None:
-            self.log({"work_per_step": round(work.per_step, 1), "work_crossover": round(work.crossover, 1)})
-
 
 def _by_samples(function: Callable[[int], float], loader: StepLoader[Any]) -> Callable[[int], float]:
     return lambda update: function(loader.cursor.samples_seen if update else 0)
 
 
-class StateCallback(TrainerCallback):
-    """Counts ``state.epoch`` by samples, before other callbacks read it: it stands first. Added by the mixin."""
-
-    def __init__(self, trainer: Progress) -> None:
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.note_place(state)
-
-
 class DynagroupCallback(TrainerCallback):
-    """An update's learning rate, around its step, by its samples; what ends with an epoch and a training. Added by the mixin."""
+    """Keeps the books of a :class:`Progress`, which adds it before all other callbacks, so that they read ``state.epoch`` as
+    it is: an update's learning rate, around its step, by its samples; what ends with an epoch and a training."""
 
     def __init__(self, trainer: Progress) -> None:
         self.trainer = trainer
-        self.rates: list[Any] | None = None
-        """The learning rates before they were multiplied; None between steps."""
+        self.rates: list[Any] = []
+        """The learning rates before they were multiplied; none between steps."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         factor = self.trainer.learning_rate_factor()
@@ -193,9 +175,12 @@ class DynagroupCallback(TrainerCallback):
                 group["lr"] = group["lr"] * factor
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        rates, self.rates = self.rates, None
-        for group, rate in zip(optimizer.param_groups, rates, strict=True) if rates is not None else ():
+        rates, self.rates = self.rates, []
+        for group, rate in zip(optimizer.param_groups, rates, strict=bool(rates)):
             group["lr"] = rate
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.note_place(state)
 
     # A free-running loader finds out only now that nothing remained of the epoch that it was resumed into, and the Trainer would
     # end the training (as ``step < 0``).
@@ -205,17 +190,7 @@ class DynagroupCallback(TrainerCallback):
             control.should_training_stop = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.log_suggested_work()
-
-
-class MemoryCleanupCallback(TrainerCallback):
-    """Returns cached device memory after evaluation, prediction and epochs, whose shapes differ from training's."""
-
-    def _clean(self, *args: Any, **kwargs: Any) -> None:
-        import torch
-
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    on_evaluate = on_predict = on_epoch_end = _clean
+        """One line, where the training was long enough to tell: ``Work`` for the next run's ``plan={"work": ...}``."""
+        loader = self.trainer.update_loader
+        if loader is not None and (work := loader.stats.work) is not None:
+            self.trainer.log({"work_per_step": round(work.per_step, 1), "work_crossover": round(work.crossover, 1)})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,94 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import is_out_of_memory
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
+from dynagroup.integrations.config import trl_classes
 from dynagroup.integrations.hf_progress import Progress
-from dynagroup.integrations.trl import LossFigures
+from dynagroup.oom.inference import evaluating
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.train import OomSafeBackward
-from dynagroup.update.loss_weight import mean_items, predicts_next_token
+from dynagroup.update.loss_weight import count_label_tokens, mean_items, predicts_next_token
 from dynagroup.update.step import Step
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["UpdateRunner", "is_a_mean"]
+__all__ = ["LossFigures", "UpdateRunner", "is_a_mean"]
 
-NOTED = ("_metrics", "_stored_metrics")
-"""Where TRL's losses note figures of each batch: two more forward passes must not count there."""
+NOTING = {"SFTTrainer", "DPOTrainer", "RewardTrainer"}
+"""TRL's Trainers whose losses gather for their figures only, and note them in ``_metrics``."""
+
+
+# What: TRL notes one figure a batch, a mean over the samples or tokens of all ranks' batches, and logs the mean of these means;
+#   it gathers tensors of one shape. Batches of ours differ in size, over ranks as well. So while a loss is computed, gathering
+#   gives this rank's own values; each figure is taken out again, with the count that it is a mean of. Once an update, the mean
+#   of all ranks' figures, weighed by their counts, is noted in their place.
+# Why right: a mean over a union is the mean of the means weighed by their counts. A rank that idles has none.
+# Cost: one small exchange an update, in place of TRL's eight or so a batch.
+class LossFigures:
+    """Of one Trainer. It does nothing where the Trainer is not one of :data:`NOTING`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer if NOTING & trl_classes(trainer) and hasattr(trainer, "_metrics") else None
+        self._new: list[tuple[str, float, float]] = []
+        """Of this rank's batches since figures were added up: (name, figure, what it is a mean of)."""
+        self._tokens = 0.0
+
+    @contextlib.contextmanager
+    def of_batch(self, mode: str, batch: Any, *, counts: bool) -> Iterator[None]:
+        """Around the loss of a batch. ``counts``: False for one that only keeps ranks in step."""
+        if self.trainer is None:
+            yield
+            return
+        noted, tokens = self.trainer._metrics[mode], self.trainer._total_train_tokens
+        before = {key: len(values) for key, values in noted.items()}
+        with _gathering_locally(self.trainer.accelerator):
+            yield
+        weights = _weights(batch)
+        for key in noted.keys() - {"num_tokens"}:
+            first = before.get(key, 0)
+            self._new += [(key, value, weights[key]) for value in noted[key][first:] if counts]
+            del noted[key][first:]
+        self._tokens += (self.trainer._total_train_tokens - tokens) * counts
+        self.trainer._total_train_tokens = tokens
+
+    def add_up(self, mode: str) -> None:
+        """Over all ranks, which all call it."""
+        if self.trainer is None:
+            return
+        from accelerate.utils import gather_object
+
+        noted = self.trainer._metrics[mode]
+        gathered = gather_object([(self._new, self._tokens)])
+        sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for key, value, weight in (figure for new, _ in gathered for figure in new):
+            sums[key] = sums[key][0] + weight * value, sums[key][1] + weight
+        for key, (total, weight) in sums.items():
+            noted[key].append(total / weight if weight else 0.0)
+        self.trainer._total_train_tokens += sum(tokens for _, tokens in gathered)
+        noted["num_tokens"] = [self.trainer._total_train_tokens]
+        self._new, self._tokens = [], 0.0
+
+
+def _weights(batch: Mapping[str, Any]) -> Mapping[str, float]:
+    """What each figure of a batch is a mean of: tokens for some keys, else samples."""
+    weights: dict[str, float] = defaultdict(lambda: float(len(batch["input_ids"])))
+    mask = batch.get("completion_mask")
+    if "labels" in batch:
+        weights["entropy"] = weights["mean_token_accuracy"] = float(count_label_tokens(batch))
+    elif mask is not None:
+        chosen, rejected = (float(half[:, 1:].sum()) for half in mask.chunk(2))
+        weights |= {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
+        weights |= {"logits/chosen": chosen, "logits/rejected": rejected}
+    return weights
+
+
+@contextlib.contextmanager
+def _gathering_locally(accelerator: Any) -> Iterator[None]:
+    accelerator.gather = accelerator.gather_for_metrics = lambda tensor, *args, **kwargs: tensor
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.gather_for_metrics
 
 
 class UpdateRunner(Progress):
@@ -53,8 +127,7 @@ class UpdateRunner(Progress):
             self.control.should_epoch_stop = True
             return [], None
         self.just_resumed = False
-        batches = [_counted(step) for step in update] if _is_update(update) else [update]
-        return [update], self._get_num_items_in_batch(batches, device)
+        return [update], self._get_num_items_in_batch(_counted(update), device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if not _is_update(inputs):
@@ -86,10 +159,10 @@ class UpdateRunner(Progress):
         if self.label_smoother is not None and self.compute_loss_func is None and not _defines_compute_loss(type(self)):
             return False
         if self._found_mean is None:
-            config = self.dynagroup
+            config, loader = self.dynagroup, self.update_loader
+            assert loader is not None
             splitter = None if config.out_of_memory is None else config.splitter or BatchSplitter(trim="right")
-            assert self.update_loader is not None
-            self._found_mean = is_a_mean(self, model, batch, self.update_loader.world, splitter)
+            self._found_mean = is_a_mean(self, model, batch, loader.world, splitter)
         return bool(self._found_mean)
 
     @contextlib.contextmanager
@@ -125,12 +198,9 @@ class UpdateRunner(Progress):
             with self.compute_loss_context_manager(), self.figures.of_batch("train", batch, counts=True):
                 return self.compute_loss(model, {**batch}, num_items_in_batch=items)
 
-        scale = step.loss_scale if mean else 1.0
-        result = self.guard(
-            loss_of, self._prepare_inputs(step.batch), loss_scale=scale, ends_update=step.ends_update, indices=step.indices,
-            idle=step.idle,
-        )  # fmt: skip
-        return result.loss * scale
+        scale, batch = step.loss_scale if mean else 1.0, self._prepare_inputs(step.batch)
+        how: Any = {"ends_update": step.ends_update, "indices": step.indices, "idle": step.idle}
+        return self.guard(loss_of, batch, loss_scale=scale, **how).loss * scale
 
     def _new_guard(self, model: Any, mean: bool) -> OomSafeBackward:
         config, loader = self.dynagroup, self.update_loader
@@ -140,11 +210,9 @@ class UpdateRunner(Progress):
                 f"out_of_memory={config.out_of_memory!r} repeats batches on one rank alone, but the compute_loss of "
                 f"{type(self).__name__} may exchange data between ranks; leave it None"
             )
-        learned = LearningBudget.within(loader.budget)
         return OomSafeBackward(
             model, mode=config.out_of_memory, weigh=self._weigh if mean else "sum", splitter=config.splitter,
-            world=loader.world, learned=learned if isinstance(learned, LearningBudget) else None,
-            backward=self.accelerator.backward,
+            world=loader.world, learned=LearningBudget.within(loader.budget), backward=self.accelerator.backward,
         )  # fmt: skip
 
     def _local_gradients(self, model: Any, step: Step[Any]) -> Any:
@@ -156,11 +224,10 @@ class UpdateRunner(Progress):
         return self.accelerator.no_sync(model)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        batches = [step.batch for step in inputs if not step.idle] if _is_update(inputs) else [inputs]
-        return sum(super(UpdateRunner, self).floating_point_ops(batch) for batch in batches)
+        return sum(map(super().floating_point_ops, _counted(inputs)))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        for batch in map(_counted, inputs) if _is_update(inputs) else [inputs]:
+        for batch in _counted(inputs):
             super()._track_num_input_tokens(batch)
 
 
@@ -168,11 +235,17 @@ def _is_update(inputs: Any) -> bool:
     return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], Step)
 
 
-def _counted(step: Step[Any]) -> Any:
-    """The batch as its tokens and labels are counted: an idle one has no samples."""
-    if not step.idle or not isinstance(step.batch, Mapping):
-        return step.batch
-    return {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in step.batch.items()}
+def _counted(inputs: Any) -> list[Any]:
+    """The batches of an update, or the one batch, as tokens and labels are counted: an idle one has no samples."""
+    if not _is_update(inputs):
+        return [inputs]
+    return [_without_samples(step.batch) if step.idle else step.batch for step in inputs]
+
+
+def _without_samples(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in batch.items()}
 
 
 def _defines_compute_loss(trainer_class: type) -> bool:
@@ -189,7 +262,7 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Spli
     """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell.
 
     Args:
-        splitter: halves a batch that runs out of memory here; None: running out of memory is an error.
+        splitter: takes one sample of a batch that runs out of memory here; None: running out of memory is an error.
 
     Raises:
         ConfigError: the loss cannot be asked, or neither halves nor stays. Names ``loss_is_scaled_for_ga``.
@@ -203,7 +276,7 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Spli
             unclear = not halves and not stays
     except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
         error = caught
-    failed, unclear, halves, stays = (bool(v) for v in world.all_max([error is not None, unclear, halves, stays]))
+    failed, unclear, halves, stays = map(bool, world.all_max([error is not None, unclear, halves, stays]))
     if error is not None and is_out_of_memory(error):
         raise error
     if failed or (unclear and not halves):
@@ -217,14 +290,13 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Spli
 
 def _losses(trainer: Any, model: Any, batch: Any, splitter: Splitter[Any] | None) -> tuple[float, float]:
     try:
-        inputs = trainer._prepare_inputs(batch)
-        with _nothing_left_behind(trainer, model):
+        with evaluating(model), trainer.figures.of_batch("train", batch, counts=False):
+            inputs = trainer._prepare_inputs(batch)
             return _loss(trainer, model, inputs, 1), _loss(trainer, model, inputs, 2)
     except Exception as error:
-        size = splitter.num_samples(batch) if splitter is not None else 1
-        if splitter is None or size < 2 or not is_out_of_memory(error):
+        if splitter is None or not is_out_of_memory(error) or splitter.num_samples(batch) < 2:
             raise
-    return _losses(trainer, model, splitter.take(batch, 0, size // 2), splitter)
+    return _losses(trainer, model, splitter.take(batch, 0, 1), splitter)
 
 
 def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:
@@ -235,16 +307,3 @@ def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:
     with torch.random.fork_rng(devices=devices), torch.no_grad(), trainer.compute_loss_context_manager():
         items = torch.tensor(count, device=trainer.args.device)
         return float(trainer.compute_loss(model, {**inputs}, num_items_in_batch=items))
-
-
-@contextlib.contextmanager
-def _nothing_left_behind(trainer: Any, model: Any) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    noted = {name: copy.deepcopy(vars(trainer)[name]) for name in NOTED if name in vars(trainer)}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        vars(trainer).update(noted)

@@ -12,7 +12,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, Trainer
 
 from dynagroup import ConfigError, StateError, TokenBudget  # noqa: E402
 from dynagroup.integrations.config import DynagroupConfig  # noqa: E402
-from dynagroup.integrations.hf import DynagroupTrainer, MemoryCleanupCallback, dynagroup_trainer  # noqa: E402
+from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer  # noqa: E402
 from dynagroup.integrations.hf_data import sample_lengths  # noqa: E402
 from dynagroup.update.schedule import adabatch, doubling  # noqa: E402
 from tests.integrations import toys  # noqa: E402
@@ -170,7 +170,7 @@ def test_evaluation_early_stopping_and_the_best_checkpoint(tmp_path):
     run = trainer(
         "causal", tmp_path, fits=True, max_steps=12, eval_dataset=toys.samples("causal", 8, seed=1), eval_strategy="steps",
         eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=0.0,
-        metric_for_best_model="eval_loss", callbacks=[EarlyStoppingCallback(2), MemoryCleanupCallback()],
+        metric_for_best_model="eval_loss", callbacks=[EarlyStoppingCallback(2)],
     )  # fmt: skip
     run.train()
     assert run.state.global_step == 6, "the loss never improves after the first evaluation"
@@ -325,7 +325,7 @@ def test_tensor_parallelism_needs_to_say_who_shares_data(tmp_path, monkeypatch):
 def test_zero3_needs_planned_updates(tmp_path):
     from types import SimpleNamespace
 
-    from dynagroup.integrations.hf_checks import refuse_unsupported
+    from dynagroup.integrations.config import refuse_unsupported
 
     run = trainer("causal", tmp_path, fits=True)
     run.accelerator = SimpleNamespace(
@@ -432,19 +432,50 @@ def test_a_stream_is_told_the_way_that_exists(tmp_path, mode):
     assert run.state.global_step == 2
 
 
-def test_the_budget_is_told_apart_from_the_collators_layout(tmp_path):
-    from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
+def test_a_budget_that_counts_padding_where_there_is_none_is_warned_of(tmp_path):
+    from transformers import DataCollatorWithFlattening
 
-    from dynagroup.integrations.hf_checks import warn_of_layout
-
-    padded, packed = TokenBudget(100), TokenBudget(100, layout="packed")
+    run = trainer("causal", tmp_path, fits=False)
+    run.data_collator = DataCollatorWithFlattening()
     with pytest.warns(UserWarning, match="DataCollatorWithFlattening lays samples end to end.*layout='packed'"):
-        warn_of_layout(DataCollatorWithFlattening(), padded)
-    with pytest.warns(UserWarning, match="DataCollatorWithPadding pads samples.*use the padded layout"):
-        warn_of_layout(DataCollatorWithPadding(None), packed)
-    warn_of_layout(DataCollatorWithFlattening(), packed)
-    warn_of_layout(DataCollatorWithPadding(None), padded)
-    warn_of_layout(toys.collate, packed)
+        attach(run, 100)
+
+
+def updates_of(run):
+    run.train()
+    return parameters(run.model), run.state.global_step, run.update_loader.stats.batches
+
+
+def test_attaching_makes_the_trainer_that_the_class_makes(tmp_path):
+    changes = {"exact_loss": True, "max_steps": 8, "count": 48}
+    made = trainer("causal", tmp_path / "a", fits=True, config={"lengths": None}, **changes)
+    attached = trainer("causal", tmp_path / "b", fits=False, **changes)
+    attach(attached, 160)
+    (expected, *counts), (found, *counted) = updates_of(made), updates_of(attached)
+    assert torch.equal(found, expected)
+    assert counted == counts
+    assert type(attached) is dynagroup_trainer(Trainer)
+    assert attached.evaluate(toys.samples("causal", 9)) is not None
+
+
+def test_attaching_too_late_or_twice_or_in_vain_is_refused_and_changes_nothing(tmp_path):
+    trained = trainer("causal", tmp_path, fits=False, max_steps=1)
+    trained.train()
+    packing = trainer("causal", tmp_path, fits=False, auto_find_batch_size=True)
+    for run, message in ((trained, "has made 1 updates"), (packing, "auto_find_batch_size=True does not go with")):
+        before, callbacks = run.args, len(run.callback_handler.callbacks)
+        with pytest.raises(ConfigError, match=message):
+            attach(run, 160)
+        assert (type(run), run.args, len(run.callback_handler.callbacks)) == (Trainer, before, callbacks)
+    for run in (trainer("causal", tmp_path, fits=True), "a trainer"):
+        with pytest.raises(ConfigError, match="must be a Trainer without batches that fit"):
+            attach(run, 160)
+
+
+def test_updates_that_grow_at_run_time_do_not_end_a_run_of_so_many_steps(tmp_path):
+    run = trainer("causal", tmp_path, fits=True, max_steps=20, callbacks=[Grow()])
+    run.train()
+    assert (run.state.global_step, run.state.num_train_epochs) == (20, 4)
 
 
 def test_an_encoder_decoders_labels_are_measured(tmp_path):

@@ -126,7 +126,7 @@ def test_losses_that_compare_the_pairs_of_a_batch_are_refused(tmp_path, loss_typ
 def test_trainers_that_need_their_own_batches_are_refused():
     from types import SimpleNamespace
 
-    from dynagroup.integrations.trl import COUPLED, refuse_coupled
+    from dynagroup.integrations.config import COUPLED, refuse_coupled
 
     for name in COUPLED:
         original = getattr(trl, name, None)
