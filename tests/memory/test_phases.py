@@ -191,6 +191,26 @@ def test_a_program_that_loops_over_tokens_is_fitted_to_simulations():
         assert 0.97 < stated / row.batch_bytes < 1.2, (row.num_samples, row.longest)
 
 
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        (hf.LongformerConfig(vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+                             attention_window=32), "train"),
+        (hf.Mamba2Config(vocab_size=90, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=1,
+                         chunk_size=32), "forward"),
+    ],
+    ids=["longformer", "mamba2"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:the memory of this model is fitted:UserWarning")
+def test_a_program_that_pads_its_input_is_never_predicted_smaller(config, mode):
+    """To windows or chunks of 32: traced at multiples of 32, a batch one token longer would be predicted far too small."""
+    memory = TracedMemory.of(config, mode)
+    shapes = [(3, 1), (2, 33), (5, 16), (3, 65), (8, 200), (3, 257), (1, 500)]
+    for row in simulate(config, memory.workload, shapes):
+        stated = float(memory.batch_bytes(BatchShape.of(row.num_samples, dict(row.longest)))[0])
+        assert 0.97 < stated / row.batch_bytes < 2, (row.num_samples, row.longest)
+
+
 def test_what_can_neither_be_traced_nor_simulated_is_refused_in_bytes():
     config = hf.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(ConfigError, match=r"cannot be traced \(.*ProfiledMemory\.fit\(measure"):

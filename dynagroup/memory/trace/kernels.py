@@ -42,13 +42,16 @@ class CudaKernels(TorchFunctionMode):
     Args:
         autocast: dtype of ``torch.autocast`` around the forward pass, or None.
         padded: whether batches reach the model with a padding mask.
-        aligned: whether a mask whose width is a multiple of the kernel's alignment is spared its padding.
+        copies_masks: whether every call of attention copies its mask; None: as the kernel does, which pads masks whose width
+            is no multiple of 16. Padding is no polynomial of the width, a copy is.
     """
 
-    def __init__(self, autocast: torch.dtype | None = None, padded: bool = True, aligned: bool = True) -> None:
+    def __init__(
+        self, autocast: torch.dtype | None = None, padded: bool = True, copies_masks: bool | None = None
+    ) -> None:
         super().__init__()
         self.padded = padded
-        self.aligned = aligned
+        self.copies_masks = copies_masks
         self.autocast = autocast
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -57,7 +60,7 @@ class CudaKernels(TorchFunctionMode):
         if self.autocast is not None:
             args, kwargs = self._recast(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
-            return attention(*args, aligned=self.aligned, **kwargs)
+            return attention(*args, copies_masks=self.copies_masks, **kwargs)
         if func is F.dropout:
             return dropout(*args, **kwargs)
         if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
@@ -106,7 +109,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    aligned: bool = True,
+    copies_masks: bool | None = None,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` with the kernel that CUDA takes: flash, else memory-efficient."""
     same_heads = query.shape[-3] == key.shape[-3]
@@ -118,22 +121,22 @@ def attention(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
-        attn_mask = _bias(attn_mask, query, key, aligned)
+        attn_mask = _bias(attn_mask, query, key, copies_masks)
     needs_grad = torch.is_grad_enabled() and query.requires_grad
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, aligned: bool) -> torch.Tensor:
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, copied: bool | None) -> torch.Tensor:
     """The mask as the additive bias that the memory-efficient kernel reads; each call makes its own copy, as CUDA does."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     width = mask.shape[-1]
-    if width % MASK_ALIGNMENT:
-        mask = F.pad(mask, (0, MASK_ALIGNMENT - width % MASK_ALIGNMENT))[..., :width]
-    elif not aligned:
+    if copied:
         mask = mask.clone()
+    elif copied is None and width % MASK_ALIGNMENT:
+        mask = F.pad(mask, (0, MASK_ALIGNMENT - width % MASK_ALIGNMENT))[..., :width]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
@@ -153,10 +156,9 @@ def _softmax(func: Any, input: torch.Tensor, dim: int | None = None, *args: Any,
 
 BLOCK = 512  # the caching allocator rounds every request up to this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)
 _aten = torch.ops.aten
-_ATTENTION_BACKWARD = {
-    _aten._scaled_dot_product_flash_attention_backward.default,
-    _aten._scaled_dot_product_efficient_attention_backward.default,
-}
+_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
+_EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+_ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.default, _EFFICIENT_BACKWARD}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -166,6 +168,7 @@ class LiveBytes(TorchDispatchMode):
         apart: tensors that are counted elsewhere (parameters, gradients); their storages and views count nothing here.
         block: allocations are rounded up to a multiple of this many bytes.
         slack: bytes that every allocation takes beyond its size: half a block, where rounding would hide what it grows with.
+            Then what kernels pad to multiples of 16 or 32 counts without its padding, which is no polynomial of the shape.
     """
 
     def __init__(self, apart: Iterable[torch.Tensor] = (), block: int = BLOCK, slack: int = 0) -> None:
@@ -182,21 +185,21 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _ATTENTION_BACKWARD:
             self._reach(self.live + _workspace(args[1]))
-        for item in out if isinstance(out, (tuple, list)) else (out,):
+        for place, item in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
             if isinstance(item, torch.Tensor):
-                self._add(item)
+                self._add(item, _unpadded(func, place, item, args) if self._slack else None)
         return out
 
     def mark(self, name: str) -> None:
         """Remember how many allocations there were, and how many bytes are alive, at a named point."""
         self.marks[name] = (len(self.timeline), self.live)
 
-    def _add(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor: torch.Tensor, size: int | None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or not tensor.is_meta:
             return
-        size = -(-storage.nbytes() // self._block) * self._block + self._slack
+        size = -(-(storage.nbytes() if size is None else size) // self._block) * self._block + self._slack
         self._known.add(key)
         self.live += size
         self._reach(self.live)
@@ -213,6 +216,13 @@ class LiveBytes(TorchDispatchMode):
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _unpadded(func: Any, place: int, made: torch.Tensor, args: tuple) -> int | None:
+    """Bytes without padding of what the memory-efficient kernel makes: one float32 a row, and the gradient of the bias."""
+    if func is _EFFICIENT and place == 1 and made.numel():
+        return 4 * args[0].numel() // args[0].shape[-1]
+    return made.nbytes if func is _EFFICIENT_BACKWARD and place == 3 else None
 
 
 def _workspace(query: torch.Tensor) -> int:

@@ -29,10 +29,12 @@ Probe: TypeAlias = "tuple[int, int, int]"  # samples, tokens, tokens of the targ
 Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # bytes alive after each allocation
 ALIKE = 5e-3  # how much the peak of a deepened trace may differ from that of the whole model
 EXACT = 1e-4  # how much of the largest size polynomials may miss
-PROBES = [(2, 64, 96), (3, 64, 32), (2, 256, 160), (5, 192, 96), (4, 320, 64), (3, 512, 256), (7, 96, 352), (2, 160, 512),
-          (6, 64, 256), (3, 128, 320), (4, 384, 480), (5, 480, 128), (2, 32, 32), (8, 224, 288)]  # fmt: skip
-PACKED_PROBES: list[Probe] = [(1, 64, 0), (1, 512, 0), (1, 192, 0), (1, 320, 0)]
+# A program that pads its input to a multiple of something is no polynomial of lengths that are multiples, and one beyond.
+PROBES = [(2, 64, 96), (3, 65, 33), (2, 256, 160), (5, 193, 96), (4, 320, 65), (3, 497, 257), (7, 97, 352), (2, 160, 497),
+          (6, 65, 256), (3, 128, 321), (4, 384, 480), (5, 481, 128), (2, 33, 32), (8, 224, 289)]  # fmt: skip
+PACKED_PROBES: list[Probe] = [(1, 64, 0), (1, 513, 0), (1, 192, 0), (1, 1025, 0)]
 PROBED = 512  # the longest of them
+LONGEST = 1041  # of the last probe, where the model has positions for it: it tells what happens beyond
 FEWEST_POSITIONS = 64
 MOST_TOKENS = 131072  # of a sample, or of a packed batch: phases that count only beyond are left out
 
@@ -104,12 +106,12 @@ class _Traced:
         model = as_meta_model(self.source, self.workload)
         for stack in stacks(model) if most_layers else ():
             del stack[most_layers:]
-        return as_gathered(prepare(model, self.workload, self.aligned), self.workload)
+        return as_gathered(prepare(model, self.workload, not self.aligned), self.workload)
 
     def run(self, model: torch.nn.Module, probe: Probe, watch: Any = None) -> LiveBytes:
         n, length, target = probe
         longest = {"tokens": length, "target": target} if self.two_streams else {"tokens": length}
-        how: dict[str, Any] = {"inputs": self.inputs, "watch": watch, "aligned": self.aligned}
+        how: dict[str, Any] = {"inputs": self.inputs, "watch": watch, "copies_masks": not self.aligned}
         return trace(model, self.workload, n, longest, block=1, slack=BLOCK // 2, **how)
 
     def timeline(self, check: Probe) -> Timeline:
@@ -204,20 +206,24 @@ def _phases(traced: _Traced) -> Phases:
     return Phases(_exact(traced, _probes(config, traced, until)), until, after)
 
 
-def _probes(config: Any, traced: _Traced, within: int = PROBED) -> list[Probe]:
-    """Shapes that tell the monomials apart, within the model's positions. Multiples of 16: kernels pad masks to that."""
-    most = min(_positions(config) or PROBED, PROBED, within)
+def _probes(config: Any, traced: _Traced, within: int = LONGEST) -> list[Probe]:
+    """Shapes that tell the monomials apart, within the model's positions; the last is as long as ``within`` allows."""
+    most = min(_positions(config) or LONGEST, within)
     most_target = min(getattr(_text(config), "max_target_positions", None) or most, most)
-    scaled = [
-        (n, max(16, most * length // PROBED // 16 * 16), max(16, most_target * target // PROBED // 16 * 16))
-        for n, length, target in PROBES
-    ]
+    scaled = [(n, _scaled(length, most), _scaled(target, most_target)) for n, length, target in PROBES]
     columns = traced.columns
     for count in range(len(columns) + 1, len(scaled) + 1):
-        known = monomials(*np.array(scaled[:count]).T)[:, columns]
+        n, length, target = scaled[count - 1]
+        probes = [*scaled[: count - 1], (n, max(length, (most - 1) // 16 * 16 + 1), target)]
+        known = monomials(*np.array(probes).T)[:, columns]
         if np.linalg.matrix_rank(known / known.max(0)) == len(columns):
-            return scaled[:count]
+            return probes
     raise ValueError(f"{min(most, most_target)} positions are too few to tell how memory grows with the length")
+
+
+def _scaled(length: int, most: int) -> int:
+    """A length of ``PROBES`` as a share of ``most``: again a multiple of 16, or one beyond."""
+    return length if most >= PROBED else max(16, most * length // PROBED // 16 * 16 + length % 2)
 
 
 def _text(config: Any) -> Any:
@@ -287,10 +293,10 @@ def _rows(phases: FloatArray) -> tuple[tuple[float, ...], ...]:
 # peaks are fitted: at each short length two numbers of samples give every allocation as a line in n (the program is the
 # same), hence the peak of any n; at the long ones there is one peak. Lengths are one beyond multiples of usual chunks, where
 # rounding up costs most. The closest phases are raised by one factor until none of these peaks lies above them.
-SHORT, LONG, LONG_SAMPLES = (1, 17, 65), (257, 1025, 4097), 2
+SHORT, LONG, LONG_SAMPLES = (1, 17, 33, 65, 129), (257, 513, 1025, 2049, 4097), 2
 LOOPS = 4  # a program so many times as long as that of one token loops over tokens: a minute for a thousand of them
 SAMPLES = (1, 2, 4, 16, 64, 256)
-FITS = 0.25  # how far off the closest phases may be at most before they are raised
+FITS = 0.5  # how far off the closest phases may be at most before they are raised
 
 
 def _simulated(traced: _Traced, error: ValueError) -> Phases:
@@ -300,12 +306,11 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     timeline = traced.timeline((2, SHORT[1], 0))
     rows = [row for length in SHORT if length <= most for row in _peaks_of(timeline, length)]
     one_token = len(timeline((1, 1, 0)))
-    for length in LONG:
-        if length <= most:
-            line = timeline((LONG_SAMPLES, length, 0))
-            rows.append((LONG_SAMPLES, length, float(line.max())))
-            if len(line) > LOOPS * one_token:
-                break
+    for length in sorted({min(length, most) for length in LONG}):
+        line = timeline((LONG_SAMPLES, length, 0))
+        rows.append((LONG_SAMPLES, length, float(line.max())))
+        if len(line) > LOOPS * one_token:
+            break
     n, length, size = np.array(rows).T
     columns = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
     known = monomials(n, length, np.zeros_like(n))[:, columns]

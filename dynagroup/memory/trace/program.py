@@ -18,15 +18,15 @@ __all__ = ["MakeInputs", "as_gathered", "kept_bytes", "prepare", "static_bytes",
 MakeInputs: TypeAlias = Callable[[torch.nn.Module, int, Mapping[str, int]], dict[str, torch.Tensor]]
 
 
-def prepare(model: torch.nn.Module, workload: Run, aligned: bool = True) -> torch.nn.Module:
+def prepare(model: torch.nn.Module, workload: Run, copies_masks: bool | None = None) -> torch.nn.Module:
     """The meta model in the state that the workload runs it in, gradients of earlier steps included.
 
-    ``aligned``: as in :func:`trace`, for what checkpointing runs again.
+    ``copies_masks``: as in :func:`trace`, for what checkpointing runs again.
     """
     training = workload.mode == "train"
     model.train(training)
     if training and workload.gradient_checkpointing:
-        _checkpoint(model, _autocast(workload), aligned)
+        _checkpoint(model, _autocast(workload), copies_masks)
     if training:
         for p in model.parameters():
             if p.requires_grad:
@@ -37,9 +37,9 @@ def prepare(model: torch.nn.Module, workload: Run, aligned: bool = True) -> torc
     return model
 
 
-def _checkpoint(model: Any, autocast: torch.dtype | None, aligned: bool) -> None:
+def _checkpoint(model: Any, autocast: torch.dtype | None, copies_masks: bool | None) -> None:
     # Function modes do not reach what the autograd engine calls, so the recomputation enters its own.
-    checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(autocast, aligned=aligned)))
+    checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(autocast, copies_masks=copies_masks)))
 
 
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
@@ -136,16 +136,15 @@ def trace(
     block: int = BLOCK,
     slack: int = 0,
     watch: Callable[[LiveBytes], Any] | None = None,
-    aligned: bool = True,
+    copies_masks: bool | None = None,
 ) -> LiveBytes:
     """Run one batch on the meta device and return the bytes that were alive meanwhile, static memory left out.
 
-    ``block`` and ``slack``: of :class:`LiveBytes`. ``aligned=False``: masks are padded whatever the length, as those of most
-    lengths are.
+    ``block`` and ``slack``: of :class:`LiveBytes`. ``copies_masks``: of :class:`CudaKernels`.
     """
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracer = LiveBytes(apart, block=block, slack=slack)
-    kernels = CudaKernels(_autocast(workload), padded=workload.attention != "flash", aligned=aligned)
+    kernels = CudaKernels(_autocast(workload), padded=workload.attention != "flash", copies_masks=copies_masks)
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
