@@ -7,14 +7,14 @@ its module's globals is not followed: a setting that depends on one says so by a
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import hashlib
 import sys
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from enum import Enum
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ __all__ = ["described", "hashed"]
 LONGEST = 240
 """Characters of a description; what is longer is cut and ends in a hash of the whole."""
 PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
-BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType)
+MEMBERS = (*PLAIN, list, tuple, dict, set, functools.partial, types.FunctionType)
 
 
 def described(value: Any, *, ask: bool = True) -> str:
@@ -36,13 +36,13 @@ def described(value: Any, *, ask: bool = True) -> str:
     Args:
         ask: whether ``value`` itself is asked for its ``fingerprint``; what it holds always is.
 
-    >>> described(np.int64(3)), described(functools.partial(round, ndigits=np.int64(1)))
-    ('3', "partial(builtins.round, (), {'ndigits': 1})")
+    >>> described({"window": np.int64(3)}), described((1, None))
+    ("{'window': 3}", '(1, None)')
     >>> described(np.arange(9000)) == described(np.arange(9000) % 8999)
     False
     """
     describer = _Describer()
-    text = describer.text(value) if ask else describer.object(value)
+    text = describer.text(value) if ask else describer.pickled(value)
     if describer.unseen:
         warnings.warn(
             f"cannot see what {', '.join(sorted(describer.unseen))} in the setting {text} holds: states of a run with another "
@@ -53,11 +53,7 @@ def described(value: Any, *, ask: bool = True) -> str:
 
 
 def hashed(text: str | bytes, digits: int = 16) -> str:
-    """So many hexadecimal digits of a text.
-
-    >>> hashed("text") == hashed(b"text")
-    True
-    """
+    """So many hexadecimal digits of a text."""
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=digits // 2).hexdigest()
 
 
@@ -72,11 +68,9 @@ class _Describer:
 
     def text(self, value: Any, names: frozenset[str] | None = None) -> str:
         value = value.item() if isinstance(value, np.generic) else value
-        if isinstance(value, Enum):
-            return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, PLAIN):
             return _short(repr(value))
-        if id(value) in self._open:
+        if id(value) in self._open:  # a circle: so many levels up
             return f"^{len(self._open) - self._open.index(id(value))}"
         if (id(value), names) not in self._done:
             self._open.append(id(value))
@@ -85,71 +79,57 @@ class _Describer:
         return self._done[id(value), names][1]
 
     def _compound(self, value: Any, names: frozenset[str] | None) -> str:
+        kind = "" if type(value) in (dict, frozenset, tuple, list) else type(value).__qualname__
         if isinstance(value, Mapping):
             items = sorted(f"{self.text(k, names)}: {self.text(v, names)}" for k, v in value.items())
-            return f"{_kind(value, dict)}{{{', '.join(items)}}}"
+            return f"{kind}{{{', '.join(items)}}}"
         if isinstance(value, (set, frozenset)):
-            return f"{_kind(value, frozenset)}{{{', '.join(sorted(self.text(v, names) for v in value))}}}"
+            return f"{kind}{{{', '.join(sorted(self.text(v, names) for v in value))}}}"
         if isinstance(value, (list, tuple)):
-            return f"{_kind(value, tuple)}({self._listed(value, names)})"
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return f"{value.dtype}{list(value.shape)}#{hashed(np.ascontiguousarray(value).tobytes())}"
+            return f"{kind}({self._listed(value, names)})"
         if isinstance(value, (types.ModuleType, type)):
             return value.__name__ if isinstance(value, types.ModuleType) else self._class(value)
-        return self._callable(value, names)
-
-    def _callable(self, value: Any, names: frozenset[str] | None) -> str:
-        if isinstance(value, functools.partial):
-            return f"partial({self._listed([value.func, value.args, value.keywords], names)})"
         if isinstance(value, types.MethodType):
             code = getattr(value.__func__, "__code__", None)
             return f"{self.text(value.__func__)} of {self.text(value.__self__, _names_in(code) if code else None)}"
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, (*BUILT_IN, np.ufunc)):
-            holder = getattr(value, "__self__", None)
-            of_module = holder is None or isinstance(holder, types.ModuleType)
-            return _named(value) if of_module else f"{self.text(holder, names)}.{value.__name__}"
         if callable(value) and hasattr(value, "__wrapped__"):
             return f"{type(value).__qualname__}({self.text(value.__wrapped__)})"  # pyright: ignore[reportFunctionMemberAccess]
         if isinstance(getattr(value, "fingerprint", None), str):
-            return value.fingerprint  # pyright: ignore[reportFunctionMemberAccess]
-        if names is None or is_dataclass(value) or _is_tensor(value):
-            return self.object(value)
-        held = {name: getattr(value, name) for name in sorted(names) if name in getattr(value, "__dict__", {})}
-        return f"{self._class(type(value))}({self._named_parts(held, names)})"
+            return value.fingerprint
+        whole = isinstance(value, (np.ndarray, functools.partial)) or is_dataclass(value) or _is_tensor(value)
+        if names is None or whole or not hasattr(value, "__dict__"):
+            return self.pickled(value)
+        return f"{self._class(type(value))}({self._parts({k: v for k, v in vars(value).items() if k in names}, names)})"
 
-    def object(self, value: Any) -> str:
-        """An object: its class, and what it holds."""
+    def pickled(self, value: Any) -> str:
+        """An object: its class, and what a pickle of it would hold."""
+        kind = type(value)
         try:
-            if _is_tensor(value):
+            if _is_tensor(value) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
                 return f"{value.dtype}{list(value.shape)}#{hashed(_raw(value))}"
-            if is_dataclass(value):
-                held = {field.name: getattr(value, field.name) for field in fields(value)}
-                return f"{self._class(type(value))}({self._named_parts(held)})"
-            reduced = value.__reduce_ex__(2)
+            reduce = copyreg.dispatch_table.get(kind)
+            reduced = value.__reduce_ex__(2) if reduce is None else reduce(value)
         except Exception:  # noqa: BLE001 - whatever its class raises, it cannot be seen
-            self.unseen.add(_named(type(value)))
-            return f"{_named(type(value))}, which cannot be compared"
+            self.unseen.add(_named(kind))
+            return f"{_named(kind)}, which cannot be compared"
         if isinstance(reduced, str):  # the name under which its module holds it
-            return f"{_named(type(value))}.{reduced}"
+            return _named(value) if hasattr(value, "__qualname__") else f"{_named(kind)}.{reduced}"
         make, arguments, state, *rest = (*reduced, None)[:5]
         if isinstance(state, dict):  # without what it merely keeps from computing it again
-            state = {
-                k: v
-                for k, v in state.items()
-                if not isinstance(getattr(type(value), k, None), functools.cached_property)
-            }
-        if getattr(make, "__name__", "") == "__newobj__" and isinstance(state, dict):
-            return f"{self._class(type(value))}({self._named_parts(state)})"
-        parts = [list(part) if part is not None and not isinstance(part, (dict, tuple)) else part for part in rest]
-        return f"{self._class(type(value))}({self._listed([make, arguments, state, *parts])})"
+            kept = functools.cached_property
+            state = {k: v for k, v in state.items() if not isinstance(getattr(kind, k, None), kept)}
+            if getattr(make, "__name__", "") == "__newobj__":
+                return f"{self._class(kind)}({self._parts(state)})"
+        items = [list(part) if part is not None and not isinstance(part, (dict, tuple)) else part for part in rest]
+        return f"{self._class(kind)}({self._listed([make, arguments, state, *items])})"
 
     def _listed(self, values: Iterable[Any], names: frozenset[str] | None = None) -> str:
         return ", ".join(self.text(value, names) for value in values)
 
-    def _named_parts(self, parts: Mapping[str, Any], names: frozenset[str] | None = None) -> str:
-        return ", ".join(f"{name}={self.text(part, names)}" for name, part in parts.items())
+    def _parts(self, parts: Mapping[str, Any], names: frozenset[str] | None = None) -> str:
+        return ", ".join(f"{name}={self.text(part, names)}" for name, part in sorted(parts.items()))
 
     def _class(self, kind: type) -> str:
         if not _is_own(kind):
@@ -160,16 +140,15 @@ class _Describer:
 
     def _member(self, member: Any) -> str:
         inner = next((found for name in ("fget", "func", "__func__") if (found := getattr(member, name, None))), member)
-        plain = isinstance(inner, (*PLAIN, list, tuple, dict, set, functools.partial, types.FunctionType))
-        return self.text(inner) if plain else ""
+        return self.text(inner) if isinstance(inner, MEMBERS) else ""
 
     def _function(self, function: types.FunctionType) -> str:
-        names, held = _names_in(function.__code__), [function.__defaults__, function.__kwdefaults__]
-        parts = [self.text(part) for part in held if part] + [self._cell(c, names) for c in function.__closure__ or ()]
+        code, held = function.__code__, [function.__defaults__, function.__kwdefaults__]
+        parts = [self.text(part) for part in held if part]
+        parts += [self._cell(cell, _names_in(code)) for cell in function.__closure__ or ()]
         if not _is_own(function):
             return _named(function) + (f"[{', '.join(parts)}]" if parts else "")
-        code = self._code(function.__code__, function.__doc__)
-        return f"{function.__name__}#{hashed('; '.join([*parts, code]), 8)}"
+        return f"{function.__name__}#{hashed('; '.join([*parts, self._code(code, function.__doc__)]), 8)}"
 
     def _cell(self, cell: types.CellType, names: frozenset[str]) -> str:
         try:
@@ -178,24 +157,17 @@ class _Describer:
             return "unset"
 
     def _code(self, code: types.CodeType, doc: str | None = None) -> str:
-        constants = [
-            self._code(c) if isinstance(c, types.CodeType) else self.text(c) for c in code.co_consts if c != doc
-        ]
+        inner = (self._code(c) if isinstance(c, types.CodeType) else self.text(c) for c in code.co_consts if c != doc)
         arguments = (code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags)
-        return f"{sys.version_info[:2]} {code.co_code.hex()} {constants} {code.co_names} {arguments}"
+        return f"{sys.version_info[:2]} {code.co_code.hex()} {list(inner)} {code.co_names} {arguments}"
 
 
 def _short(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...#{hashed(text)}"
 
 
-def _kind(value: Any, plain: type) -> str:
-    return "" if type(value) in (plain, list) else type(value).__qualname__
-
-
 def _named(thing: Any) -> str:
-    module = getattr(thing, "__module__", None) or type(thing).__module__
-    return f"{module}.{getattr(thing, '__qualname__', None) or getattr(thing, '__name__', type(thing).__qualname__)}"
+    return f"{getattr(thing, '__module__', None) or type(thing).__module__}.{thing.__qualname__}"
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
@@ -207,10 +179,9 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 def _is_own(thing: Any) -> bool:
     """Whether code is the user's: neither built in, nor of this library, nor installed."""
     name = getattr(thing, "__module__", None) or "builtins"
-    if name.partition(".")[0] in ("dynagroup", *sys.stdlib_module_names):
-        return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" not in file and "dist-packages" not in file
+    known = name.partition(".")[0] in ("dynagroup", *sys.stdlib_module_names)
+    return not known and "site-packages" not in file and "dist-packages" not in file
 
 
 def _is_given(name: str, member: Any) -> bool:
@@ -224,6 +195,7 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _raw(tensor: Any) -> bytes:
-    torch = sys.modules["torch"]
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _raw(array: Any) -> bytes:
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array).tobytes()
+    return _raw(array.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy())

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, Budget, cost_of, fits_of, largest_of
+from dynagroup.budget.base import UNLIMITED, Budget, fits_of, largest_of
 from dynagroup.distributed import World, as_float64, as_int64
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
@@ -27,33 +27,22 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "ThreadWorld",
-    "assert_budget_law",
-    "assert_conserves",
-    "assert_resumes_exactly",
-    "out_of_memory_above",
-    "run_ranks",
+    *("ThreadWorld", "assert_budget_law", "assert_conserves", "assert_loader_laws", "assert_resumes_exactly"),
+    *("out_of_memory_above", "run_ranks"),
 ]
 
 T = TypeVar("T")
 
 
-class _Exchange:
-    """What the threads of one run share: a table of vectors, and a barrier before and after reading it."""
-
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.vectors: list[Any] = [()] * size
-        self.barrier = threading.Barrier(size, timeout=timeout_s)
-
-
 class ThreadWorld:
-    """A rank that is a thread. Made by :func:`run_ranks`."""
+    """A rank that is a thread, made by :func:`run_ranks`: ranks share a table of vectors, and wait for each other before and
+    after reading it."""
 
-    def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, vectors: list[Any]) -> None:
         self.rank = rank
         self.size = size
         self.num_exchanges = 0
-        self._exchange = exchange
+        self._barrier, self._vectors = barrier, vectors
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
         return self._reduce(as_int64(values), np.maximum)
@@ -63,11 +52,11 @@ class ThreadWorld:
 
     def _reduce(self, values: np.ndarray, combine: np.ufunc) -> list[Any]:
         self.num_exchanges += 1
-        self._exchange.vectors[self.rank] = values
+        self._vectors[self.rank] = values
         try:
-            self._exchange.barrier.wait()
-            gathered = list(self._exchange.vectors)
-            self._exchange.barrier.wait()
+            self._barrier.wait()
+            gathered = list(self._vectors)
+            self._barrier.wait()
         except threading.BrokenBarrierError as error:
             raise AlignmentError(f"rank {self.rank} of {self.size} waits for a rank that has gone") from error
         if len({len(vector) for vector in gathered}) > 1:
@@ -83,16 +72,17 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     >>> run_ranks(3, lambda world: world.all_sum([world.rank, 1]))
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    exchange = _Exchange(size, timeout_s)
+    barrier = threading.Barrier(size, timeout=timeout_s)
+    vectors: list[Any] = [()] * size
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(ThreadWorld(rank, size, exchange))
+            results[rank] = function(ThreadWorld(rank, size, barrier, vectors))
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
             errors.append(error)
-            exchange.barrier.abort()
+            barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -115,16 +105,8 @@ def assert_conserves(batches: Iterable[Iterable[int]], expected: Iterable[int]) 
     assert not extra, f"{extra.total()} samples are repeated or foreign, the first are {sorted(extra)[:10]}"
 
 
-class Resumable(Protocol):
-    """What :func:`assert_resumes_exactly` tests: iterable once an epoch, with a state."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any, /) -> None: ...
-
-
 def assert_resumes_exactly(
-    make: Callable[[World], Resumable],
+    make: Callable[[World], Any],
     *,
     world_size: int = 1,
     resume_world_size: int | None = None,
@@ -135,7 +117,7 @@ def assert_resumes_exactly(
     """Assert that an epoch that stops after a step and resumes from JSON emits exactly what remained.
 
     Args:
-        make: builds the sampler or loader of one rank, always alike.
+        make: builds the sampler or loader of one rank, always alike: iterable once an epoch, with ``state_dict``.
         world_size: ranks before the stop.
         resume_world_size: ranks after it. The same number (default): every rank's batches must be the very ones that an
             unbroken epoch has. Another number: the ranks together must emit exactly the samples that remained, and
@@ -144,34 +126,32 @@ def assert_resumes_exactly(
         indices_of: dataset indices of one emitted item, e.g. ``lambda step: () if step.idle else step.indices``.
         fillers: on another number of ranks, so many samples may come twice, to fill a last row.
     """
-    resume_world_size = resume_world_size or world_size
+    after = resume_world_size or world_size
     whole = run_ranks(world_size, lambda world: [list(indices_of(item)) for item in make(world)])
     for stop in range(len(whole[0])) if steps is None else steps:
-
-        def run_and_stop(world: World, stop: int = stop) -> Any:
-            loader = make(world)
-            items = iter(loader)
-            for _ in islice(items, stop):
-                pass
-            return json.loads(json.dumps(loader.state_dict()))
-
-        states = run_ranks(world_size, run_and_stop)
-
-        def resume(world: World, states: list[Any] = states) -> list[list[int]]:
-            loader = make(world)
-            loader.load_state_dict(states[world.rank] if world.size == len(states) else states)
-            return [list(indices_of(item)) for item in loader]
-
-        rest = run_ranks(resume_world_size, resume)
+        states = run_ranks(world_size, lambda world, stop=stop: _stopped(make(world), stop))
+        rest = run_ranks(after, lambda world, s=states: [list(indices_of(i)) for i in _resumed(make(world), s, world)])
         remained = [batches[stop:] for batches in whole]
-        if resume_world_size == world_size:
+        if after == world_size:
             assert rest == remained, f"after {stop} steps the resumed epoch differs from what remained"
-        else:
-            emitted = Counter(chain.from_iterable(chain.from_iterable(rest)))
-            expected = Counter(chain.from_iterable(chain.from_iterable(remained)))
-            if set(emitted) == set(expected) and (emitted - expected).total() <= fillers:
-                expected |= emitted
-            assert_conserves([emitted.elements()], expected.elements())
+            continue
+        emitted, expected = (Counter(chain.from_iterable(chain.from_iterable(ranks))) for ranks in (rest, remained))
+        if set(emitted) == set(expected) and (emitted - expected).total() <= fillers:
+            expected |= emitted
+        assert_conserves([emitted.elements()], expected.elements())
+
+
+def _stopped(loader: Any, stop: int) -> Any:
+    """The state after so many steps, iteration still under way."""
+    items = iter(loader)
+    for _ in islice(items, stop):
+        pass
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def _resumed(loader: Any, states: list[Any], world: World) -> Any:
+    loader.load_state_dict(states[world.rank] if world.size == len(states) else states)
+    return loader
 
 
 def assert_loader_laws(
@@ -237,7 +217,7 @@ def _assert_update_adds_up(steps: Sequence[Step[Any]], world_size: int) -> None:
 
 
 def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 2000, seed: int = 0) -> None:
-    """Assert that a budget never turns from no to yes when a sample is added or lengthened.
+    """Assert that a budget never turns from no to yes when a sample is added or lengthened, and that its ``largest`` agrees.
 
     Args:
         budget: yours; it is bound to ``lengths`` first.
@@ -247,55 +227,29 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> assert_budget_law(TokenBudget(64), {"tokens": np.arange(50, dtype=np.int32)})
     """
-    bound = budget.bind(lengths)
-    rng = np.random.default_rng(seed)
+    bound, rng = budget.bind(lengths), np.random.default_rng(seed)
     count = np.minimum(rng.geometric(0.5 ** rng.integers(0, 12, num_shapes)), 1 << 20).astype(np.int64)
     longest = {name: rng.choice(values, num_shapes).astype(np.int64) for name, values in lengths.items()}
     total = {name: (v + (count - 1) * v * rng.random(num_shapes)).astype(np.int64) for name, v in longest.items()}
-    shape = BatchShape(count, longest, total)
-    added = {name: (v * rng.random(num_shapes)).astype(np.int64) for name, v in longest.items()}
-    cost_of(bound, shape)
-    _assert_never_fits_more(bound, shape, _added(shape, added), "a sample of {} was added")
     more = {name: rng.integers(0, 1 + 2 * int(values.max(initial=1)), num_shapes) for name, values in lengths.items()}
-    _assert_never_fits_more(bound, shape, _lengthened(shape, more), "the longest sample grew by {}")
-    _assert_largest_agrees(bound, longest[TOKENS], lengths)
-
-
-def _added(shape: BatchShape, units: dict[str, np.ndarray]) -> BatchShape:
-    longest = {name: np.maximum(v, units[name]) for name, v in shape.longest.items()}
-    return BatchShape(shape.num_samples + 1, longest, {n: v + units[n] for n, v in shape.total.items()})
-
-
-def _lengthened(shape: BatchShape, units: dict[str, np.ndarray]) -> BatchShape:
-    longest = {name: v + units[name] for name, v in shape.longest.items()}
-    return BatchShape(shape.num_samples, longest, {n: v + units[n] for n, v in shape.total.items()})
-
-
-def _assert_never_fits_more(budget: Budget, shape: BatchShape, larger: BatchShape, what: str) -> None:
-    broken = np.flatnonzero(~fits_of(budget, shape) & fits_of(budget, larger))
-    if len(broken):
-        k = int(broken[0])
-        grown = {name: int(larger.total[name][k] - v[k]) for name, v in shape.total.items()}
-        raise AssertionError(
-            f"{budget.fingerprint} refuses {int(shape.num_samples[k])} samples with longest "
-            f"{ {n: int(v[k]) for n, v in shape.longest.items()} } but accepts it after " + what.format(grown)
-        )
-
-
-def _assert_largest_agrees(budget: Budget, longest: np.ndarray, lengths: Streams) -> None:
-    table = largest_of(budget, longest)
-    if table is None or len(lengths) > 1:
-        return
-    fitting = np.minimum(table, UNLIMITED)
-    for size, expected in ((np.maximum(fitting, 1), fitting >= 1), (fitting + 1, np.zeros(len(fitting), np.bool_))):
-        answer = budget.fits(BatchShape.of(size, longest))
-        wrong = np.flatnonzero(answer != expected)
-        if len(wrong):
-            k = int(wrong[0])
+    grown = {name: total[name] + units for name, units in more.items()}
+    fits = fits_of(bound, BatchShape(count, longest, total))
+    for larger, what in (
+        (BatchShape(count + 1, {k: np.maximum(v, more[k]) for k, v in longest.items()}, grown), "a sample was added"),
+        (BatchShape(count, {k: v + more[k] for k, v in longest.items()}, grown), "the longest sample grew"),
+    ):
+        for k in np.flatnonzero(~fits & fits_of(bound, larger))[:1]:
+            before, units = ({name: int(v[k]) for name, v in found.items()} for found in (longest, more))
             raise AssertionError(
-                f"`largest` says {int(table[k])} samples of {int(longest[k])} tokens fit, "
-                f"but `fits` says {bool(answer[k])} for {int(size[k])}"
+                f"{bound.fingerprint} refuses {count[k]} samples with longest {before}, but accepts it after {what}: {units}"
             )
+    table = largest_of(bound, longest[TOKENS]) if len(lengths) == 1 else None
+    if table is not None:
+        most = np.minimum(table, UNLIMITED)
+        for size, expected in ((np.maximum(most, 1), most >= 1), (most + 1, np.zeros(len(most), np.bool_))):
+            for k in np.flatnonzero(bound.fits(BatchShape.of(size, longest[TOKENS])) != expected)[:1]:
+                found = f"{table[k]} samples of {longest[TOKENS][k]} tokens fit"
+                raise AssertionError(f"`largest` says {found}, but `fits` says {not expected[k]} for {size[k]}")
 
 
 @contextmanager

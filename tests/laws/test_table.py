@@ -143,7 +143,7 @@ def test_several_changes_of_ranks_lose_nothing(entry: Entry, layout: str) -> Non
 def alone(entry: Entry, steps: int, **settings: Any) -> Any:
     """The loader of one rank, after a few steps."""
     layout = settings.pop("layout", "padded")
-    loader = entry.make(ThreadWorld(0, 1, None), layout, **{**entry.base, **settings})  # type: ignore[arg-type]
+    loader = entry.make(ThreadWorld(0, 1, None, []), layout, **{**entry.base, **settings})  # type: ignore[arg-type]
     for _ in islice(loader, steps):
         pass
     return loader
