@@ -6,19 +6,16 @@ import errno
 import gc
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from dynagroup.errors import BudgetError, ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["CudaDevice", "Device", "PeakWatch", "chain_of", "free_bytes", "is_out_of_memory", "watch_of"]
 
 _DEVICES = "CUDA|HIP|XPU|MPS|NPU|HPU|MUSA|MLU"
 
 # What each allocator or library says, as source and bug reports show it. A smaller batch helps against all of them.
-_MESSAGES: Final = tuple(
+_MESSAGES = tuple(
     re.compile(pattern)
     for pattern in (
         rf"\b(?:{_DEVICES})\b[^\n]{{0,40}}out of memory",  # caching allocators; "CUDA error", "CUDA driver error"; MPS
@@ -40,9 +37,9 @@ _MESSAGES: Final = tuple(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a device or the host had too little memory, so that a smaller batch may pass.
 
-    The errors an error was explicitly raised from (``raise ... from``) are asked too. ``torch.OutOfMemoryError`` and
-    ``MemoryError`` count by class; ``RuntimeError`` and its subclasses (``torch.AcceleratorError``, NCCL's, XLA's) by
-    message; ``OSError`` by ``ENOMEM``.
+    The errors it was explicitly raised from (``raise ... from``) are asked too. ``torch.OutOfMemoryError`` and ``MemoryError``
+    count by class; ``RuntimeError`` and its subclasses (``torch.AcceleratorError``, NCCL's, XLA's) by message; ``OSError`` by
+    ``ENOMEM``.
 
     Not out of memory: cuDNN's ``NOT_SUPPORTED`` and cuFFT's ``INTERNAL_ERROR`` (both also say "this shape never works",
     which a retry would hide), Triton's ``OutOfResources`` (a kernel's shared memory: the batch does not matter), a
@@ -53,29 +50,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     False
     """
-    return any(_speaks_for_itself(link) for link in chain_of(error))
+    return any(_speaks_for_itself(link) for link in _causes(error))
 
 
-def chain_of(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and what it was explicitly raised from, up to a verdict of dynagroup's own."""
     seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen and not isinstance(link, BudgetError):
-        seen.add(id(link))
-        yield link
-        link = link.__cause__
+    while error is not None and id(error) not in seen and not isinstance(error, BudgetError):
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
 
 
 def _speaks_for_itself(error: BaseException) -> bool:
-    import torch
-
-    # torch below 2.5 has it in torch.cuda only; a RuntimeError there, so that the message still counts elsewhere
-    named = getattr(torch, "OutOfMemoryError", None) or getattr(torch.cuda, "OutOfMemoryError", MemoryError)
-    if isinstance(error, (MemoryError, named)):
-        return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(pattern.search(str(error)) for pattern in _MESSAGES)
+    said = isinstance(error, RuntimeError) and any(pattern.search(str(error)) for pattern in _MESSAGES)
+    return said or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def free_bytes(device: torch.device | str | int | None = None) -> int:
@@ -90,49 +81,27 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
     Raises:
         ConfigError: there is no such device, or it does not say how much memory it has.
     """
-    import torch
-
-    wanted = _accelerator() if device is None else _device(device)
-    backend = getattr(torch, wanted.type, None)
+    if device is None:
+        device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), None)
+        if device is None:
+            raise ConfigError("there is no accelerator here whose memory could be asked; say it, e.g. memory='24GB'")
+    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    backend: Any = getattr(torch, wanted.type, None)
     if wanted.type == "cpu" or backend is None or not backend.is_available():
         raise ConfigError(f"there is no device {str(wanted)!r} whose memory could be asked; say it, e.g. memory='24GB'")
     if wanted.type == "mps":
         return int(backend.recommended_max_memory())
-    read = getattr(backend, "mem_get_info", None)
-    if read is None:
+    if not hasattr(backend, "mem_get_info"):
         raise ConfigError(f"torch cannot say how much memory {str(wanted)!r} has; say it, e.g. memory='24GB'")
-    free, total = read(wanted)
-    held = backend.memory_reserved(wanted)
-    return int(min(free + held, total * _allowed_share(wanted)))
-
-
-def _accelerator() -> torch.device:
-    import torch
-
-    types = [name for name in ("cuda", "xpu", "mps") if (b := getattr(torch, name, None)) and b.is_available()]
-    if not types:
-        raise ConfigError("there is no accelerator here whose memory could be asked; say it, e.g. memory='24GB'")
-    return _device(types[0])
-
-
-def _device(device: torch.device | str | int) -> torch.device:
-    import torch
-
-    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    backend = getattr(torch, wanted.type, None)
-    if wanted.index is None and backend is not None and wanted.type in ("cuda", "xpu") and backend.is_available():
-        return torch.device(wanted.type, backend.current_device())
-    return wanted
+    at = torch.device(wanted.type, backend.current_device()) if wanted.index is None else wanted
+    free, total = backend.mem_get_info(at)
+    return int(min(free + backend.memory_reserved(at), total * _allowed_share(at)))
 
 
 def _allowed_share(device: torch.device) -> float:
-    """What ``set_per_process_memory_fraction`` leaves to this process."""
-    import torch
-
-    if device.type != "cuda":
-        return 1.0
-    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch 2.8 and later
-    return 1.0 if read is None else read(device)
+    """What ``set_per_process_memory_fraction`` leaves to this process; torch 2.8 and later say it."""
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if read is None or device.type != "cuda" else read(device)
 
 
 class Device(Protocol):
@@ -140,10 +109,8 @@ class Device(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-
     def reset(self) -> None:
         """Forget earlier peaks and give unused memory back."""
-        ...
 
     def allocated(self) -> int:
         """Bytes alive now."""
@@ -162,46 +129,31 @@ class CudaDevice:
     """
 
     def __init__(self) -> None:
-        import torch
-
         if not torch.cuda.is_available():
             raise ConfigError("measure() needs a CUDA device, and there is none here; simulate() needs none")
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def reset(self) -> None:
-        import torch
-
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def allocated(self) -> int:
-        import torch
-
         return torch.cuda.memory_allocated(self.device)
 
     def peaks(self) -> tuple[int, int]:
-        import torch
-
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 
     def about(self) -> dict[str, str]:
         """What was measured on: device, CUDA, torch."""
-        import torch
-
-        return {
-            "device": torch.cuda.get_device_name(self.device),
-            "cuda": torch.version.cuda or "",
-            "torch": torch.__version__,
-        }
+        found = {"device": torch.cuda.get_device_name(self.device), "cuda": torch.version.cuda or ""}
+        return {**found, "torch": torch.__version__}
 
 
 def watch_of(model: Any) -> PeakWatch | None:
     """A watch on the model's device; None where there is nothing to read."""
-    import torch
-
     return PeakWatch(next(model.parameters()).device) if torch.cuda.is_initialized() else None
 
 
@@ -217,8 +169,6 @@ class PeakWatch:
 
     def new_peak(self) -> tuple[int | None, int | None]:
         """(peak bytes since the process started, bytes the device has) if the peak is new; else (None, None)."""
-        import torch
-
         peak = self._peak()
         if peak <= self._highest:
             return None, None
@@ -226,6 +176,4 @@ class PeakWatch:
         return peak, int(torch.cuda.get_device_properties(self._device).total_memory * _allowed_share(self._device))
 
     def _peak(self) -> int:
-        import torch
-
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0

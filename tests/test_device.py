@@ -135,12 +135,6 @@ def test_a_real_allocation_that_cannot_be_met() -> None:
     assert is_out_of_memory(caught.value)
 
 
-def test_a_torch_without_the_error_of_2_5_still_has_its_own_errors_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "OutOfMemoryError")
-    assert not is_out_of_memory(KeyError("a user's own"))
-    assert is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A CUDA device of 2,000 bytes whose counters stand where the test puts them."""
