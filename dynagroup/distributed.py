@@ -26,33 +26,15 @@ class World(Protocol):
     """
 
     @property
-    def rank(self) -> int:
-        """This process, from 0 to ``size - 1``."""
-        ...
-
+    def rank(self) -> int: ...
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def all_max(self, values: Sequence[int], /) -> list[int]:
-        """Element-wise maximum over ranks."""
-        ...
-
-    def all_sum(self, values: Sequence[float], /) -> list[float]:
-        """Element-wise sum over ranks."""
-        ...
+    def size(self) -> int: ...
+    def all_max(self, values: Sequence[int], /) -> list[int]: ...
+    def all_sum(self, values: Sequence[float], /) -> list[float]: ...
 
 
 def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
-    """What travels in a maximum.
-
-    Raises:
-        OverflowError: a value does not fit. TypeError: a value is no integer.
-
-    >>> as_int64([1, -2]).tolist()
-    [1, -2]
-    """
+    """What travels in a maximum; OverflowError where a value does not fit, TypeError where it is no integer."""
     array = np.asarray(values)
     if not len(array):
         return np.zeros(0, np.int64)
@@ -69,11 +51,7 @@ def as_float64(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 class SingleProcess:
-    """A world of one.
-
-    >>> SingleProcess().all_max([3, 4]), SingleProcess().all_sum([1, 0.5])
-    ([3, 4], [1.0, 0.5])
-    """
+    """A world of one."""
 
     rank = 0
     size = 1
@@ -109,26 +87,21 @@ class DistributedWorld:
             )
         self._timeout_s = check_number("timeout_s", timeout_s)
         self._group = _group_beside(group, self._timeout_s)
-        self.rank = dist.get_rank(self._group)
-        self.size = dist.get_world_size(self._group)
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
-        import torch.distributed as dist
-
-        return self._reduce(as_int64(values), dist.ReduceOp.MAX)
+        return self._reduce(as_int64(values), "MAX")
 
     def all_sum(self, values: Sequence[float], /) -> list[float]:
-        import torch.distributed as dist
+        return self._reduce(as_float64(values), "SUM")
 
-        return self._reduce(as_float64(values), dist.ReduceOp.SUM)
-
-    def _reduce(self, values: NDArray[Any], op: dist.ReduceOp.RedOpType) -> list[Any]:
+    def _reduce(self, values: NDArray[Any], op: str) -> list[Any]:
         import torch
         import torch.distributed as dist
 
         vector = torch.from_numpy(values.copy())
         try:
-            dist.all_reduce(vector, op=op, group=self._group)
+            dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
         except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             raise AlignmentError(
                 f"rank {self.rank} of {self.size} lost contact with the other ranks during an exchange: a rank was killed, "

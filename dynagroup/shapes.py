@@ -14,16 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
-    "TARGET",
-    "TOKENS",
-    "BatchShape",
-    "IntArray",
-    "Streams",
-    "TokensCalled",
-    "round_up",
-    "said",
-    "target_tokens",
-    "units_of",
+    *("TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "TokensCalled"),
+    *("round_up", "said", "target_tokens", "units_of"),
 ]
 
 TOKENS = "tokens"
@@ -54,11 +46,7 @@ def said(stream: str) -> str:
 
 
 def units_of(lengths: Streams, sample: int) -> str:
-    """How long a sample is, in the user's words.
-
-    >>> units_of({TokensCalled("source"): np.array([3, 9]), "target": np.array([4, 2])}, 1)
-    '9 source, 2 target'
-    """
+    """How long a sample is, in the user's words: "9 source, 2 target"."""
     return ", ".join(f"{values[sample]} {said(name)}" for name, values in lengths.items())
 
 
@@ -105,11 +93,8 @@ class BatchShape:
         Without ``total`` every sample of a batch is taken to be as long as its longest.
         """
         count = np.asarray(num_samples, dtype=np.int64)
-        longest_by = {k: np.asarray(v, np.int64) for k, v in _as_mapping(longest).items()}
-        if total is None:
-            total_by = {k: count * v for k, v in longest_by.items()}
-        else:
-            total_by = {k: np.asarray(v, np.int64) for k, v in _as_mapping(total).items()}
+        longest_by = _by_stream(longest)
+        total_by = {k: count * v for k, v in longest_by.items()} if total is None else _by_stream(total)
         size = np.broadcast_shapes(np.shape(np.atleast_1d(count)), *(np.shape(v) for v in longest_by.values()))
         spread = lambda a: np.broadcast_to(a, size)  # noqa: E731
         return cls(
@@ -120,11 +105,8 @@ class BatchShape:
     def of_samples(cls, lengths: Streams) -> BatchShape:
         """The shape (K = 1) of one batch that holds exactly these samples."""
         count = len(next(iter(lengths.values())))
-        return cls.of(
-            count,
-            {k: int(v.max(initial=0)) for k, v in lengths.items()},
-            {k: int(v.sum(dtype=np.int64)) for k, v in lengths.items()},
-        )
+        longest = {name: int(values.max(initial=0)) for name, values in lengths.items()}
+        return cls.of(count, longest, {name: int(values.sum(dtype=np.int64)) for name, values in lengths.items()})
 
     def __len__(self) -> int:
         return len(self.num_samples)
@@ -150,5 +132,6 @@ def target_tokens(shape: BatchShape) -> IntArray:
     return np.sum(others, axis=0)
 
 
-def _as_mapping(value: ArrayLike | Mapping[str, ArrayLike]) -> Mapping[str, ArrayLike]:
-    return value if isinstance(value, Mapping) else {TOKENS: value}
+def _by_stream(value: ArrayLike | Mapping[str, ArrayLike]) -> dict[str, IntArray]:
+    named = value if isinstance(value, Mapping) else {TOKENS: value}
+    return {name: np.asarray(values, np.int64) for name, values in named.items()}

@@ -12,8 +12,7 @@ from dynagroup.fingerprint import hashed
 __all__ = ["agreed", "differences", "listed", "opened", "seal_of", "sealed"]
 
 VERSION = 2
-ENVELOPE = ("kind", "version", "identity", "seal")
-LATER = "load the checkpoint before it"
+ENVELOPE = {"kind", "version", "identity", "seal"}
 
 
 def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,11 +31,7 @@ def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) ->
 
 
 def listed(states: Any) -> list[Any]:
-    """One state, or the list of all ranks' states, as a list.
-
-    Raises:
-        StateError: it is neither.
-    """
+    """One state, or the list of all ranks' states, as a list; anything else is a StateError."""
     found = [states] if isinstance(states, Mapping) else states
     if not isinstance(found, (list, tuple)) or not found:
         raise StateError(f"a state, or the list of all ranks' states, was expected, but {states!r:.80} was given")
@@ -51,7 +46,18 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
     """
     found = listed(states)
     for state in found:
-        _check(state, kind, identity)
+        if not isinstance(state, Mapping) or not state.keys() >= ENVELOPE:
+            raise StateError(f"this is no state of {kind}: {state!r:.80}")
+        if state["kind"] != kind:
+            raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
+        if state["version"] != VERSION:
+            raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {VERSION}")
+        if state["seal"] != seal_of(state):
+            raise StateError(
+                "the state is damaged: it is not what was saved, its seal differs; load the checkpoint before it"
+            )
+        if differing := differences(state["identity"], identity):
+            raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
     return found
 
 
@@ -67,32 +73,13 @@ def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("le
     return states[0]
 
 
-def _check(state: Any, kind: str, identity: Mapping[str, Any]) -> None:
-    if not isinstance(state, Mapping):
-        raise StateError(f"this is no state of {kind}: {state!r:.80}")
-    if state.get("kind", kind) != kind:
-        raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
-    missing = [name for name in ENVELOPE if name not in state]
-    if missing:
-        raise StateError(f"this is no state of {kind}: {', '.join(missing)} missing")
-    if state["version"] != VERSION:
-        raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {VERSION}")
-    if not isinstance(state["identity"], Mapping):
-        raise StateError(f"the state is damaged: its identity is {state['identity']!r:.80}; {LATER}")
-    differing = differences(state["identity"], identity)
-    if differing:
-        raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
-    if state["seal"] != seal_of(state):
-        raise StateError(f"the state is damaged: it is not what was saved, its seal differs; {LATER}")
-
-
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
     """What differs between two identities, in words.
 
     >>> differences({"seed": 0, "window": 8}, {"seed": 1, "window": 8})
     ['seed: 0 then, 1 now']
     """
-    names = list(keys) if keys is not None else sorted({*theirs, *ours}, key=str)
+    names = sorted({*theirs, *ours}, key=str) if keys is None else keys
     return [
         f"{name}: {theirs.get(name)!r} then, {ours.get(name)!r} now"
         for name in names

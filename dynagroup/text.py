@@ -67,7 +67,7 @@ def text_dataloader(
     texts = by_position(texts)
     if lengths is None:
         lengths = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length)
-    sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)  # type: ignore[arg-type]
+    sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)
     collator = PackingCollator if budget.layout == "packed" else TokenizingCollator
     collate = collator(tokenizer, max_length, budget.pad_to_multiple_of, labels)
     return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **loader_options)
@@ -131,5 +131,5 @@ def _sort_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             raise ConfigError(f"`{name}` cannot be chosen here: the budget and the tokenizer decide it")
         if name not in of_sampler and name not in of_loader:
             raise ConfigError(f"`{name}` is an option neither of LengthAwareBatchSampler nor of DataLoader")
-    sampler_options = {name: value for name, value in options.items() if name in of_sampler}
-    return sampler_options, checked_kwargs({name: value for name, value in options.items() if name not in of_sampler})
+    ours = {name: value for name, value in options.items() if name in of_sampler}
+    return ours, checked_kwargs({name: value for name, value in options.items() if name not in ours})

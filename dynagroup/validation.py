@@ -23,14 +23,7 @@ _NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", str(Path("torch", "utils", 
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line of the user's that led here, however many frames of dynagroup and of DataLoader lie between.
-
-    >>> with warnings.catch_warnings(record=True) as said:
-    ...     warnings.simplefilter("always")
-    ...     warn_user("careful")
-    >>> str(said[0].message)
-    'careful'
-    """
+    """Warn at the line of the user's that led here, however many frames of dynagroup and of DataLoader lie between."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USER):
         frame, level = frame.f_back, level + 1
@@ -46,40 +39,22 @@ def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, whe
     >>> check_int("window", np.int64(8))
     8
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ConfigError(f"`{name}` must be an int of at least {least}, but is {value!r}{where}")
-    if not least <= value <= most:
-        bound = f"of at least {least}" if value < least else f"of at most {most}"
-        raise ConfigError(f"`{name}` must be an int {bound}, but is {value!r}{where}")
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_int or not least <= value <= most:
+        bound = f"at most {most}" if is_int and value > most else f"at least {least}"
+        raise ConfigError(f"`{name}` must be an int of {bound}, but is {value!r}{where}")
     return int(value)
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """``value`` as a Python bool.
-
-    Raises:
-        ConfigError: it is none; "no", 0 and None are not taken for False.
-
-    >>> check_flag("shuffle", np.bool_(True))
-    True
-    """
+    """``value`` as a Python bool; "no", 0 and None are not taken for False."""
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"`{name}` must be True or False, but is {value!r}")
     return bool(value)
 
 
 def check_function(name: str, value: Any, what: str) -> Any:
-    """``value``, if it can be called.
-
-    Args:
-        what: it is a function of, "from samples to a batch".
-
-    Raises:
-        ConfigError: it cannot.
-
-    >>> check_function("key", len, "from a sample to a number") is len
-    True
-    """
+    """``value``, if it can be called; ``what`` it is a function of, "from samples to a batch"."""
     if not callable(value):
         raise ConfigError(f"`{name}` must be a function {what}, but is {value!r}")
     return value
@@ -88,11 +63,7 @@ def check_function(name: str, value: Any, what: str) -> Any:
 def check_number(
     name: str, value: Any, *, above: float = 0.0, most: float = math.inf, or_zero: bool = False, finite: bool = True
 ) -> float:
-    """``value`` as a float greater than ``above`` and at most ``most``.
-
-    Args:
-        or_zero: 0 is legal too.
-        finite: False: so is infinity.
+    """``value`` as a float greater than ``above`` and at most ``most``, or 0 with ``or_zero``; infinite if not ``finite``.
 
     Raises:
         ConfigError: it is no such number.
@@ -111,14 +82,7 @@ def check_number(
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """``value``, if it is one of ``choices``.
-
-    Raises:
-        ConfigError: it is none of them.
-
-    >>> check_choice("uneven", "drop", ("repeat", "drop"))
-    'drop'
-    """
+    """``value``, if it is one of ``choices``, of the same type."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         shown = ", ".join(map(repr, choices))
         raise ConfigError(f"`{name}` must be one of {shown}, but is {value!r}")
