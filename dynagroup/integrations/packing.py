@@ -6,12 +6,13 @@ or stand in wrong places, and the loss looks healthy. So the model itself is ask
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.varlen import NAME, check_own_attention
+from dynagroup.integrations.varlen import NAME, check_own_attention, settings_kept, use_varlen_attention
 from dynagroup.oom.inference import evaluating
 
 __all__ = ["check_packed_training", "check_packing", "mask_bytes", "packing_collator"]
@@ -34,15 +35,21 @@ def packing_collator(model: Any, *, max_tokens: int | None = None, **options: An
     Raises:
         ConfigError: see :func:`check_packing`.
     """
-    from transformers import DataCollatorWithFlattening
-
-    settings: dict[str, Any] = {"return_flash_attn_kwargs": _is_linear(model)}
-    first = _first_position(model)
-    if first:
-        settings["position_ids_start"] = first
-    collate = DataCollatorWithFlattening(**{**settings, **options})
+    collate = _collator(model, **options)
     check_packing(model, collate, max_tokens=max_tokens)
     return collate
+
+
+def _collator(model: Any, **options: Any) -> Collate:
+    from transformers import DataCollatorWithFlattening
+
+    first = _first_position(model)
+    settings = {"return_flash_attn_kwargs": _is_linear(model), **({"position_ids_start": first} if first else {})}
+    return DataCollatorWithFlattening(**{**settings, **options})
+
+
+class NotAskedError(ConfigError):
+    """A model or collator that needs more than rows of tokens."""
 
 
 def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = None) -> None:
@@ -55,41 +62,21 @@ def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = N
         max_tokens: of the budget; None: no limit on masks is checked.
 
     Raises:
-        ConfigError: answers differ (no attention that keeps samples apart, a cache, positions that start elsewhere), or
-            attention leaves out what the model adds to it, or would build a mask of more than 1 GiB for a batch of
-            ``max_tokens``.
+        ConfigError: the model cannot be asked, answers differ (no attention that keeps samples apart, a cache, positions that
+            start elsewhere), or attention leaves out what the model adds to it, or would build a mask of more than 1 GiB for
+            a batch of ``max_tokens``. The ways out that it names were tried.
     """
-    import torch
-
-    need = mask_bytes(model, max_tokens or 0)
-    if need > MOST_MASK_BYTES:
-        raise ConfigError(
-            f"attention {_attention(model)!r} builds a mask quadratic in the sum of tokens: a packed batch of {max_tokens:,} "
-            f"tokens would take {need / 1e9:.1f} GB for it; load the model with attn_implementation='flash_attention_2', or call "
-            "dynagroup.integrations.varlen.use_varlen_attention(model)"
-        )
-    if _attention(model) == NAME:  # it may have been set by its name
-        check_own_attention(model)
-    batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
-    if tuple(batch["input_ids"].shape) != (1, sum(SIZES)):
-        raise ConfigError(
-            f"`collate_fn` does not pack: two samples of 8 tokens came out as {tuple(batch['input_ids'].shape)}; use the padded "
-            "layout, or packing_collator(model)"
-        )
-    device = next(model.parameters()).device
-    with evaluating(model), torch.no_grad():
-        together = _answer(model, batch, device)
-        parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
-        alone = torch.cat([_answer(model, {"input_ids": part}, device) for part in parts], dim=1)
-    if together.shape != alone.shape:
-        raise ConfigError(
-            f"{type(model).__name__} does not answer token by token, so it cannot train on packed samples; use the padded layout"
-        )
-    apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
-    if apart > _rounding(model, alone):
-        raise ConfigError(
-            f"{type(model).__name__} answers otherwise on packed samples than on each alone (by {apart:.1%}): {_why(model)}"
-        )
+    try:
+        problem = _problem(model, collate_fn, max_tokens)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise NotAskedError(
+            f"{type(model).__name__} could not be run on two packed samples of `input_ids` ({type(error).__name__}: {error}); "
+            "decoders and encoders that read one row of tokens can be packed; use the padded layout"
+        ) from error
+    if problem is not None:
+        raise ConfigError(f"{problem}; {_ways_out(model, max_tokens)}")
 
 
 def check_packed_training(trainer: Any) -> None:
@@ -98,23 +85,71 @@ def check_packed_training(trainer: Any) -> None:
     Raises:
         ConfigError: see :func:`check_packing`.
     """
-    why = None
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        why = "the model is sharded or not on its device yet"
-    else:
+    why = "the model is sharded or not on its device yet"
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         try:
             with trainer.accelerator.autocast():
-                check_packing(trainer.model, trainer.data_collator)
-        except ConfigError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a collator or model of the user's may need more than tokens
-            why = f"{type(error).__name__}: {error}"
-    if why is not None:
-        warnings.warn(
-            "whether the model keeps the samples of a packed batch apart could not be checked; try "
-            f"dynagroup.integrations.packing.check_packing(model, collate_fn) yourself ({why})",
-            stacklevel=2,
+                return check_packing(trainer.model, trainer.data_collator)
+        except NotAskedError as error:
+            why = str(error)
+    warnings.warn(
+        "whether the model keeps the samples of a packed batch apart could not be checked; try "
+        f"dynagroup.integrations.packing.check_packing(model, collate_fn) yourself ({why})",
+        stacklevel=2,
+    )
+
+
+def _problem(model: Any, collate_fn: Collate, max_tokens: int | None = None) -> str | None:
+    """What is wrong with packed batches of this model; None if nothing is."""
+    import torch
+
+    name, attention = type(model).__name__, _attention(model)
+    if (need := mask_bytes(model, max_tokens or 0)) > MOST_MASK_BYTES:
+        return (
+            f"attention {attention!r} builds a mask quadratic in the sum of tokens: a packed batch of {max_tokens:,} tokens "
+            f"would take {need / 1e9:.1f} GB for it"
         )
+    if attention == NAME:  # it may have been set by its name
+        check_own_attention(model)
+    batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
+    if tuple(batch["input_ids"].shape) != (1, sum(SIZES)):
+        raise ConfigError(
+            f"`collate_fn` does not pack: two samples of 8 tokens came out as {tuple(batch['input_ids'].shape)}; use the padded "
+            "layout, or packing_collator(model)"
+        )
+    with evaluating(model), torch.no_grad():
+        together = _answer(model, batch)
+        parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
+        alone = torch.cat([_answer(model, {"input_ids": part}) for part in parts], dim=1)
+    if together.shape != alone.shape:
+        return f"{name} does not answer token by token, so it cannot train on packed samples"
+    apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
+    if apart <= _rounding(model, alone):
+        return None
+    why = f"its attention {attention!r} does not keep them apart"
+    if _is_linear(model):
+        why = "its positions or layers that run along the row do not start anew with each sample"
+    return f"{name} answers otherwise on packed samples than on each alone (by {apart:.1%}): {why}"
+
+
+def _ways_out(model: Any, max_tokens: int | None = None) -> str:
+    """What makes the model fit for packed batches: each way is tried. FlashAttention, which may not be installed here, keeps
+    apart what ``use_varlen_attention`` does."""
+    trials: dict[str, Callable[[Any], Any]] = {
+        "set model.config.use_cache = False (with a cache transformers builds no mask between packed samples)": (
+            lambda model: setattr(model.config, "use_cache", False)
+        ),
+        "call dynagroup.integrations.varlen.use_varlen_attention(model)": use_varlen_attention,
+    }
+    ways = []
+    for say, change in trials.items():
+        with settings_kept(model), contextlib.suppress(Exception):
+            change(model)
+            ways += [say] if _problem(model, _collator(model), max_tokens) is None else []
+    large = mask_bytes(model, max_tokens or 0) > MOST_MASK_BYTES
+    if (ways or large) and getattr(model, "_supports_flash_attn", False):
+        ways.append("load the model with attn_implementation='flash_attention_2'")
+    return ", or ".join([*ways, "use the padded layout"])
 
 
 def mask_bytes(model: Any, num_tokens: int) -> int:
@@ -129,13 +164,13 @@ def mask_bytes(model: Any, num_tokens: int) -> int:
     return num_tokens**2 * (1 + width + 2 * heads * width)
 
 
-def _answer(model: Any, batch: dict[str, Any], device: Any) -> Any:
+def _answer(model: Any, batch: dict[str, Any]) -> Any:
     import torch
 
+    device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
     output = model(**inputs)
-    found = output.logits if getattr(output, "logits", None) is not None else output[0]
-    return found.detach()
+    return (output.logits if getattr(output, "logits", None) is not None else output[0]).detach()
 
 
 def _rounding(model: Any, answer: Any) -> float:
@@ -165,15 +200,3 @@ def _first_position(model: Any) -> int:
             if getattr(table, "padding_idx", None) is not None:
                 return int(table.padding_idx) + 1
     return 0
-
-
-def _why(model: Any) -> str:
-    generates = hasattr(model, "can_generate") and model.can_generate()
-    if generates and not _is_linear(model) and getattr(model.config, "use_cache", False):
-        return "set model.config.use_cache = False; with a cache transformers builds no mask between packed samples"
-    if not _is_linear(model):
-        return (
-            f"its attention {_attention(model)!r} does not keep them apart; use attn_implementation='flash_attention_2', or "
-            "dynagroup.integrations.varlen.use_varlen_attention(model), or the padded layout"
-        )
-    return "its positions or layers that run along the row do not start anew with each sample; use the padded layout"

@@ -2,7 +2,7 @@
 
 transformers keeps packed samples apart with FlashAttention where that is installed, and with masks that are quadratic in the
 *sum* of tokens elsewhere. This implementation, registered under a name of its own, is linear everywhere:
-``torch.nn.attention.varlen`` on CUDA devices in half precision (torch 2.10 or later), sample after sample otherwise.
+``torch.nn.attention.varlen`` on CUDA devices in half precision (torch 2.11 or later), sample after sample otherwise.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom.inference import evaluating
@@ -20,20 +20,13 @@ from dynagroup.oom.inference import evaluating
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NAME", "check_own_attention", "use_varlen_attention"]
+__all__ = ["NAME", "check_own_attention", "settings_kept", "use_varlen_attention"]
 
 NAME, PROBE = "dynagroup_varlen", "dynagroup_probe"
-NO_MATTER = {
-    *("position_ids", "position_embeddings", "cache_position", "seq_idx", "cu_seq_lens_k", "max_length_k"),
-    *(
-        "num_items_in_batch",
-        "use_cache",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "logits_to_keep",
-    ),
-}
+NO_MATTER = frozenset(
+    "position_ids position_embeddings cache_position seq_idx cu_seq_lens_k max_length_k num_items_in_batch use_cache "
+    "output_hidden_states output_router_logits return_dict logits_to_keep".split()
+)
 """What models hand to their attention, and attention has no use for."""
 PROBE_TOKENS, NEAR = 13, 4
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
@@ -41,15 +34,12 @@ INSTEAD = "use attn_implementation='flash_attention_2' where the model has it, o
 
 
 def use_varlen_attention(model: Any) -> Any:
-    """Set a transformers model's attention to the packed kind; returns the model.
-
-    Its batches must be packed by ``transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)``: one row, with
-    ``position_ids``, ``cu_seq_lens_q`` and the like, and no ``attention_mask``. Parts of the model that do not read
-    tokens (a vision tower) keep their attention.
+    """Set a transformers model's attention to the packed kind; returns the model. Its batches must be packed by
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts that read no tokens (vision) keep their attention.
 
     Raises:
-        ConfigError: the model has no choice of attention, or :func:`check_own_attention` refuses it; later, at a batch: it has
-            a mask, images whose tokens look ahead, dropout where the kernel has none, or does not hand the borders on.
+        ConfigError: :func:`check_own_attention` refuses the model; later, at a batch: it has a mask, images whose tokens look
+            ahead, or does not hand the borders on.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
@@ -78,21 +68,20 @@ def check_own_attention(model: Any) -> set[Any]:
     """
     import torch
 
+    name, asked = type(model).__name__, set()
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
-            f"`model` must be a transformers model with a choice of attention, but is {type(model).__name__}; "
-            "use the padded layout for it"
+            f"`model` must be a transformers model with a choice of attention, but is {name}; use the padded layout"
         )
-    name, asked = type(model).__name__, set()
     if next(model.parameters()).is_meta:
         raise ConfigError(f"{name} has no weights yet, so its attention cannot be compared; load them first")
     _register(partial(_attend_both, asked))
     try:
-        with _shortened(model), evaluating(model):
+        with settings_kept(model), evaluating(model), torch.no_grad():
+            _shorten(model)
             model.set_attn_implementation(PROBE)
             ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
-            with torch.no_grad():
-                model(input_ids=ids[None])
+            model(input_ids=ids[None])
     except ConfigError:
         raise
     except Exception as error:
@@ -114,29 +103,36 @@ def _register(probe: Callable[..., Any]) -> None:
         AttentionMaskInterface.register(name, mask)
 
 
-@contextlib.contextmanager
-def _shortened(model: Any) -> Iterator[None]:
-    """Windows and chunks of a few tokens, and no cache; afterwards all settings are what they were."""
+def _owners(model: Any) -> list[Any]:
+    """What holds a model's settings, each once: its configs, and modules that know their window."""
     found = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
-    configs: list[Any] = [*{id(config): config for config in found}.values()]
-    windowed = [part for part in model.modules() if _number(vars(part).get("sliding_window"))]
-    before = [(vars(owner), dict(vars(owner))) for owner in (*configs, *windowed)]
-    sizes = {size for config in configs for name in WINDOWS if (size := _number(getattr(config, name, None)))}
-    for part in windowed:
-        more = min((part.sliding_window - size for size in sizes), key=abs, default=0)  # some count the token itself
-        part.sliding_window = min(part.sliding_window, NEAR + more)
-    for config in configs:
-        for name in WINDOWS:
-            if _number(getattr(config, name, None)) > NEAR:
-                setattr(config, name, NEAR)
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
+    windowed = (part for part in model.modules() if _number(vars(part).get("sliding_window")))
+    return [*{id(config): config for config in found}.values(), *windowed]
+
+
+@contextlib.contextmanager
+def settings_kept(model: Any) -> Iterator[None]:
+    """Afterwards a model's settings are what they were."""
+    before = [(vars(owner), dict(vars(owner))) for owner in _owners(model)]
     try:
         yield
     finally:
         for settings, old in before:
             settings.clear()
             settings.update(old)
+
+
+def _shorten(model: Any) -> None:
+    """Windows and chunks of a few tokens, and no cache."""
+    owners = _owners(model)
+    sizes = {_number(getattr(owner, name, None)) for owner in owners if hasattr(owner, "to_dict") for name in WINDOWS}
+    for owner in owners:
+        for name in WINDOWS:
+            if size := _number(getattr(owner, name, None)):
+                more = min((size - other for other in sizes - {0}), key=abs, default=0)  # some count the token itself
+                setattr(owner, name, min(size, NEAR + more))
+        if hasattr(owner, "use_cache"):
+            owner.use_cache = False
 
 
 def _number(value: Any) -> int:
@@ -188,44 +184,30 @@ def _no_mask(
             )
 
 
-class Scoring(NamedTuple):
-    """How a query scores keys: those before it only, times ``scale``, fewer than ``window`` tokens away."""
-
-    causal: bool
-    scale: float | None
-    window: int | None
-
-
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers' attention functions have it."""
-    _refuse_unknown(module, {**kwargs, "attention_mask": attention_mask})
+    given = {**kwargs, "attention_mask": attention_mask}
+    if unknown := [f"`{k}`" for k, v in given.items() if k not in NO_MATTER and v is not None and v is not False]:
+        raise ConfigError(
+            f"{type(module).__name__} gives its attention {', '.join(unknown)}, which packed attention does not understand; "
+            + INSTEAD
+        )
     if query.shape[2] != key.shape[2]:
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
     if cu_seq_lens_q is None:
         cu_seq_lens_q, max_length_q = _rows_as_samples(query, kwargs.get("position_ids"))
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    how = Scoring(causal, scaling, sliding_window)
+    how: dict[str, Any] = {"causal": causal, "scale": scaling, "window": sliding_window}
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if query.is_cuda and query.dtype.itemsize == 2 and not dropout:
-        out = kernel(q, k, v, cu_seq_lens_q, int(max_length_q or cu_seq_lens_q.diff().max()), how)
+    if query.is_cuda and query.dtype.itemsize == 2 and not dropout and has_kernel():
+        out = kernel(q, k, v, cu_seq_lens_q, int(max_length_q or cu_seq_lens_q.diff().max()), **how)
     else:
-        out = one_by_one(q, k, v, cu_seq_lens_q, how, dropout)
+        out = one_by_one(q, k, v, cu_seq_lens_q, dropout=dropout, **how)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
-
-
-def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
-    unknown = [
-        name for name, value in options.items() if name not in NO_MATTER and value is not None and value is not False
-    ]
-    if unknown:
-        raise ConfigError(
-            f"{type(module).__name__} gives its attention {', '.join(f'`{name}`' for name in unknown)}, which packed attention "
-            f"does not understand; {INSTEAD}"
-        )
 
 
 def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:
@@ -241,55 +223,53 @@ def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> 
     return torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
 
 
+@cache
+def has_kernel() -> bool:
+    """Whether torch has the kernel, and the kernel windows and scales."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
 def kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, longest: int, how: Scoring
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, longest: int, *, causal: bool,
+    scale: float | None, window: int | None,
+) -> Any:  # fmt: skip
+    """What :func:`one_by_one` gives, in one call: on CUDA devices, in half precision."""
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    known = inspect.signature(varlen_attn).parameters
-    near = how.window - 1 if how.window else -1
-    options: dict[str, Any] = {"window_size": (near, 0 if how.causal else near)}
-    if "window_size" not in known:  # torch 2.10
-        if how.window is not None:
-            raise ConfigError("sliding windows in packed attention need torch 2.11 or later")
-        options = {"is_causal": how.causal}
-    if how.scale is not None and "scale" in known:
-        options["scale"] = how.scale
-    elif how.scale is not None:
-        query = query * (how.scale * query.shape[-1] ** 0.5)
+    near = window - 1 if window else -1
     borders = borders.to(device=query.device, dtype=torch.int32)
-    out: Any = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
-    return out
+    how: Any = {"window_size": (near, 0 if causal else near), "scale": scale}
+    return varlen_attn(query, key, value, borders, borders, longest, longest, **how)
 
 
 def one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    how: Scoring,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """(T, H, D) -> (T, H, D), a sample at a time: exact on any device and dtype; its cost is one call a sample and layer."""
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, *, causal: bool,
+    scale: float | None, window: int | None, dropout: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """(T, H, D) -> (T, H, D), a sample at a time: exact on any device and dtype; its cost is one call a sample and layer.
+
+    A query scores keys before it only (``causal``), times ``scale``, fewer than ``window`` tokens away.
+    """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
     parts, marks = [], borders.tolist()
+    grouped = query.shape[1] != key.shape[1]
     for start, stop in zip(marks[:-1], marks[1:], strict=True):
         q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
         near = None
-        if how.window is not None and stop - start > how.window:
+        if window is not None and stop - start > window:
             place = torch.arange(stop - start, device=q.device)
             back = place[:, None] - place[None]
-            near = (back < how.window) & (back >= 0) if how.causal else back.abs() < how.window
-        parts.append(
-            scaled_dot_product_attention(
-                q, k, v, attn_mask=near, dropout_p=dropout, is_causal=how.causal and near is None and stop - start > 1,
-                scale=how.scale, enable_gqa=query.shape[1] != key.shape[1],
-            )[0].transpose(0, 1)
-        )  # fmt: skip
+            near = (back < window) & (back >= 0) if causal else back.abs() < window
+        how = {"is_causal": causal and near is None and stop - start > 1, "scale": scale, "enable_gqa": grouped}
+        parts.append(scaled_dot_product_attention(q, k, v, attn_mask=near, dropout_p=dropout, **how)[0].transpose(0, 1))
     return torch.cat(parts)

@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.packing import packing_collator
-from dynagroup.integrations.varlen import NAME, Scoring, kernel, one_by_one, use_varlen_attention
+from dynagroup.integrations.varlen import NAME, kernel, one_by_one, use_varlen_attention
 from tests import models
 
 LENGTHS = (7, 1, 4, 12)
@@ -184,6 +184,6 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_the_kernel_gives_what_one_by_one_gives(causal: bool, window: int | None) -> None:
     borders = torch.tensor([0, 7, 8, 24], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(24, heads, 32, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
-    how = Scoring(causal, 0.3, window)
-    found, wanted = kernel(q, k, v, borders, 16, how), one_by_one(q, k, v, borders, how)
+    how = {"causal": causal, "scale": 0.3, "window": window}
+    found, wanted = kernel(q, k, v, borders, 16, **how), one_by_one(q, k, v, borders, **how)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
