@@ -154,8 +154,6 @@ class Runner(ABC):
                 local = (batch.weight, len(batch)) if batch else (0, 0)
                 shares = Share(local[1], count), Share(local[0], total)
                 self.due.append(Take(batch, *shares, ends_update=place == len(update) - 1))
-        self.stats.row_highest += dearest
-        self.stats.row_total += round(found[2 * len(updates)] / self.exchange.world.size)
         return found[2 * len(updates) + 1 :]
 
     def _emit(self) -> Take:

@@ -258,8 +258,6 @@ class OnlineSteps(StepLoader[Any]):
         try:
             for take in run:
                 yield self._step(take, run)
-                if take.ends_update:
-                    self._notice.look(self.stats)
         finally:
             run.close()
 

@@ -16,7 +16,7 @@ from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, IterableWindows
 from dynagroup.online.messages import Refined, RefinedWindow, Request
 from dynagroup.online.plans import Order
-from dynagroup.update.loader import ENDED_EARLY, answers_of
+from dynagroup.update.loader import ENDED_EARLY
 from dynagroup.validation import warn_user
 
 __all__ = ["RequestQueue", "Windows", "Workers"]
@@ -211,7 +211,7 @@ class Workers:
         if self._loader is None or not self.persistent:
             data: Any = IndexedDataset(self._dataset)
             self._loader = DataLoader(data, batch_sampler=self.queue, collate_fn=self._collator, **self._kwargs)  # type: ignore[arg-type]
-        return answers_of(self._loader)
+        return iter(self._loader)
 
     def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
         """Iterate over the iterable's windows, from the spots where its workers stood."""
@@ -221,4 +221,4 @@ class Workers:
             )
             self._loader = DataLoader(self._windows, batch_size=None, collate_fn=self._collator, **self._kwargs)
         self._windows.start(epoch, spots)
-        return answers_of(self._loader)
+        return iter(self._loader)

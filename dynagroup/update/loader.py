@@ -7,7 +7,7 @@ an epoch's steps come from, and what a place in it is. Epochs, updates, counting
 
 from __future__ import annotations
 
-import inspect
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import MOST_EPOCHS, Walk
-from dynagroup.update.step import LoaderStats, Step, StepClock
+from dynagroup.update.step import LoaderStats, PaddingNotice, Step, StepClock
 from dynagroup.validation import check_flag, check_function, check_int, check_number
 
-__all__ = ["ENDED_EARLY", "StepLoader", "answers_of", "checked_kwargs"]
+__all__ = ["ENDED_EARLY", "StepLoader", "checked_kwargs"]
 
 B = TypeVar("B")
 
@@ -48,6 +48,7 @@ class StepLoader(ABC, Generic[B]):
 
     KIND: ClassVar[str]
     """The class's name in states."""
+    _notice: PaddingNotice
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
@@ -178,11 +179,12 @@ class StepLoader(ABC, Generic[B]):
         clock = StepClock(self.stats) if self.budget.layout == "padded" else None
         try:
             for step in live:
-                if clock is not None:
-                    clock.begin(step)
+                began = time.perf_counter()
                 yield step
                 if clock is not None:
-                    clock.end(step)
+                    clock.note(time.perf_counter() - began, step)
+                if step.ends_update:
+                    self._notice.look(self.stats)
                 if self._live is not live:
                     raise ConfigError("this iteration of the loader has ended: another one was begun since")
         finally:
@@ -285,9 +287,6 @@ def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     dynagroup.errors.ConfigError: `num_workers` must be an int of at least 0, but is -1
     """
     checked = dict(kwargs)
-    unknown = sorted(set(checked) - set(inspect.signature(DataLoader).parameters))
-    if unknown:
-        raise ConfigError(f"`{unknown[0]}` is no argument of this loader, nor of torch's DataLoader")
     for name in CHECKED.keys() & checked.keys():
         if checked[name] is not None or name not in MAY_BE_NONE:
             checked[name] = CHECKED[name](checked[name])
@@ -301,20 +300,3 @@ def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"torch's DataLoader refuses its arguments: {error}") from error
     return checked
-
-
-def answers_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What a DataLoader's workers answer. One that dies while it hands over a batch is a bare EOFError or a lost connection
-    in torch; here it is told like one that dies between batches.
-
-    Raises:
-        RuntimeError: a worker died.
-    """
-    try:
-        yield from loader
-    except (EOFError, ConnectionError) as error:
-        if not getattr(loader, "num_workers", 1) or "in DataLoader worker process" in str(error):  # the dataset's own
-            raise
-        raise RuntimeError(
-            "a DataLoader worker died while it handed over a batch: it was killed, or the machine ran out of memory"
-        ) from error

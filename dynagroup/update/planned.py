@@ -1,4 +1,4 @@
-"""The loader for known lengths: every update is planned before its samples are loaded."""
+"""The loader for known lengths: every update is planned, then loaded by a plain ``DataLoader``, then weighed over all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.state import agreed
-from dynagroup.update.feed import BatchNotice, PlannedFeed
+from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.loss_weight import Weigh, weigher
-from dynagroup.update.schedule import MOST_EPOCHS, BatchSizeSchedule, Walk
-from dynagroup.update.step import Step
+from dynagroup.update.loss_weight import Share, Weigh, loss_scale
+from dynagroup.update.schedule import MOST_EPOCHS, BatchSizeSchedule
+from dynagroup.update.step import PaddingNotice, Step, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates
-from dynagroup.validation import check_flag, check_int
+from dynagroup.validation import check_flag, check_int, warn_user
 
 __all__ = ["PlannedDataLoader"]
 
@@ -94,31 +94,40 @@ class PlannedDataLoader(StepLoader[B]):
         shuffle, drop_last = check_flag("shuffle", shuffle), check_flag("drop_last", drop_last)
         accumulation = check_int("accumulation", accumulation)
         self._weigh: Weigh = weigh
-        weigher(weigh)  # refuses what it does not know
         settings, dataloader_kwargs = _sorted_out({} if plan is None else plan, further)
-        planner = _planner(dataset, lengths, budget, samples_per_update, shuffle, seed, settings)
+        settings |= {"seed": check_int("seed", seed, least=0)}
         if samples_per_update is None:
             _refuse_without_size(sampler, drop_last)
+            planner = _planner(dataset, lengths, budget, PlanConfig(shuffle=shuffle, **settings))
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
             if accumulation != 1:
                 raise ConfigError(
                     f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`"
                 )
+            planner = _planner(dataset, lengths, budget, PlanConfig(samples_per_update=LARGEST_UPDATE, **settings))
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = PreservedUpdates(planner, samples_per_update, order, shuffle=shuffle, drop_last=drop_last)
         self._feed = PlannedFeed(dataset, planner.config.seed, weigh, self.stats, dataloader_kwargs)
         self._place: Cursor | None = None
         """Where the steps that were handed out end."""
-        self._resumed_at: Cursor | None = None
-        """Where a loaded state stands, until another epoch is chosen."""
-        self._goes_on = False
-        """The next iteration begins at that place."""
-        self._under_way: Cursor | None = None
-        """Where the update ends that is under way."""
+        self._resumed: Cursor | None = None
+        """Where a loaded state stands, until another epoch is chosen; as long as it is the place, the next iteration goes on."""
         self._oversize = set(planner.oversize.tolist())
-        self._notice = BatchNotice()
+        self._said_unplanned = False
+        window = planner.config.window or planner.num_samples
+        self._notice = PaddingNotice(per_update=samples_per_update is not None, window=window)
         planner.warn_of_oversize()
+
+    # A copy has no iteration: it goes on where :meth:`state_dict` says that this loader stands.
+    def __getstate__(self) -> dict[str, Any]:
+        begun = self._live is not None or self._next == self._epoch + 1
+        standing = {} if self._place is None or not begun else self._standing(self._place)
+        return {**vars(self), "_live": None, **standing}
+
+    def _standing(self, place: Cursor) -> dict[str, Any]:
+        following = place.epoch + self._walk().is_over(place)
+        return {"_place": place, "_resumed": place, "_epoch": place.epoch, "_next": following}
 
     @property
     def budget(self) -> Budget:
@@ -136,11 +145,7 @@ class PlannedDataLoader(StepLoader[B]):
     @property
     def cursor(self) -> Cursor:
         place = self._here()
-        if not place.begun_rows:
-            return place
-        if self._under_way is None:
-            self._under_way = next(self._plan.updates(place, 0, self._size)).after
-        return self._under_way
+        return next(self._plan.updates(place, 0, self._size)).after if place.begun_rows else place
 
     @property
     def _size(self) -> int:
@@ -149,8 +154,8 @@ class PlannedDataLoader(StepLoader[B]):
     def _here(self) -> Cursor:
         return self._walk().start(self._epoch) if self._place is None else self._place
 
-    def _walk(self) -> Walk:
-        return self._plan.walk(self._size)
+    def _walk(self) -> Updates:
+        return self._plan.on_ranks(self._size)
 
     @property
     def plan(self) -> BatchPlan:
@@ -162,10 +167,9 @@ class PlannedDataLoader(StepLoader[B]):
         >>> print(PlannedDataLoader(range(4), [3, 9, 2, 8], TokenBudget(18)).plan.report().splitlines()[0])
         epoch 0: 4 samples for 1 rank, padded layout
         """
-        resumed = self._resumed_at
-        if resumed is None or resumed.epoch != self.epoch:
+        if self._resumed is None or self._resumed.epoch != self.epoch:
             return self.plan_of(self.epoch)
-        return self._plan.plan(resumed, self._size)
+        return self._plan.plan(self._resumed, self._size)
 
     def plan_of(self, epoch: int) -> BatchPlan:
         """The steps of a whole epoch on all ranks."""
@@ -182,48 +186,46 @@ class PlannedDataLoader(StepLoader[B]):
         size; otherwise the delay is at most ``num_workers * prefetch_factor`` batches."""
         if not isinstance(self._plan, PreservedUpdates):
             raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
-        asked = self._feed.last if self._live is not None else None
-        return self._plan.sizes.change(self.cursor if asked is None else asked.after, samples)
+        asked = self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
+        return self._plan.change(asked, samples)
 
     # Iterating.
 
     def _forget(self) -> None:
-        self._place, self._resumed_at, self._goes_on, self._under_way = None, None, False, None
+        self._place = self._resumed = None
 
     def _run(self) -> Iterator[Step[B]]:
         world = self.world
-        if not self._goes_on:
-            self._plan.begin(self._plan.planner.renewed(world), self._epoch, world.size)
-            self._place, self._resumed_at = self._walk().start(self._epoch), None
-        self._goes_on = False
-        place = self._here()
-        _compare_ranks(world, self._plan, self._identity(), place)
-        updates = self._plan.updates(place, world.rank, world.size)
-        for loaded in self._feed.open(updates, self._epoch, world):
-            for number in range(len(loaded.batches)):
-                self._count(loaded.planned, number)
-                self._notice.look(loaded.batches[number], loaded.planned.steps[number], self.budget)
-                self._place = loaded.planned.behind(number, loaded.summed[number + 1])
-                self._under_way = loaded.planned.after
-                yield loaded.step(number, world.size)
-        self._plan.end(self._here())
+        if self._place is None or self._place is not self._resumed:
+            self._walk().open_epoch(self._plan.planner.renewed(world), self._epoch)
+            self._place, self._resumed = self._walk().start(self._epoch), None
+        _compare_ranks(world, self._plan, self._identity(), self._place)
+        updates = self._plan.updates(self._place, world.rank, world.size)
+        for update, batches, weights, summed in self._feed.open(updates, self._epoch, world):
+            for number, batch in enumerate(batches):
+                self._look(update, number, batch)
+                self._place = update.behind(number, summed[number + 1])
+                yield _step(update, number, batch, Share(weights[number], summed[-1]), world.size)
+        self._plan.close_epoch(self._here())
 
-    def _count(self, update: PlannedUpdate, number: int) -> None:
-        """Count a step as used."""
+    def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
+        """Count a step as used, and say once if it is not what was planned."""
         step, stats = update.steps[number], self.stats
-        stats.count_step(
-            len(step.indices),
-            real_tokens=step.real,
-            padded_tokens=step.padded,
-            padded_squares=step.squares,
-            idle=step.idle,
-        )
-        stats.row_highest += max(step.row_padded)
-        stats.row_total += round(sum(step.row_padded) / len(step.row_padded))
-        if len(step.indices) == 1 and not step.idle:
-            stats.oversize += int(step.indices[0] in self._oversize)
+        stats.count_step(len(step.indices), idle=step.idle, **step.counts)
         if number == len(update.steps) - 1:
             stats.count_update(update.num_samples)
+        if step.idle:
+            return
+        if len(step.indices) == 1:
+            stats.oversize += step.indices[0] in self._oversize
+        differs = None if self._said_unplanned else unplanned(batch, len(step.indices), step.streams, self.budget)
+        if differs is not None:
+            self._said_unplanned = True
+            warn_user(
+                f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
+                "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
+                "processed and collated, or use OnlineDataLoader, which measures them so by itself (said once)"
+            )
 
     # Saving.
 
@@ -232,13 +234,13 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _state(self) -> dict[str, Any]:
         place = self._here()
-        return {"cursor": place.state(), **self._plan.state(place, self._size)}
+        return {"cursor": place.state(), **self._walk().state(place)}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """One state says everything; of several ranks' states all must say it."""
         state = agreed(states)
         place = Cursor.of(state["cursor"])
-        if state["order"] != self._plan.state(place, self._size)["order"]:
+        if state["order"] != self._walk().state(place)["order"]:
             raise StateError(
                 f"`sampler` gives other indices in epoch {place.epoch} than when the state was taken; "
                 "use the same seed and sampler"
@@ -248,10 +250,8 @@ class PlannedDataLoader(StepLoader[B]):
     def _restore(self, found: Mapping[str, Any]) -> None:
         place = Cursor.of(found["cursor"])
         self._plan.planner = self._plan.planner.rebuilt()
-        self._plan.restore(found, place)
-        self._place = self._resumed_at = place
-        self._goes_on, self._under_way, self._epoch = True, None, place.epoch
-        self._next = place.epoch + self._plan.is_over(place, self._size)
+        self._plan.take_over(found, place)
+        vars(self).update(self._standing(place))
 
 
 def _sorted_out(plan: Mapping[str, Any], further: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -271,29 +271,15 @@ def _sorted_out(plan: Mapping[str, Any], further: Mapping[str, Any]) -> tuple[di
     return {**plan, **said}, {name: value for name, value in further.items() if name not in known}
 
 
-def _planner(
-    dataset: Any,
-    lengths: Any,
-    budget: Budget | int,
-    samples_per_update: Any,
-    shuffle: bool,
-    seed: int,
-    settings: Mapping[str, Any],
-) -> Planner:
+def _planner(dataset: Any, lengths: Any, budget: Budget | int, config: PlanConfig) -> Planner:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"`dataset` must have __getitem__ and __len__, but is a {type(dataset).__name__}; OnlineDataLoader takes streams"
         )
-    drawn = {"seed": check_int("seed", seed, least=0), **settings}
-    if samples_per_update is None:
-        config = PlanConfig(shuffle=shuffle, **drawn)
-    else:
-        config = PlanConfig(samples_per_update=LARGEST_UPDATE, **drawn)
-    streams = as_streams(lengths)
-    count = len(next(iter(streams.values())))
-    if count != len(dataset):
-        raise ConfigError(f"`lengths` has {count} entries, but the dataset has {len(dataset)} samples")
-    return Planner(streams, budget, config)
+    planner = Planner(as_streams(lengths), budget, config)
+    if planner.num_samples != len(dataset):
+        raise ConfigError(f"`lengths` has {planner.num_samples} entries, but the dataset has {len(dataset)} samples")
+    return planner
 
 
 def _refuse_without_size(sampler: Any, drop_last: bool) -> None:
@@ -307,14 +293,10 @@ def _compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], pla
     """All ranks must be about to plan the same updates of the same samples."""
     if world.size == 1:
         return
-    facts = {
-        "lengths, budget or settings": repr(identity).encode(),
-        "place in the epoch": repr(place).encode(),
-    }
-    order = plan.order_of(place.epoch)
-    if isinstance(plan, PreservedUpdates) and order is not None:
-        facts["order of samples"] = order.tobytes()
-        facts["samples_per_update"] = repr([stop for _, stop, _ in plan.sizes.spans(place)]).encode()
+    facts = {"lengths, budget or settings": repr(identity).encode(), "place in the epoch": repr(place).encode()}
+    if isinstance(plan, PreservedUpdates):
+        facts["order of samples"] = plan.order_of(place.epoch).tobytes()
+        facts["samples_per_update"] = repr([stop for _, stop, _ in plan.spans(place)]).encode()
     marks = [zlib.crc32(fact) for fact in facts.values()]
     found = world.all_max([*marks, *(-mark for mark in marks)])
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
@@ -323,3 +305,11 @@ def _compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], pla
             f"ranks differ in {', '.join(differing)} at the start of epoch {place.epoch}: "
             "seed samplers and schedules alike on every rank, and load the same state everywhere"
         )
+
+
+def _step(update: PlannedUpdate, number: int, batch: Any, weight: Share, world_size: int) -> Step[Any]:
+    """What a training loop gets."""
+    planned = update.steps[number]
+    samples = Share(0 if planned.idle else len(planned.indices), update.num_samples)
+    ends = number == len(update.steps) - 1
+    return Step(batch, planned.indices, samples, weight, loss_scale(weight, world_size), ends, planned.idle)

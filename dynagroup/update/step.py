@@ -1,9 +1,8 @@
-"""What a training loop receives: one batch, and exactly what it weighs."""
+"""What a training loop receives, one batch and exactly what it weighs; and what a loader has done, in counts that add up."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
 from dynagroup.plan.cost import Work
 from dynagroup.plan.plan import FEW_BATCHES, MUCH_PADDING, dear_steps
@@ -20,10 +20,14 @@ from dynagroup.shapes import TOKENS, said
 from dynagroup.update.loss_weight import Share
 from dynagroup.validation import warn_user
 
-__all__ = ["LoaderStats", "PaddingNotice", "Step", "StepClock", "pin", "total_of", "width_of"]
+__all__ = ["LoaderStats", "PaddingNotice", "Step", "StepClock", "pin", "total_of", "unplanned", "width_of"]
 
 B = TypeVar("B")
-SHOWN_IN = {"source": "input_ids", "target": "labels"}  # where collators of transformers put these streams
+SHOWN_IN = {
+    "source": "input_ids",
+    "target": "labels",
+    TOKENS: "input_ids",
+}  # where collators of transformers put streams
 ENOUGH_UPDATES = 20
 WARM_UP = 3
 """Updates that are not timed: the first ones compile kernels, fill caches and make the optimizer's state."""
@@ -67,32 +71,24 @@ class Step(Generic[B]):
 
 
 def pin(batch: Any) -> Any:
-    """A batch with its tensors in pinned memory: tensors, objects with a ``pin_memory`` method, and containers of them.
-
-    Containers keep their type: mappings (BatchEncoding among them), named tuples, sequences, dataclasses. The batch itself
-    is not changed. Anything else is passed on as it is.
-
-    >>> pin({"text": "not a tensor"})
-    {'text': 'not a tensor'}
-    """
+    """A batch with its tensors in pinned memory: tensors, objects with a ``pin_memory`` method, and containers of them, which
+    keep their type (BatchEncoding, named tuples, dataclasses). The batch itself is not changed; anything else is passed on."""
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
-    if isinstance(batch, (str, bytes)):
-        return batch
-    if isinstance(batch, MutableMapping):
-        pinned = copy.copy(batch)
-        pinned.update({key: pin(value) for key, value in batch.items()})
-        return pinned
     if isinstance(batch, Mapping):
-        return {key: pin(value) for key, value in batch.items()}
+        pinned = {key: pin(value) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return pinned
+        copied = copy.copy(batch)
+        copied.update(pinned)
+        return copied
     if isinstance(batch, tuple):
         values = [pin(value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
     if isinstance(batch, MutableSequence):
-        pinned = copy.copy(batch)
-        for place, value in enumerate(batch):
-            pinned[place] = pin(value)
-        return pinned
+        copied = copy.copy(batch)
+        copied[:] = [pin(value) for value in batch]
+        return copied
     if is_dataclass(batch) and not isinstance(batch, type):
         return replace(batch, **{f.name: pin(getattr(batch, f.name)) for f in fields(batch) if f.init})
     return batch
@@ -100,29 +96,50 @@ def pin(batch: Any) -> Any:
 
 def width_of(batch: Any, num_samples: int, stream: str) -> int | None:
     """Tokens of a stream that each row of a collated batch has, where a field of its name, or transformers' for it, shows it."""
-    for shape in _shapes_shown(batch, stream):
-        if len(shape) == 2 and shape[0] == num_samples:
-            return int(shape[1])
-    return None
+    shapes = (shape for shape in _shapes_shown(batch, stream) if len(shape) == 2 and shape[0] == num_samples)
+    return next((int(shape[1]) for shape in shapes), None)
 
 
 def total_of(batch: Any, stream: str) -> int | None:
     """Tokens of a stream that a packed batch has."""
-    for shape in _shapes_shown(batch, stream):
-        if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
-            return int(shape[-1])
-    return None
+    shapes = (shape for shape in _shapes_shown(batch, stream) if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1))
+    return next((int(shape[-1]) for shape in shapes), None)
 
 
 def _shapes_shown(batch: Any, stream: str) -> Iterator[tuple[int, ...]]:
     if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
         return
     name = said(stream)
-    for field_name in dict.fromkeys((name, SHOWN_IN.get(name, SHOWN_IN["source"] if stream == TOKENS else name))):
+    for field_name in dict.fromkeys((name, SHOWN_IN.get(name, SHOWN_IN.get(stream, name)))):
         try:
             yield tuple(batch[field_name].shape)
         except (TypeError, KeyError, AttributeError):
             continue
+
+
+def unplanned(batch: Any, samples: int, planned: Mapping[str, tuple[int, int]], budget: Budget) -> str | None:
+    """How a collated batch of so many samples differs from its plan, in words; None if it does not, or does not show.
+
+    Args:
+        planned: stream -> tokens of the longest of them, and of all.
+        budget: what it was planned by; says what it pads to, and the layout.
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> batch = {"input_ids": np.ones((2, 5)), "labels": np.ones((2, 9))}
+    >>> unplanned(batch, 2, {"tokens": (5, 8), "target": (6, 7)}, TokenBudget(99))
+    '2 samples came out 9 target tokens wide, but the longest of them was planned with 6'
+    """
+    packed = budget.layout == "packed"
+    for stream, (longest, total) in planned.items():
+        shown = total_of(batch, stream) if packed else width_of(batch, samples, stream)
+        least = total if packed else longest
+        if shown is None or least <= shown <= budget.padded_to(least):
+            continue
+        tokens = "tokens" if said(stream) == TOKENS else f"{said(stream)} tokens"
+        if packed:
+            return f"{samples} samples came out as {shown} {tokens}, but were planned with {total}"
+        return f"{samples} samples came out {shown} {tokens} wide, but the longest of them was planned with {longest}"
+    return None
 
 
 @dataclass(slots=True)
@@ -130,8 +147,8 @@ class LoaderStats:
     """Counts of one rank since its loader was made. Two of them add up and can be subtracted: what happened since
     ``before = loader.stats.copy()`` is ``loader.stats - before``; what all ranks did is ``loader.stats.merged(loader.world)``.
 
-    >>> (LoaderStats(steps=2, real_tokens=30, padded_tokens=40) + LoaderStats(steps=2, padded_tokens=10)).real_share
-    0.6
+    >>> (LoaderStats(steps=2, real_tokens=30, padded_tokens=40) + LoaderStats(steps=2, padded_tokens=10)).padding
+    0.4
     >>> print(LoaderStats(steps=3, samples=8, updates=2, real_tokens=30, padded_tokens=40, batch_sizes=Counter({1: 1, 7: 1})))
     8 samples in 3 steps (0 idle) and 2 updates; batches of 1 to 7 samples, 25% padding; waited 0.0 s for workers
     """
@@ -153,10 +170,6 @@ class LoaderStats:
     """Tokens that the device multiplied, idle steps not counted."""
     padded_squares: int = 0
     """The same tokens, each times its sample's padded length: what attention costs."""
-    row_highest: int = 0
-    """Padded tokens of the fullest rank, summed over sampled steps (one an exchange)."""
-    row_total: int = 0
-    """Padded tokens of all ranks over the same steps, divided by the number of ranks."""
     splits: int = 0
     """Batches that came of splitting planned or collated ones."""
     merges: int = 0
@@ -191,14 +204,24 @@ class LoaderStats:
         )
 
     @property
-    def real_share(self) -> float:
-        """Real tokens over padded tokens, in [0, 1]."""
-        return self.real_tokens / self.padded_tokens if self.padded_tokens else 1.0
+    def batches(self) -> int:
+        """Steps with samples."""
+        return self.steps - self.idle_steps
 
     @property
-    def row_imbalance(self) -> float:
-        """How much more padded tokens the fullest rank of a step has than the mean rank: 0.0 is none."""
-        return self.row_highest / self.row_total - 1.0 if self.row_total else 0.0
+    def padding(self) -> float:
+        """Share of the padded tokens that is padding, in [0, 1]."""
+        return 1.0 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples of the smallest batch; 0 where there was none."""
+        return min(self.batch_sizes, default=0)
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples of the largest batch; 0 where there was none."""
+        return max(self.batch_sizes, default=0)
 
     @property
     def num_timed(self) -> int:
@@ -210,34 +233,7 @@ class LoaderStats:
         """The price of a step and the crossover of attention that the loop's own times suggest, after 20 updates of padded
         batches; None before, and where batches do not differ enough to tell. It is never used by itself: a plan would depend
         on the machine's mood. Hand it to the next run: ``work=loader.stats.work``."""
-        if self.num_timed < ENOUGH_UPDATES:
-            return None
-        return Work.from_moments(self.times[:3, :3], self.times[:3, 3])
-
-    @property
-    def batches(self) -> int:
-        """Steps with samples."""
-        return self.steps - self.idle_steps
-
-    @property
-    def padding(self) -> float:
-        """Share of the padded tokens that is padding, in [0, 1]."""
-        return 1.0 - self.real_share
-
-    @property
-    def samples_per_update(self) -> float:
-        """Samples of an update over all ranks, on average."""
-        return self.update_samples / self.updates if self.updates else 0.0
-
-    @property
-    def smallest_batch(self) -> int:
-        """Samples of the smallest batch; 0 where there was none."""
-        return min(self.batch_sizes, default=0)
-
-    @property
-    def largest_batch(self) -> int:
-        """Samples of the largest batch; 0 where there was none."""
-        return max(self.batch_sizes, default=0)
+        return Work.from_moments(self.times[:3, :3], self.times[:3, 3]) if self.num_timed >= ENOUGH_UPDATES else None
 
     def count_step(
         self, samples: int, *, real_tokens: int = 0, padded_tokens: int = 0, padded_squares: int = 0, idle: bool = False
@@ -272,53 +268,42 @@ class LoaderStats:
         """The sum over ranks. Collective: every rank calls it."""
         names = [f.name for f in fields(self) if f.name not in ("batch_sizes", "times")]
         [largest] = world.all_max([self.largest_batch])
-        sizes = [self.batch_sizes[size] for size in range(largest + 1)]
-        found = world.all_sum([*self.times.ravel().tolist(), *(getattr(self, name) for name in names), *sizes])
+        own = [*(getattr(self, name) for name in names), *(self.batch_sizes[size] for size in range(largest + 1))]
+        found = world.all_sum([*self.times.ravel().tolist(), *own])
         times, counts, sizes = found[:16], found[16 : 16 + len(names)], found[16 + len(names) :]
-        summed: dict[str, Any] = {
-            name: value if name.endswith("_s") else int(value) for name, value in zip(names, counts, strict=True)
-        }
+        summed = {n: count if n.endswith("_s") else int(count) for n, count in zip(names, counts, strict=True)}
         batch_sizes = Counter({size: int(count) for size, count in enumerate(sizes) if count})
-        return LoaderStats(**summed, batch_sizes=batch_sizes, times=np.reshape(times, (4, 4)))
+        return LoaderStats(**summed, batch_sizes=batch_sizes, times=np.reshape(times, (4, 4)))  # type: ignore[arg-type]
 
 
 class StepClock:
-    """Times what a loop does between two steps, an update at a time: devices run behind the loop, and an update's end is where
+    """Times what a loop does with its steps, an update at a time: devices run behind the loop, and an update's end is where
     loops wait for them (they log a loss, clip gradients, exchange them). Updates with idle steps wait for other ranks and
     are left out. Costs a microsecond a step."""
 
     def __init__(self, stats: LoaderStats) -> None:
         self._stats = stats
-        self._begin_update()
+        self._seconds, self._before = 0.0, self._counted()
 
-    def begin(self, step: Step[Any]) -> None:
-        """The loop is about to get this step, which the counts know already."""
-        counted = self._counted()
-        self._usable &= counted[0] > self._before[0] and not step.idle
-        if self._usable:
-            self._row += counted - self._before
-        self._before = counted
-        self._since = time.perf_counter()
-
-    def end(self, step: Step[Any]) -> None:
-        """The loop asks for the next one."""
-        self._seconds += time.perf_counter() - self._since
-        if step.ends_update:
-            if self._usable and self._stats.updates > WARM_UP and self._seconds > 0:
-                row = np.append(self._row, self._seconds) / self._seconds
-                self._stats.times = self._stats.times + np.outer(row, row)
-            self._begin_update()
-
-    def _begin_update(self) -> None:
-        self._before = self._counted()
-        self._row, self._seconds, self._usable, self._since = np.zeros(3), 0.0, True, 0.0
+    def note(self, seconds: float, step: Step[Any]) -> None:
+        """The loop has taken so long over a step, which the counts know already."""
+        self._seconds += seconds
+        if not step.ends_update:
+            return
+        counted, stats = self._counted(), self._stats
+        *done, idle = counted - self._before
+        if not idle and stats.updates > WARM_UP and self._seconds > 0:
+            row = np.array([*done, self._seconds]) / self._seconds
+            stats.times = stats.times + np.outer(row, row)
+        self._seconds, self._before = 0.0, counted
 
     def _counted(self) -> NDArray[np.float64]:
-        return np.array([self._stats.batches, self._stats.padded_tokens, self._stats.padded_squares], np.float64)
+        stats = self._stats
+        return np.array([stats.batches, stats.padded_tokens, stats.padded_squares, stats.idle_steps], np.float64)
 
 
 class PaddingNotice:
-    """Warns once, after a thousand samples, where batches that were cut as they came are much padding.
+    """Warns once, after a thousand samples, where much of the batches is padding.
 
     Args:
         per_update: whether updates are of a set size, so that an update's share is what is sorted, or else a ``window``.
@@ -329,7 +314,7 @@ class PaddingNotice:
         self._judged = False
 
     def look(self, stats: LoaderStats) -> None:
-        """At what the loader has done so far; call it behind an update, or where none is of a set size, behind any step."""
+        """At what the loader has done so far; call it behind an update."""
         if self._judged or stats.samples < JUDGED:
             return
         self._judged = True

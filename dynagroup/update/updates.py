@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +16,14 @@ from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource, epoch_order
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
-from dynagroup.plan.planner import Planner, PlanNotices
+from dynagroup.plan.planner import Planner
 from dynagroup.shapes import IntArray
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, next_epoch
-from dynagroup.validation import check_int
 
 __all__ = ["FreeUpdates", "PlannedStep", "PlannedUpdate", "PreservedUpdates", "Updates"]
+
+COUNTED = {"real_tokens": real_tokens, "padded_tokens": padded_tokens, "padded_squares": padded_squares}
+"""What statistics count of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +33,12 @@ class PlannedStep:
     indices: list[int]
     """Dataset indices."""
     idle: bool
-    real: int
-    """Tokens of this rank's batch, of all padded streams."""
-    padded: int
-    squares: int
-    streams: Mapping[str, tuple[int, int]]
+    counts: dict[str, int]
+    """What :meth:`LoaderStats.count_step` counts of this rank's batch."""
+    streams: dict[str, tuple[int, int]]
     """The longest sample, and all of them, in each padded stream: what its field of a batch should come out as."""
     row_samples: int
     """Samples on all ranks."""
-    row_padded: list[int]
-    """Padded tokens of each rank."""
     cursor: Cursor
     """Where the epoch's windows stand behind it."""
 
@@ -63,73 +61,48 @@ class PlannedUpdate:
         """The place behind a step, when all that was taken of the update by then weighs ``weight``."""
         if number == len(self.steps) - 1:
             return self.after
-        before = self.before
+        kept = {name: getattr(self.before, name) for name in ("update", "samples_used", "samples_seen", "current")}
         return replace(
             self.steps[number].cursor,
-            update=before.update,
-            samples_used=before.samples_used,
-            samples_seen=before.samples_seen,
-            current=before.current,
-            begun_rows=before.begun_rows + number + 1,
-            begun_samples=before.begun_samples + sum(step.row_samples for step in self.steps[: number + 1]),
+            **kept,
+            begun_rows=self.before.begun_rows + number + 1,
+            begun_samples=self.before.begun_samples + sum(step.row_samples for step in self.steps[: number + 1]),
             begun_weight=weight,
         )
 
 
-def steps_of(window: Any, planner: Planner, rank: int) -> Iterator[PlannedStep]:
+def steps_of(window: PlannedWindow, planner: Planner, rank: int) -> Iterator[PlannedStep]:
     """The rows of a window as the steps of one rank."""
-    size, idle = window.table.shape[1], window.loss_scale == 0.0
-    shapes = shapes_of(window.batches.take(window.table.ravel()), planner.lengths)
-    padded = np.where(idle, 0, padded_tokens(shapes, planner.budget).reshape(idle.shape))
-    samples = np.where(idle, 0, shapes.num_samples.reshape(idle.shape)).sum(axis=1).tolist()
-    real, squares = (of(shapes, planner.budget)[rank::size].tolist() for of in (real_tokens, padded_squares))
-    longest, total = (
-        {name: by[name][rank::size].tolist() for name in padded_streams(planner.budget, shapes.longest)}
-        for by in (shapes.longest, shapes.total)
-    )
-    for row, row_padded in enumerate(padded.tolist()):
+    idle, budget, own = window.loss_scale == 0.0, planner.budget, window.table[:, rank]
+    shapes = shapes_of(window.batches.take(own), planner.lengths)
+    counts = {name: of(shapes, budget).tolist() for name, of in COUNTED.items()}
+    names = padded_streams(budget, shapes.longest)
+    spans = {name: np.transpose([shapes.longest[name], shapes.total[name]]).tolist() for name in names}
+    samples = np.where(idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
+    for row, number in enumerate(own.tolist()):
         yield PlannedStep(
-            indices=window.batches[int(window.table[row, rank])].tolist(),
+            indices=window.batches[number].tolist(),
             idle=bool(idle[row, rank]),
-            real=real[row],
-            padded=row_padded[rank],
-            squares=squares[row],
-            streams={name: (longest[name][row], total[name][row]) for name in longest},
+            counts={name: column[row] for name, column in counts.items()},
+            streams={name: tuple(span[row]) for name, span in spans.items()},
             row_samples=samples[row],
-            row_padded=row_padded,
             cursor=window.after(row + 1),
         )
 
 
-class Updates(ABC):
-    """Plans updates one after another; knows ranks only by number.
+class Updates(Walk):
+    """Plans updates one after another; knows ranks only by number."""
 
-    Args:
-        planner: lengths, budget and how to cut.
-    """
+    num_changes: int
+    """Grows whenever the number of updates may have changed."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self.notices = PlanNotices()
         self._remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
 
     @abstractmethod
     def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
         """What remains of the cursor's epoch."""
-
-    @abstractmethod
-    def walk(self, world_size: int) -> Walk:
-        """How a run's updates follow one another."""
-
-    @property
-    @abstractmethod
-    def num_samples(self) -> int:
-        """Samples of an epoch."""
-
-    @property
-    @abstractmethod
-    def num_changes(self) -> int:
-        """Grows whenever the number of updates may have changed."""
 
     @property
     @abstractmethod
@@ -137,31 +110,36 @@ class Updates(ABC):
         """What updates depend on besides epoch and ranks; JSON-able."""
 
     @abstractmethod
-    def state(self, cursor: Cursor, world_size: int) -> dict[str, Any]:
+    def state(self, cursor: Cursor) -> dict[str, Any]:
         """What a place needs besides itself: ``walk``, and a checksum of the epoch's ``order`` where a sampler gives it."""
 
     @abstractmethod
-    def restore(self, state: Mapping[str, Any], cursor: Cursor) -> None:
+    def take_over(self, state: Mapping[str, Any], cursor: Cursor) -> None:
         """Take over what :meth:`state` held of another run, which stands at ``cursor``."""
 
     @abstractmethod
     def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
         """What remains of the cursor's epoch on all ranks."""
 
-    def begin(self, planner: Planner, epoch: int, world_size: int) -> None:
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.planner.num_planned
+
+    def on_ranks(self, world_size: int) -> Updates:
+        """Itself: so many ranks are about to walk its updates."""
+        return self
+
+    def open_epoch(self, planner: Planner, epoch: int) -> None:
         """An epoch begins, planned by this planner."""
         self.planner = planner
 
-    def end(self, cursor: Cursor) -> None:  # noqa: B027 - most have nothing to note
+    def close_epoch(self, cursor: Cursor) -> None:  # noqa: B027 - updates of a set size have nothing to note
         """An epoch has ended at this cursor."""
 
-    def order_of(self, epoch: int) -> IntArray | None:
-        """The epoch's order of samples, where there is one."""
-        return None
-
-    def is_over(self, cursor: Cursor, world_size: int) -> bool:
+    def is_over(self, cursor: Cursor) -> bool:
         """Whether nothing of its epoch remains."""
-        return not cursor.begun_rows and next(self.walk(world_size).cursors(cursor), None) is None
+        return not cursor.begun_rows and next(self.cursors(cursor), None) is None
 
     def plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
         """What remains of the cursor's epoch on all ranks. Remembered until something changes."""
@@ -175,7 +153,7 @@ class Updates(ABC):
 # An epoch's order is cut into spans, and each span is planned by itself, as if it were an epoch of one window: rows of batches
 # that fit, of like cost. So what an update holds depends on order and schedule alone, not on budget or ranks; only its division
 # does. Cost: one plan of so many samples an update, when its turn comes.
-class PreservedUpdates(Updates):
+class PreservedUpdates(Updates, UpdateSizes):
     """Updates of exactly as many samples as a schedule says, drawn as fixed batches would draw them.
 
     Args:
@@ -195,9 +173,9 @@ class PreservedUpdates(Updates):
         shuffle: bool,
         drop_last: bool,
     ) -> None:
-        super().__init__(planner)
-        self._schedule, self._order, self._shuffle = schedule, order, shuffle
-        self.sizes = UpdateSizes(schedule, self._num_ordered, drop_last=drop_last)
+        Updates.__init__(self, planner)
+        UpdateSizes.__init__(self, schedule, self._num_ordered, drop_last=drop_last)
+        self._said, self._order, self._shuffle = described(schedule), order, shuffle
 
     def _num_ordered(self) -> int:
         return self.planner.num_planned if self._order is None else self._order.counted
@@ -207,39 +185,30 @@ class PreservedUpdates(Updates):
         return self._num_ordered()
 
     @property
-    def num_changes(self) -> int:
-        return len(self.sizes.changes)
+    def num_changes(self) -> int:  # type: ignore[override]
+        return len(self.changes)
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {
-            **self.planner.identity,
-            "samples_per_update": described(self._schedule),
-            "drop_last": self.sizes.drop_last,
-            "shuffle": self._shuffle,
-            "sampler": self._order is not None,
-        }
-
-    def walk(self, world_size: int) -> Walk:
-        return self.sizes
+        own = {"drop_last": self.drop_last, "shuffle": self._shuffle, "sampler": self._order is not None}
+        return {**self.planner.identity, "samples_per_update": self._said, **own}
 
     def order_of(self, epoch: int) -> IntArray:
+        """Dataset indices in the epoch's order."""
         if self._order is not None:
             return self._order.counted_epoch(epoch)
-        count = self.planner.num_samples
+        count, left_out = self.planner.num_samples, self.planner.left_out
         order = epoch_order(count, seed=self.planner.config.seed, epoch=epoch) if self._shuffle else np.arange(count)
-        left_out = self.planner.left_out
         return order[~np.isin(order, left_out)] if len(left_out) else order
 
     def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
         for window, before, after in self._windows(cursor, world_size):
-            self.notices.of_padding(self.planner, window, cursor.epoch, world_size)
             yield PlannedUpdate(list(steps_of(window, self.planner, rank)), before, after)
 
     def _windows(self, cursor: Cursor, world_size: int) -> Iterator[tuple[PlannedWindow, Cursor, Cursor]]:
         """What remains of each update, where it goes on, and where it ends."""
         ordered = self.order_of(cursor.epoch)
-        for start, stop, after in self.sizes.spans(cursor):
+        for start, stop, after in self.spans(cursor):
             window = next(self.planner.steps_from(cursor, world_size, ordered[start:stop]), None)
             if window is None or not len(window.table):
                 raise BudgetError(
@@ -254,65 +223,56 @@ class PreservedUpdates(Updates):
         windows = [window for window, *_ in self._windows(cursor, world_size)]
         return self.planner.joined(windows, cursor.epoch, world_size)
 
-    def state(self, cursor: Cursor, world_size: int) -> dict[str, Any]:
+    def state(self, cursor: Cursor) -> dict[str, Any]:
         order = None if self._order is None else self._order.checksum(cursor.epoch)
-        return {"walk": [list(change) for change in self.sizes.changes], "order": order}
+        return {"walk": [list(change) for change in self.changes], "order": order}
 
-    def restore(self, state: Mapping[str, Any], cursor: Cursor) -> None:
-        self.sizes.restore(state["walk"])
+    def take_over(self, state: Mapping[str, Any], cursor: Cursor) -> None:
+        self.restore(state["walk"])
 
 
 # The plan's rows, window after window, so many to an update. How many an epoch has depends on the number of ranks and on what the
-# budget has learned, so an epoch that was begun keeps the beginning that it had.
+# budget has learned, so an epoch that was begun keeps the beginning that it had; those to come are planned for as many ranks as
+# ask, and anew where that changes.
 class FreeUpdates(Updates):
     """Every ``accumulation`` rows of the plan are an update: batches as large as fit, updates as large as they come. Only an
     epoch's last update may have fewer rows."""
 
-    def __init__(self, planner: Planner, *, accumulation: int = 1) -> None:
-        super().__init__(planner)
-        self.accumulation = check_int("accumulation", accumulation)
-        self.resumed: Cursor | None = None
+    def __init__(self, planner: Planner, *, accumulation: int) -> None:
+        Updates.__init__(self, planner)
+        Walk.__init__(self)
+        self.accumulation, self.num_changes = accumulation, 0
+        self._num_begun, self._ranks = 1, 0
+        """Epochs whose beginning is settled, and ranks for which those behind them were planned."""
+        self._resumed: Cursor | None = None
         """Where the epoch goes on that was begun by another run: it has the rest of this plan, not all of it."""
-        self._begun = [Cursor()]
-        """The beginnings of the epochs that were begun."""
-        self._walk = FreeWalk(self, 0, self._begun)
-        self._replans = 0
-
-    @property
-    def num_samples(self) -> int:
-        return self.planner.num_planned
-
-    @property
-    def num_changes(self) -> int:
-        return self._replans
 
     @property
     def identity(self) -> dict[str, Any]:
         return {**self.planner.identity, "accumulation": self.accumulation}
 
-    def walk(self, world_size: int) -> Walk:
-        if self._walk.world_size != world_size:
-            self._walk = FreeWalk(self, world_size, self._begun)
-        return self._walk
+    def on_ranks(self, world_size: int) -> Updates:
+        if self._ranks != world_size:
+            self._settle(self._starts[: self._num_begun])
+            self._ranks = world_size
+        return self
 
-    def begin(self, planner: Planner, epoch: int, world_size: int) -> None:
-        begun = [self.walk(world_size).start(earlier) for earlier in range(epoch + 1)]
-        self._replans += planner is not self.planner
-        self.planner = planner
-        self._settle(begun, None)
+    def open_epoch(self, planner: Planner, epoch: int) -> None:
+        self.start(epoch)
+        self.num_changes += planner is not self.planner
+        self.planner, self._resumed = planner, None
+        self._settle(self._starts[: epoch + 1])
 
-    def end(self, cursor: Cursor) -> None:
-        self._settle([*self._begun[: cursor.epoch + 1], next_epoch(cursor)], self.resumed)
+    def close_epoch(self, cursor: Cursor) -> None:
+        self._settle([*self._starts[: cursor.epoch + 1], next_epoch(cursor)])
 
-    def _settle(self, begun: list[Cursor], resumed: Cursor | None) -> None:
+    def _settle(self, begun: list[Cursor]) -> None:
         """These epochs were begun; those to come may be planned otherwise than before."""
-        self._begun, self.resumed = begun, resumed
-        self._walk = FreeWalk(self, 0, begun)
+        self._starts, self._num_begun = begun, len(begun)
 
     def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
         before, taken = cursor, list[PlannedStep]()
         for window in self.planner.steps_from(cursor, world_size):
-            self.notices.of_padding(self.planner, window, cursor.epoch, world_size)
             for step in steps_of(window, self.planner, rank):
                 taken.append(step)
                 if before.begun_rows + len(taken) == self.accumulation:
@@ -321,32 +281,42 @@ class FreeUpdates(Updates):
         if taken:
             yield _update_of(taken, before)
 
+    def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
+        return (update.after for update in self.updates(cursor, 0, self._ranks))
+
+    def end(self, epoch: int) -> Cursor:
+        if self._resumed is not None and self._resumed.epoch == epoch:
+            return [self._resumed, *self.cursors(self._resumed)][-1]
+        start, samples = self.start(epoch), self.num_samples
+        updates = -(-self.plan(Cursor(epoch), self._ranks).num_steps // self.accumulation)
+        return replace(
+            start, update=start.update + updates, samples_used=samples, samples_seen=start.samples_seen + samples
+        )
+
     def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
         windows = list(self.planner.steps_from(cursor, world_size))
         plan = self.planner.joined(windows, cursor.epoch, world_size)
         if not plan.num_steps:
             return plan
         update = (np.arange(plan.num_steps) + cursor.begun_rows) // self.accumulation
-        firsts = np.flatnonzero(np.diff(update, prepend=-1))
         counts = np.where(plan.loss_scale > 0, plan.batches.sizes[plan.table], 0)
-        totals = np.add.reduceat(counts.sum(axis=1), firsts)
+        totals = np.bincount(update, weights=counts.sum(axis=1))
         totals[0] += cursor.begun_samples
-        return replace(
-            plan,
-            update_ends=np.diff(update, append=-1) != 0,
-            loss_scale=counts * world_size / np.maximum(totals, 1)[update - update[0]][:, None],
-        )
+        loss_scale = counts * world_size / np.maximum(totals, 1)[update][:, None]
+        return replace(plan, update_ends=np.diff(update, append=-1) != 0, loss_scale=loss_scale)
 
-    def state(self, cursor: Cursor, world_size: int) -> dict[str, Any]:
-        begun = [self.walk(world_size).start(epoch) for epoch in range(cursor.epoch + 1)]
+    def state(self, cursor: Cursor) -> dict[str, Any]:
+        begun = [self.start(epoch) for epoch in range(cursor.epoch + 1)]
         return {"walk": [[start.update, start.samples_seen, start.current] for start in begun], "order": None}
 
-    def restore(self, state: Mapping[str, Any], cursor: Cursor) -> None:
-        begun = [
-            Cursor(epoch, update=update, samples_seen=seen, current=current)
-            for epoch, (update, seen, current) in enumerate(state["walk"])
-        ]
-        self._settle(begun, cursor)
+    def take_over(self, state: Mapping[str, Any], cursor: Cursor) -> None:
+        self._resumed = cursor
+        self._settle(
+            [
+                Cursor(epoch, update=update, samples_seen=seen, current=current)
+                for epoch, (update, seen, current) in enumerate(state["walk"])
+            ]
+        )
 
 
 def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
@@ -363,26 +333,3 @@ def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
         begun_weight=0.0,
     )
     return PlannedUpdate(steps, before, after)
-
-
-class FreeWalk(Walk):
-    """Free-running updates on so many ranks: of epochs that were begun what they had, of the others what is planned."""
-
-    def __init__(self, plan: FreeUpdates, world_size: int, begun: list[Cursor]) -> None:
-        super().__init__()
-        self.plan, self.world_size = plan, world_size
-        self._starts = list(begun)
-
-    def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
-        return (update.after for update in self.plan.updates(cursor, 0, self.world_size))
-
-    def end(self, epoch: int) -> Cursor:
-        resumed = self.plan.resumed
-        if resumed is not None and resumed.epoch == epoch:
-            return [resumed, *self.cursors(resumed)][-1]
-        start = self.start(epoch)
-        steps, samples = self.plan.plan(Cursor(epoch), self.world_size).num_steps, self.plan.num_samples
-        updates = -(-steps // self.plan.accumulation)
-        return replace(
-            start, update=start.update + updates, samples_used=samples, samples_seen=start.samples_seen + samples
-        )

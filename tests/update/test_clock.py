@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
-from dynagroup.update import step as clock_module
 from dynagroup.update.step import LoaderStats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
@@ -22,7 +23,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(clock_module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def run(self, steps):
         for step in steps:

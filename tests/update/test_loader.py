@@ -475,10 +475,16 @@ def test_a_plan_after_a_resume_is_what_remains(how):
         assert again.plan.epoch == 1
 
 
-@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {"accumulation": 3}])
-def test_a_loader_can_be_copied_between_epochs(how):
+@pytest.mark.parametrize("how", [{"samples_per_update": 10, "num_workers": 1, "persistent_workers": True}, {}])
+def test_a_copy_goes_on_where_the_loader_stands(how):
+    """Between epochs, in the middle of one, and of one that was left: what its state says."""
     loader = loader_of(**how)
-    for _ in range(2):
+    for steps in (iter(loader), iter(loader)):
+        next(steps)
         twins = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
-        batches = [step.batch for step in loader]
-        assert all([step.batch for step in twin] == batches for twin in twins)
+        rest = [step.batch for step in steps]
+        assert all([step.batch for step in twin] == rest for twin in twins)
+        assert copy.deepcopy(loader).epoch == loader.epoch
+    for _ in loader:
+        break
+    assert copy.deepcopy(loader).state_dict() == loader.state_dict()
