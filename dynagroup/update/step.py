@@ -214,6 +214,11 @@ class LoaderStats:
         return 1.0 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
     @property
+    def samples_per_update(self) -> float:
+        """Samples of an update over all ranks, on average."""
+        return self.update_samples / self.updates if self.updates else 0.0
+
+    @property
     def smallest_batch(self) -> int:
         """Samples of the smallest batch; 0 where there was none."""
         return min(self.batch_sizes, default=0)
