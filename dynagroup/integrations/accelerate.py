@@ -18,35 +18,23 @@ __all__ = ["AcceleratedSteps", "prepare"]
 
 
 class AcceleratedSteps:
-    """A loader's steps on the accelerator's device. Made by :func:`prepare`.
-
-    Its state is part of ``accelerator.save_state`` and ``load_state``.
-    """
+    """A loader's steps on the accelerator's device, made by :func:`prepare`. Its state is part of ``accelerator.save_state``."""
 
     def __init__(self, accelerator: Accelerator, loader: StepLoader[Any]) -> None:
-        self.accelerator = accelerator
-        self.loader = loader
-
-    @property
-    def dataset(self) -> Any:
-        return self.loader.dataset
+        self.accelerator, self.loader, self.dataset = accelerator, loader, loader.dataset
+        self.set_epoch = loader.set_epoch
 
     @property
     def num_updates(self) -> int:
         """Updates of an epoch, where they are known beforehand: what a learning-rate scheduler counts."""
         return self.loader.num_updates
 
-    def set_epoch(self, epoch: int) -> None:
-        self.loader.set_epoch(epoch)
-
     def __iter__(self) -> Iterator[Step[Any]]:
         from accelerate.utils import send_to_device
 
-        def moved(batch: Any) -> Any:
-            return send_to_device(batch, self.accelerator.device, non_blocking=self.accelerator.non_blocking)
-
+        device, non_blocking = self.accelerator.device, self.accelerator.non_blocking
         for step in self.loader:
-            yield step.map(moved)
+            yield step.map(lambda batch: send_to_device(batch, device, non_blocking=non_blocking))
 
     def local_until_update(self, model: Any, step: Step[Any]) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: gradients are exchanged between ranks only on an update's last step."""
@@ -70,11 +58,9 @@ class AcceleratedSteps:
 
 
 def prepare(accelerator: Accelerator, loader: Any) -> Any:
-    """A loader for a training loop of your own: a :class:`PlannedDataLoader`, an :class:`OnlineDataLoader`, or a ``DataLoader``
-    whose batch sampler is a :class:`LengthAwareBatchSampler`.
-
-    The first two become :class:`AcceleratedSteps` and are registered for checkpointing. A ``DataLoader`` goes through
-    ``accelerator.prepare`` once it is sure that no sample gets lost there.
+    """A loader for a training loop of your own: a :class:`PlannedDataLoader` or :class:`OnlineDataLoader` becomes
+    :class:`AcceleratedSteps`, registered for checkpointing. A ``DataLoader`` whose batch sampler is a
+    :class:`LengthAwareBatchSampler` goes through ``accelerator.prepare`` once it is sure that no sample gets lost there.
 
     Raises:
         ConfigError: the accelerator or the sampler would shard, split or scale a second time.
@@ -97,25 +83,9 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
     for setting in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, setting):
             raise ConfigError(f"{setting}=True cuts batches of one fixed size; set it to False")
-    _refuse_old_accelerate(accelerator)
-    world_size = accelerator.num_processes
-    emitted = len(sampler)
-    if world_size > 1 and emitted % world_size:
+    emitted, world_size = len(sampler), accelerator.num_processes
+    if emitted % world_size:
         raise ConfigError(
             f"the sampler emits {emitted} batches for {world_size} ranks; build it with world_size={world_size} and rank=None"
         )
     return accelerator.prepare(loader)
-
-
-def _refuse_old_accelerate(accelerator: Accelerator) -> None:
-    """Before 1.14 (accelerate#3969) an accelerator that evens out batches refuses, on several ranks, those without one fixed
-    size. Said on one process already."""
-    import accelerate
-    from packaging.version import Version
-
-    if Version(accelerate.__version__) < Version("1.14") and accelerator.even_batches:
-        raise ConfigError(
-            f"accelerate {accelerate.__version__} evens out only batches of one fixed size: install accelerate>=1.14, or pass "
-            "Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)), which loses nothing here because "
-            "every rank has equally many batches"
-        )

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.integrations.hf import dynagroup_trainer
+from dynagroup.integrations.hf import DynagroupTrainerMixin
 
 __all__ = ["DynagroupArgs", "DynagroupPlugin"]
 
@@ -28,6 +28,7 @@ EXCLUDED = {
     "rl": "the plugin is for supervised training; leave rl unset",
     "reward_model": "the plugin is for supervised training; leave reward_model unset",
     "pretraining_dataset": "a stream's lengths are not known beforehand; use `datasets`",
+    "pad_to_sequence_len": "every sample would be as long as the longest; set it to false",
 }
 
 
@@ -57,20 +58,13 @@ class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
         for name, instead in EXCLUDED.items():
             if getattr(cfg, name, None):
                 raise ConfigError(f"dynagroup_max_tokens does not go with {name}: {instead}")
-        # Axolotl pads to a multiple of 64 unless it is told otherwise, and to the whole sequence if it is told so.
+        # Axolotl pads to a multiple of 64 unless `pad_to_sequence_len` says otherwise.
         multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
-        if getattr(cfg, "pad_to_sequence_len", None):
-            raise ConfigError("pad_to_sequence_len: true makes every sample as long as the longest; set it to false")
         budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)
         config = DynagroupConfig(budget=budget, updates=getattr(cfg, "dynagroup_updates", None) or "preserved")
-        return _with_config(config)
 
+        class DynagroupAxolotlTrainer(DynagroupTrainerMixin, AxolotlTrainer):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, dynagroup=config, **kwargs)
 
-def _with_config(config: DynagroupConfig) -> type:
-    ours: Any = dynagroup_trainer(AxolotlTrainer)
-
-    class DynagroupAxolotlTrainer(ours):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, dynagroup=config, **kwargs)
-
-    return DynagroupAxolotlTrainer
+        return DynagroupAxolotlTrainer

@@ -36,7 +36,7 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
         self, budget: Budget | int, bounds: Sequence[int], *, length_of: Callable[[Any], float] | None = None
     ) -> None:
         self.budget, self.bounds = as_budget(budget), list(bounds)
-        self.length_of = length_of if length_of is not None else _num_frames
+        self.length_of = length_of or _num_frames
         if not self.bounds or self.bounds != sorted(set(self.bounds)):
             raise ConfigError(f"`bounds` must be growing lengths, but are {self.bounds!r}")
         if not self._fits(1, self.bounds[-1]):

@@ -15,7 +15,6 @@ except ModuleNotFoundError as error:
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.step import Step
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +36,6 @@ class LightningStep(NamedTuple):
     loss_scale: float
     ends_update: bool
     idle: bool
-
-    @classmethod
-    def of(cls, step: Step[Any]) -> LightningStep:
-        return cls(
-            step.batch, list(step.indices), int(step.samples.local), step.loss_scale, step.ends_update, step.idle
-        )
 
 
 class _EpochHandle:
@@ -78,7 +71,7 @@ class LightningSteps(Callback):
     def __init__(self, loader: StepLoader[Any]) -> None:
         if not isinstance(loader, StepLoader):
             raise ConfigError(f"`loader` must be a PlannedDataLoader or an OnlineDataLoader, but is {loader!r}")
-        self.loader = loader
+        self.loader, self.dataset = loader, loader.dataset
         self.sampler = _EpochHandle(self)
         self.begun_epoch: int | None = None
         """An epoch that was begun, and none of its updates used yet."""
@@ -86,12 +79,7 @@ class LightningSteps(Callback):
         self._state: dict[str, Any] | None = None
         """This rank's place behind the update that training has used last."""
         self._restored: Sequence[Mapping[str, Any]] | None = None
-        self._listens = False
-        self._first = True
-
-    @property
-    def dataset(self) -> Any:
-        return self.loader.dataset
+        self._listens, self._first = False, True
 
     def __iter__(self) -> Iterator[LightningStep]:
         if not self._listens:
@@ -100,7 +88,9 @@ class LightningSteps(Callback):
         self.begun_epoch = self.loader.epoch
         for update in self.loader.updates():
             self._ahead.append(self.loader.state_dict())
-            yield from map(LightningStep.of, update)
+            for step in update:
+                weighed = step.loss_scale, step.ends_update, step.idle
+                yield LightningStep(step.batch, list(step.indices), int(step.samples.local), *weighed)
         if self._ahead:  # training has yet to use the last update: after it comes the next epoch
             self._ahead[-1] = self.loader.state_dict()
         else:
@@ -139,15 +129,14 @@ class LightningSteps(Callback):
         if stage == "fit":
             self._restored, self.begun_epoch, self._listens, self._first = None, None, True, True
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        limit = trainer.limit_train_batches
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): an update takes as many batches as its "
                 "samples need; leave it 1 and set samples_per_update of the loader"
             )
-        host: Any = trainer  # Lightning sets `fast_dev_run` without declaring it
-        limit = host.limit_train_batches
-        if not host.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
+        if not trainer.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
             raise ConfigError(
                 f"Trainer(limit_train_batches={limit}) ends epochs in the midst of updates, which take as many batches as their "
                 "samples need; use max_steps, or a dataset of fewer samples"
@@ -161,17 +150,12 @@ class LightningSteps(Callback):
         if not pl_module.automatic_optimization:
             return
         # Lightning steps when (batch_idx + 1) % n == 0 and clears gradients when batch_idx % n == 0.
-        if batch.ends_update:
-            trainer.accumulate_grad_batches = 1 if self._first else batch_idx + 1
-        else:
-            trainer.accumulate_grad_batches = NEVER
-        if self._first:
-            for optimizer in trainer.optimizers:
-                optimizer.zero_grad()
+        stepping = 1 if self._first else batch_idx + 1
+        trainer.accumulate_grad_batches = stepping if batch.ends_update else NEVER
+        for optimizer in trainer.optimizers if self._first else ():
+            optimizer.zero_grad()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._first = batch.ends_update
         if batch.ends_update:
             self._state = self._ahead.popleft()

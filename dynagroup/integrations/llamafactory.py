@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -47,16 +46,16 @@ def stage_trainer(stage: str, dynagroup: Budget | DynagroupConfig) -> Any:
     if stage not in STAGES:
         raise ConfigError(f"`stage` must be one of {sorted(STAGES)}, but is {stage!r}")
     original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), STAGES[stage])
-    return partial(_make, original, stage, dynagroup)
 
+    def make(*args: Any, **kwargs: Any) -> Any:
+        config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
+        if stage in PAIRWISE:
+            lengths = pair_lengths(kwargs["train_dataset"]) if config.lengths is None else config.lengths
+            weigh = "samples" if config.weigh == "auto" else config.weigh
+            config = replace(config, weigh=weigh, lengths=lengths)
+        return dynagroup_trainer(original)(*args, dynagroup=config, **kwargs)
 
-def _make(original: type, stage: str, dynagroup: Budget | DynagroupConfig, *args: Any, **kwargs: Any) -> Any:
-    config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
-    if stage in PAIRWISE:
-        weigh = "samples" if config.weigh == "auto" else config.weigh
-        lengths = pair_lengths(kwargs["train_dataset"]) if config.lengths is None else config.lengths
-        config = replace(config, weigh=weigh, lengths=lengths)
-    return dynagroup_trainer(original)(*args, dynagroup=config, **kwargs)
+    return make
 
 
 @contextlib.contextmanager
@@ -66,19 +65,12 @@ def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
     Args:
         dynagroup: a budget, or a whole configuration. In the DPO and RM stages the budget counts the tokens of both answers.
     """
-    # Some workflows import their Trainer when they run, others when they are imported.
-    places = [
-        (stage, module)
-        for stage in STAGES
-        for module in (import_module(f"llamafactory.train.{stage}.{part}") for part in ("trainer", "workflow"))
-        if hasattr(module, STAGES[stage])
-    ]
-    originals = [getattr(module, STAGES[stage]) for stage, module in places]
-    ours = {stage: stage_trainer(stage, dynagroup) for stage in STAGES}
-    try:
-        for stage, module in places:
-            setattr(module, STAGES[stage], ours[stage])
+    with contextlib.ExitStack() as stack:
+        for stage, name in STAGES.items():
+            ours = stage_trainer(stage, dynagroup)
+            for part in ("trainer", "workflow"):  # some workflows import their Trainer when they run, others before
+                module = import_module(f"llamafactory.train.{stage}.{part}")
+                if hasattr(module, name):
+                    stack.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, ours)
         yield
-    finally:
-        for (stage, module), original in zip(places, originals, strict=True):
-            setattr(module, STAGES[stage], original)

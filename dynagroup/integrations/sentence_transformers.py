@@ -33,19 +33,17 @@ def batches_that_fit(
         ConfigError: when the Trainer calls it: the dataset has no text column.
     """
 
-    def sampler(
-        dataset: Any,
-        batch_size: int = 0,
-        drop_last: bool = False,
-        valid_label_columns: Sequence[str] | None = None,
-        generator: Any = None,
-        seed: int = 0,
-    ) -> LengthAwareBatchSampler:
-        columns = _text_columns(dataset, valid_label_columns or ())
-        names = ["tokens", *columns[1:]]  # the first column is the stream that every budget knows
+    def sampler(dataset: Any, valid_label_columns: Sequence[str] | None = None, seed: int = 0, **_: Any) -> Any:
+        """``**_``: a batch size, whether to drop the last batch, and a generator: none of them is needed."""
+        kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
+        unread = {*(valid_label_columns or ()), "dataset_name"}
+        columns = [name for name, kind in kinds.items() if kind in ("string", "large_string") and name not in unread]
+        if not columns:
+            raise ConfigError(f"the dataset has no text column among {list(kinds)}")
+        # The first column is the stream that every budget knows.
         lengths: Mapping[str, Any] = {
-            name: measure_lengths(dataset, tokenizer, column, max_length)
-            for name, column in zip(names, columns, strict=True)
+            name if number else "tokens": measure_lengths(dataset, tokenizer, name, max_length)
+            for number, name in enumerate(columns)
         }
         # accelerate gives batch k to rank k % W; it needs the batches of all ranks.
         return LengthAwareBatchSampler(
@@ -53,14 +51,3 @@ def batches_that_fit(
         )
 
     return sampler
-
-
-def _text_columns(dataset: Any, labels: Sequence[str]) -> list[str]:
-    texts = [
-        name
-        for name, kind in dataset.features.items()
-        if getattr(kind, "dtype", None) in ("string", "large_string") and name not in labels and name != "dataset_name"
-    ]
-    if not texts:
-        raise ConfigError(f"the dataset has no text column among {list(dataset.features)}")
-    return texts

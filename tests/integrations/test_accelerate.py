@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader
 accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator, skip_first_batches  # noqa: E402
 from accelerate.data_loader import BatchSamplerShard  # noqa: E402
-from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget  # noqa: E402
 from dynagroup.integrations.accelerate import prepare  # noqa: E402
@@ -125,22 +124,6 @@ def test_the_learning_rate_counts_updates_on_two_ranks(ranks):
         assert prepared == [1 / (2 * k + 1) for k in range(UPDATES)], (
             "upstream has changed: docs/accelerate.md warns of it"
         )
-
-
-def test_an_accelerate_that_wants_fixed_batches_is_refused(monkeypatch):
-    """FACTS: before 1.14 it raises an error of its own, on several ranks only, that does not say what to do."""
-    sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
-    data = DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate)
-    for old in ("1.13.0", "1.2.1", "0.34.2"):
-        monkeypatch.setattr(accelerate, "__version__", old)
-        with pytest.raises(ConfigError, match=f"accelerate {old}.*install accelerate>=1.14.*even_batches=False"):
-            prepare(Accelerator(cpu=True), data)
-        uneven = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
-        assert len(prepare(uneven, data)) == len(sampler)
-        assert prepare(Accelerator(cpu=True), loader()).num_updates == UPDATES
-    for new in ("1.14.0", "1.15.0.dev0", "2.0"):
-        monkeypatch.setattr(accelerate, "__version__", new)
-        assert len(prepare(Accelerator(cpu=True), data)) == len(sampler)
 
 
 def test_misuse_is_named():
