@@ -1,4 +1,4 @@
-"""The six commands: which options each takes, and what it prints. Pictures are asked for before the work they show."""
+"""The six commands: which options each takes, and what it finds. Pictures are asked for before the work they show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynagroup.cli.inputs import lengths_of
 from dynagroup.errors import ConfigError
@@ -18,47 +18,44 @@ if TYPE_CHECKING:
 
     from dynagroup.budget.base import Budget
     from dynagroup.memory.fits import Fits
-    from dynagroup.plan.report import Comparison, Way
+    from dynagroup.plan.report import Comparison
     from dynagroup.shapes import Streams
 
-__all__ = ["COMMANDS"]
+__all__ = ["COMMANDS", "run"]
 
 WORTH = 0.95
 """Predicted time, as a share of today's, above which nothing is worth a change."""
+Found: TypeAlias = "tuple[Mapping[str, Any], object, Callable[[], Figure]]"
+"""Figures for machines, the same for people, and what draws it."""
 
 
 @dataclass(frozen=True)
 class Command:
     """One command: what it does, the names of its options, and where it differs from their defaults."""
 
-    run: Callable[[argparse.Namespace], None]
+    find: Callable[[argparse.Namespace], Found | None]
     does: str
     options: str
     required: Sequence[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-# What several commands share
+def run(args: argparse.Namespace) -> None:
+    """Run a command and print what it found."""
+    picture = getattr(args, "picture", None)
+    if picture:
+        from dynagroup.plan.plots import picture_path, save_picture
 
-
-def _print(args: argparse.Namespace, figures: Mapping[str, Any], text: object) -> None:
+        picture_path(picture)
+    found = COMMANDS[args.command].find(args)
+    if found is None:  # the demo prints as it goes
+        return
+    figures, text, draw = found
     print(json.dumps(figures, indent=1) if args.json else text)
-
-
-def _check_picture(args: argparse.Namespace) -> None:
-    if args.picture:
-        from dynagroup.plan.plots import picture_path
-
-        picture_path(args.picture)
-
-
-def _show_picture(args: argparse.Namespace, draw: Callable[[], Figure]) -> None:
-    if args.picture:
-        from dynagroup.plan.plots import save_picture
-
-        save_picture(draw(), args.picture)
+    if picture:
+        save_picture(draw(), picture)
         if not args.json:
-            print(f"picture: {args.picture}")
+            print(f"picture: {picture}")
 
 
 def _show_streams(args: argparse.Namespace, streams: Streams) -> None:
@@ -71,32 +68,16 @@ def _show_streams(args: argparse.Namespace, streams: Streams) -> None:
         print(line, file=sys.stderr if args.json else sys.stdout)
 
 
-def _workload(args: argparse.Namespace) -> dict[str, Any]:
-    """What was said about the work, as arguments of ``Workload.from_model``."""
-    told = {
-        "dtype": args.dtype,
-        "autocast": args.autocast,
-        "gradient_checkpointing": args.gradient_checkpointing or None,
-    }
-    told["max_new_tokens"] = args.max_new_tokens if args.mode == "generate" else None
-    return {name: value for name, value in told.items() if value is not None}
-
-
-# plan, compare
-
-
-def plan(args: argparse.Namespace) -> None:
+def plan(args: argparse.Namespace) -> Found:
     from dynagroup.plan.sampler import LengthAwareBatchSampler
 
-    _check_picture(args)
     lengths, budget = lengths_of(args), _budget_of(args)
     options = {name: getattr(args, name) for name in ("shuffle", "window", "samples_per_update", "seed", "world_size")}
     sampler = LengthAwareBatchSampler(lengths, budget, rank=0, **options)
     sampler.set_epoch(args.epoch)
     found = sampler.plan
     _show_streams(args, lengths)
-    _print(args, {**found.statistics, "fingerprint": found.fingerprint}, found.report())
-    _show_picture(args, found.plot)
+    return {**found.statistics, "fingerprint": found.fingerprint}, found.report(), found.plot
 
 
 def _budget_of(args: argparse.Namespace) -> Budget:
@@ -111,12 +92,9 @@ def _budget_of(args: argparse.Namespace) -> Budget:
     return TokenBudget(args.max_tokens, max_samples=args.max_samples, pad_to_multiple_of=multiple, layout=args.layout)
 
 
-def compare(args: argparse.Namespace) -> None:
-    _check_picture(args)
+def compare(args: argparse.Namespace) -> Found:
     found = _comparison(args)
-    _show_streams(args, found.lengths)
-    _print(args, found.figures(), found.report())
-    _show_picture(args, found.plot)
+    return found.figures(), found.report(), found.plot
 
 
 def _comparison(args: argparse.Namespace) -> Comparison:
@@ -131,53 +109,32 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     budget = TokenBudget(max(most, 1), layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
     work = None if args.model is None else Work.of(as_config(args.model))
     options = {name: getattr(args, name) for name in ("world_size", "accumulation", "seed")}
-    return compare(lengths, args.batch_size, budget=budget, work=work, **options)
+    found = compare(lengths, args.batch_size, budget=budget, work=work, **options)
+    _show_streams(args, lengths)
+    return found
 
 
-# doctor
-
-
-def doctor(args: argparse.Namespace) -> None:
-    found = _comparison(args)
-    _show_streams(args, found.lengths)
-    memory, safe = _memory(args, found)
-    findings = _diagnosis(found, memory, safe, args.layout)
-    width = max(map(len, findings))
-    report = "\n".join(f"{name.ljust(width)}  {text}" for name, text in findings.items())
-    _print(args, {"findings": findings, **found.figures()}, report)
-
-
-def _diagnosis(found: Comparison, memory: str | None, safe: int | None, layout: str) -> dict[str, str]:
+def doctor(args: argparse.Namespace) -> Found:
     """Five findings by name: what is wasted, how long ranks wait, what memory does, what to change, what that gives."""
+    found = _comparison(args)
+    memory, safe = _memory(args, found)
     today, grouped, same, free = found.ways[:4]
     several = found.world_size > 1
-    return {
+    share = lambda way: f"{way.time / max(today.time, 1e-9):.2f}"  # noqa: E731
+    findings = {
         "waste": f"{today.padding:.0%} of the tokens that {today.name} batches multiply are padding"
         f" (group_by_length: {grouped.padding:.0%})",
         "ranks": f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
         if several
         else "one rank: nobody waits",
-        "memory": memory or _spread(today),
-        "change": _change(found, layout, safe),
-        "gain": f"the same updates in {_share(same, today)} of the time ({same.padding:.0%} padding"
+        "memory": memory,
+        "change": _change(found, args.layout, safe),
+        "gain": f"the same updates in {share(same)} of the time ({same.padding:.0%} padding"
         + (f", {same.waiting:.0%} waiting" if several else "")
-        + f"); updates as large as fit, shuffle=True: {_share(free, today)}",
+        + f"); updates as large as fit, shuffle=True: {share(free)}",
     }
-
-
-def _share(way: Way, today: Way) -> str:
-    return f"{way.time / max(today.time, 1e-9):.2f}"
-
-
-def _spread(today: Way) -> str:
-    import numpy as np
-
-    middle = int(np.median(today.padded)) if len(today.padded) else 0
-    share = middle / max(today.largest_batch, 1)
-    return (
-        f"the largest batch has {today.largest_batch:,} tokens, a typical one {middle:,} ({share:.0%} of it); "
-        "name --model and --gpu-memory to see whether it fits"
-    )
+    report = "\n".join(f"{name:6}  {text}" for name, text in findings.items())
+    return {"findings": findings, **found.figures()}, report, found.plot
 
 
 def _change(found: Comparison, layout: str, safe: int | None) -> str:
@@ -196,19 +153,24 @@ def _change(found: Comparison, layout: str, safe: int | None) -> str:
     return f"PlannedDataLoader(dataset, lengths, {budget}, {how}); with the Trainer: dynagroup={budget}"
 
 
-def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str | None, int | None]:
+def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | None]:
     """Whether as many samples as today fit the device with the longest of every stream, how many would, and a token budget
     that is safe: for samples as long in every stream as the longest of any, counting all streams."""
     from dynagroup.memory.fits import what_fits
     from dynagroup.shapes import said
 
     if args.gpu_memory is None:
-        return None, None
+        today = found.ways[0]
+        middle = int(sorted(today.padded)[len(today.padded) // 2])
+        return (
+            f"the largest batch has {today.largest_batch:,} tokens, a typical one {middle:,} "
+            f"({middle / max(today.largest_batch, 1):.0%} of it); name --model and --gpu-memory to see whether it fits"
+        ), None
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, to know what a batch takes")
     longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
-    options = {"mode": args.mode, "pad_to_multiple_of": args.pad_to_multiple_of, "lengths": [max(longest.values())]}
-    fits = what_fits(args.model, args.gpu_memory, **options, **_workload(args))
+    options = {"pad_to_multiple_of": args.pad_to_multiple_of, "lengths": [max(longest.values())]}
+    fits = what_fits(args.model, args.gpu_memory, mode=args.mode, **options, **_workload(args))
     most = fits.most_samples(longest)
     what = " and ".join(f"{units:,} {said(name)}" for name, units in longest.items())
     too_many = f"do not fit {args.gpu_memory}: {most} do"
@@ -217,30 +179,40 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str | None, in
     return f"{found.batch_size} samples of {what} {answer} ({fits.assumes}); {safe}", fits.max_tokens
 
 
-# fit, profile
+def _workload(args: argparse.Namespace) -> dict[str, Any]:
+    """What was said about the work, as arguments of ``Workload.from_model``; ``doctor`` and ``profile`` ask for less."""
+    asked = vars(args)
+    told = {name: asked.get(name) for name in ("dtype", "autocast", "gradient_checkpointing", "lora")}
+    told["max_new_tokens"] = args.max_new_tokens if args.mode == "generate" else None
+    if args.command == "fit":
+        told["layout"] = "packed" if args.layout == "packed" else None
+        told |= {"sharding": "fsdp", "num_ranks": args.fsdp} if args.fsdp is not None else {}
+    return {name: value for name, value in told.items() if value}
 
 
-def fit(args: argparse.Namespace) -> None:
-    from dynagroup.memory.fits import what_fits
+def fit(args: argparse.Namespace) -> Found:
+    """What fits by the traced model, or by rows that are measured; on demand the rows of shapes."""
+    from dynagroup.memory import simulate, what_fits
+    from dynagroup.memory.trace.model import as_config
 
-    _check_picture(args)
-    told = {"layout": "packed" if args.layout == "packed" else None, "lora": args.lora or None}
-    told |= {"sharding": "fsdp", "num_ranks": args.fsdp} if args.fsdp is not None else {}
-    how = _workload(args) | {name: value for name, value in told.items() if value is not None}
-    options = {name: getattr(args, name) for name in ("mode", "headroom", "pad_to_multiple_of", "lengths")}
-    found = what_fits(args.model, args.gpu_memory, **options, **how)
-    figures = {"limit_bytes": found.limit_bytes, **_figures(found), "samples": _samples(found), "code": found.code}
-    _print(args, figures, found)
-    _show_picture(args, lambda: _curve(found))
-
-
-def _figures(found: Fits) -> dict[str, Any]:
-    names = ("headroom", "max_tokens", "new_tokens")
-    return {"static_bytes": found.memory.static_bytes, **{name: getattr(found, name) for name in names}}
-
-
-def _samples(found: Fits) -> dict[str, int]:
-    return dict(zip(map(str, found.lengths), found.samples, strict=True))
+    asked, rows = vars(args), None
+    if asked.get("measure"):
+        found, rows = _measured(args)
+    else:
+        options = {name: asked[name] for name in ("pad_to_multiple_of", "lengths") if name in asked}
+        how = {"mode": args.mode, "headroom": args.headroom, **_workload(args)}
+        found = what_fits(args.model, args.gpu_memory, **options, **how)
+        if asked.get("shapes") or asked.get("output"):
+            shapes = args.shapes or [(count, length) for length, count, *_ in found.rows() if count]
+            rows = simulate(as_config(args.model), found.memory.workload, shapes)  # type: ignore[attr-defined]
+    if asked.get("output") and rows is not None:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        rows.to_parquet(args.output)
+    figures = {name: getattr(found, name) for name in ("limit_bytes", "headroom", "max_tokens", "new_tokens", "code")}
+    samples = dict(zip(map(str, found.lengths), found.samples, strict=True))
+    table = f"{_sizes(rows.rows[: len(args.shapes)])}\n\n" if asked.get("shapes") and rows is not None else ""
+    figures |= {"static_bytes": found.memory.static_bytes, "samples": samples}
+    return figures, f"{table}{found}", lambda: _curve(found)
 
 
 def _curve(found: Fits) -> Figure:
@@ -251,45 +223,24 @@ def _curve(found: Fits) -> Figure:
     return figure
 
 
-def profile(args: argparse.Namespace) -> None:
-    from dynagroup.memory import simulate, what_fits
-    from dynagroup.memory.trace.model import as_config
-
-    _check_picture(args)
-    config, rows = as_config(args.model), None
-    if args.measure:
-        found, rows = _measured(args, config)
-    else:
-        found = what_fits(args.model, args.gpu_memory, mode=args.mode, headroom=args.headroom, **_workload(args))
-        if args.shapes or args.output:
-            shapes = args.shapes or [(count, length) for length, count, *_ in found.rows() if count]
-            rows = simulate(config, found.memory.workload, shapes)  # type: ignore[attr-defined]
-    table = f"{_sizes(rows.rows[: len(args.shapes)])}\n\n" if args.shapes and rows is not None else ""
-    figures = {"device_bytes": found.limit_bytes, **_figures(found), "samples_that_fit": _samples(found)}
-    _print(args, figures, f"{table}{found}")
-    if args.output and rows is not None:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        rows.to_parquet(args.output)
-    _show_picture(args, lambda: _curve(found))
-
-
-def _measured(args: argparse.Namespace, config: Any) -> tuple[Fits, Any]:
+def _measured(args: argparse.Namespace) -> tuple[Fits, Any]:
     """What fits by rows measured on the CUDA device here, and the rows."""
     from dynagroup.device import CudaDevice
     from dynagroup.memory import Fits, ProfiledMemory, Workload, measure
     from dynagroup.memory.fits import new_tokens_of, parsed_bytes, usual_lengths
-    from dynagroup.memory.trace.model import as_random_model
+    from dynagroup.memory.trace.model import as_config, as_random_model
 
     device, limit = CudaDevice(), parsed_bytes(args.gpu_memory)  # refuses before a model is built
+    config = as_config(args.model)
     lengths, workload = usual_lengths(config), Workload.from_model(config, args.mode, **_workload(args))
     model = as_random_model(config, workload, device.device)
-    shapes = [*args.shapes, *((count, length) for length in lengths for count in (2, 8))]
+    shapes = [*(args.shapes or ()), *((count, length) for length in lengths for count in (2, 8))]
     rows = measure(model, workload, shapes, device=device)
+    memory = ProfiledMemory.fit(rows)
     saved = f"Measurements.from_parquet({args.output!r})" if args.output else "rows"
     code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit({saved}), headroom={args.headroom})"
     options = {"headroom": args.headroom, "code": code, "new_tokens": new_tokens_of(workload)}
-    title = f"{args.model}, {args.mode}, measured"
-    return Fits.of(ProfiledMemory.fit(rows), limit, lengths, title=title, **options), rows
+    return Fits.of(memory, limit, lengths, title=f"{args.model}, {args.mode}, measured", **options), rows
 
 
 def _sizes(rows: Sequence[Any]) -> str:
@@ -297,21 +248,17 @@ def _sizes(rows: Sequence[Any]) -> str:
 
     gib = lambda size: "out of memory" if size is None else f"{size / 2**30:.3f}"  # noqa: E731
     sizes = [
-        [f"{r.num_samples} x {r.longest['tokens']}", *map(gib, (r.static_bytes, r.batch_bytes, r.peak_bytes))]
+        [f"{r.num_samples} x {r.longest['tokens']}", gib(r.static_bytes), gib(r.batch_bytes), gib(r.peak_bytes)]
         for r in rows
     ]
     return format_table(["samples x tokens", "static GiB", "batch GiB", "peak GiB"], sizes)
 
 
-# demo
-
-
 def demo(args: argparse.Namespace) -> None:
     from dynagroup.demo import DemoConfig, run_demo
 
-    run_demo(
-        DemoConfig(**{name: value for name, value in vars(args).items() if name != "command" and value is not None})
-    )
+    told = {name: value for name, value in vars(args).items() if name != "command" and value is not None}
+    run_demo(DemoConfig(**told))
 
 
 DATA = "data --column --split --tokenizer --max-length"
@@ -319,39 +266,25 @@ TODAY = f"{DATA} --batch-size --accumulation --world-size --max-tokens --model -
 WORK = "--mode --dtype --autocast --max-new-tokens --gradient-checkpointing"
 DEVICE = f"model --gpu-memory --headroom {WORK}"
 PLAN = (
-    "--max-tokens --batch-size --max-samples --layout --headroom --pad-to-multiple-of --world-size --shuffle --window"
+    f"{DATA} --max-tokens --batch-size --max-samples --layout --headroom --pad-to-multiple-of --world-size --shuffle "
+    "--window --samples-per-update --seed --epoch --picture --json"
 )
-DEMO = "--texts --tokenizer --model --budget --device --max-length --samples --seconds"
-DEMO += " --samples-per-update --learning-rate --seed --picture --results"
+FIT = f"{DEVICE} --layout --lora --fsdp --pad-to-multiple-of --lengths --picture --json"
+PROFILE = f"{DEVICE} --shapes --measure --output --picture --json"
+DEMO = (
+    "--texts --tokenizer --model --budget --device --max-length --samples --seconds --samples-per-update --learning-rate --seed "
+    "--picture --results"
+)
+AT_80 = {"gpu_memory": "80GB"}
+PICTURE = {**AT_80, "picture": "profile.png"}
+SIZE = ["--batch-size"]
+WAYS = "fixed batches, group_by_length and dynagroup on your lengths"
+WASTE = "what your batches waste, and what to change, in five lines"
 COMMANDS = {
-    "plan": Command(
-        plan,
-        "plan an epoch and show its figures",
-        f"{DATA} {PLAN} --samples-per-update --seed --epoch --picture --json",
-    ),
-    "compare": Command(
-        compare,
-        "fixed batches, group_by_length and dynagroup on your lengths",
-        f"{TODAY} --picture --json",
-        ["--batch-size"],
-    ),
-    "doctor": Command(
-        doctor,
-        "what your batches waste, and what to change, in five lines",
-        f"{TODAY} --gpu-memory {WORK} --json",
-        ["--batch-size"],
-    ),
-    "fit": Command(
-        fit,
-        "how much of a model fits a device, and the line of code for it",
-        f"{DEVICE} --layout --lora --fsdp --pad-to-multiple-of --lengths --picture --json",
-        defaults={"gpu_memory": "80GB"},
-    ),
-    "profile": Command(
-        profile,
-        "how many samples of each length fit a device",
-        f"{DEVICE} --shapes --measure --output --picture --json",
-        defaults={"gpu_memory": "80GB", "picture": "profile.png"},
-    ),
-    "demo": Command(demo, "train a small model with fixed batches and with dynagroup", DEMO, defaults={"seed": None}),
+    "plan": Command(plan, "plan an epoch and show its figures", PLAN),
+    "compare": Command(compare, WAYS, f"{TODAY} --picture --json", SIZE),
+    "doctor": Command(doctor, WASTE, f"{TODAY} --gpu-memory {WORK} --json", SIZE),
+    "fit": Command(fit, "how much of a model fits a device, and the line of code for it", FIT, defaults=AT_80),
+    "profile": Command(fit, "how many samples of each length fit a device", PROFILE, defaults=PICTURE),
+    "demo": Command(demo, "train a small model with fixed batches and with dynagroup", DEMO),
 }

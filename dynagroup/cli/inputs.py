@@ -48,9 +48,8 @@ def lengths_of(args: argparse.Namespace) -> Streams:
 
     from dynagroup.lengths import as_streams, limit_of
 
-    limit = limit_of(args.max_length)
-    columns = _read(Path(args.data), args)
-    if args.tokenizer is not None and columns and not any(map(_holds_texts, columns.values())):
+    limit, columns = limit_of(args.max_length), _read(Path(args.data), args)
+    if args.tokenizer is not None and columns and not any(map(_are_texts, columns.values())):
         raise ConfigError(f"{args.data!r} holds no texts; leave out `--tokenizer`, or name the texts' `--column`")
     found = {name: _measured(values, args) for name, values in columns.items()}
     streams = dict(as_streams(found if len(found) > 1 else next(iter(found.values()), {})))
@@ -61,16 +60,16 @@ def lengths_of(args: argparse.Namespace) -> Streams:
     return streams
 
 
-def _holds_texts(values: Any) -> bool:
+def _are_texts(values: Any) -> bool:
+    """Texts, or the chats that are refused where texts are measured."""
     first = values[0] if isinstance(values, list) and values else None
-    return isinstance(first, str) or (isinstance(first, list) and bool(first) and isinstance(first[0], dict))
+    return isinstance(first, str) or (isinstance(first, list) and isinstance(next(iter(first), None), dict))
 
 
 def _measured(values: Any, args: argparse.Namespace) -> Any:
-    """Lengths of what a column holds."""
     from dynagroup.lengths import measure_lengths, named_tokenizer
 
-    if _holds_texts(values) and args.tokenizer is not None:
+    if _are_texts(values) and args.tokenizer is not None:
         return measure_lengths(values, named_tokenizer(args.tokenizer))
     if isinstance(values, list) and values and isinstance(values[0], str):
         raise ConfigError(f"{args.data!r} holds texts; say which `--tokenizer` measures them")
@@ -92,7 +91,7 @@ def _read(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         raise
     except Exception as error:  # what a broken file makes of numpy's, pyarrow's and datasets' readers
         what = "a folder saved by datasets" if kind == "folder" else kind
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{str(path)!r} cannot be read as {what}: {reason}") from error
 
 
@@ -106,10 +105,7 @@ def _npy(path: Path, args: argparse.Namespace) -> Table:
 def _npz(path: Path, args: argparse.Namespace) -> Table:
     import numpy as np
 
-    with (
-        path.open("rb") as file,
-        np.load(file) as arrays,
-    ):  # numpy leaves a file that it opened itself open where it is broken
+    with path.open("rb") as file, np.load(file) as arrays:  # numpy leaves a broken file open that it opened itself
         return arrays.files, {name: arrays[name] for name in arrays.files}.__getitem__
 
 
@@ -120,57 +116,46 @@ def _txt(path: Path, args: argparse.Namespace) -> Table:
 
 def _csv(path: Path, args: argparse.Namespace) -> Table:
     csv.field_size_limit(2**30)  # a text may be a book
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding=UTF8, newline="") as file:
-        rows = [
-            row
-            for row in csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-            if row
-        ]
+        rows = [row for row in csv.reader(file, delimiter=delimiter, strict=True) if row]
     if not rows:
         raise ConfigError(f"{str(path)!r} has no columns: it is empty, or of another kind than its name says")
     header, *rows = rows
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
-            raise ConfigError(
-                f"row {number} of {str(path)!r} has {len(row)} values, but the header names {len(header)} columns"
-            )
+            counts = f"{len(row)} values, but the header names {len(header)} columns"
+            raise ConfigError(f"row {number} of {str(path)!r} has {counts}")
     return header, lambda name: _numbers_or_texts([row[header.index(name)] for row in rows])
 
 
-def _jsonl(path: Path, args: argparse.Namespace) -> Table:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding=UTF8).split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line, object_pairs_hook=_object))
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{str(path)!r} is no JSON in line {number}: {error.msg}") from None
-    return _of_rows(rows, path)
-
-
 def _json(path: Path, args: argparse.Namespace) -> Table:
-    rows = json.loads(path.read_text(encoding=UTF8), object_pairs_hook=_object)
+    text = path.read_text(encoding=UTF8)
+    pieces = [text] if path.suffix.lower() == ".json" else text.split("\n")
+    parsed = []
+    for number, piece in enumerate(pieces, 1):
+        try:
+            parsed += [json.loads(piece, object_pairs_hook=_object)] if piece.strip() else []
+        except json.JSONDecodeError as error:
+            line = error.lineno if len(pieces) == 1 else number
+            raise ConfigError(f"{str(path)!r} is no JSON in line {line}: {error.msg}") from None
+    rows = parsed if path.suffix.lower() == ".jsonl" else parsed[0] if parsed else None
     if not isinstance(rows, list):
         raise ConfigError(f"{str(path)!r} must hold a list, but holds {type(rows).__name__}")
-    return _of_rows(rows, path)
+    if not rows or not isinstance(rows[0], dict):
+        return [], lambda _: rows
+    return list(rows[0]), lambda name: [_value(row, name, number, path) for number, row in enumerate(rows)]
+
+
+def _value(row: Any, name: str, number: int, path: Path) -> Any:
+    if not isinstance(row, dict) or name not in row:
+        raise ConfigError(f"sample {number} of {str(path)!r} has no {name!r}")
+    return row[name]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     _refuse_twice([name for name, _ in pairs], "an object")
     return dict(pairs)
-
-
-def _of_rows(rows: list[Any], path: Path) -> Table:
-    if not rows or not isinstance(rows[0], dict):
-        return [], lambda _: rows
-
-    def column(name: str) -> list[Any]:
-        for number, row in enumerate(rows):
-            if not isinstance(row, dict) or name not in row:
-                raise ConfigError(f"sample {number} of {str(path)!r} has no {name!r}")
-        return [row[name] for row in rows]
-
-    return list(rows[0]), column
 
 
 def _parquet(path: Path, args: argparse.Namespace) -> Table:
@@ -182,18 +167,16 @@ def _parquet(path: Path, args: argparse.Namespace) -> Table:
 def _folder(path: Path, args: argparse.Namespace) -> Table:
     from datasets import DatasetDict, load_from_disk
 
-    data = load_from_disk(str(path))
-    if isinstance(data, DatasetDict):
-        split = args.split or "train"
-        if split not in data:
-            raise ConfigError(f"`--split` must be one of {list(map(str, data))} in {str(path)!r}, but is {split!r}")
-        data = data[split]
-    return data.column_names, lambda name: list(data[name])
+    data, split = load_from_disk(str(path)), args.split or "train"
+    if isinstance(data, DatasetDict) and split not in data:
+        raise ConfigError(f"`--split` must be one of {list(map(str, data))} in {str(path)!r}, but is {split!r}")
+    table = data[split] if isinstance(data, DatasetDict) else data
+    return table.column_names, lambda name: list(table[name])
 
 
 READERS: dict[str, Callable[[Path, argparse.Namespace], Table]] = {
     **{".npy": _npy, ".npz": _npz, ".txt": _txt, ".csv": _csv, ".tsv": _csv},
-    **{".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, "folder": _folder},
+    **{".jsonl": _json, ".json": _json, ".parquet": _parquet, "folder": _folder},
 }
 
 
@@ -207,14 +190,14 @@ def _chosen(names: Sequence[str], args: argparse.Namespace, kind: str) -> Sequen
                 what = f"must be one of {list(names)} in" if names else "is of a table, and there are no columns in"
                 raise ConfigError(f"`--column` {what} {args.data!r}, but is {name!r}")
         return list(dict.fromkeys(parts))
-    usual = ["text"] if args.tokenizer is not None else [name for name in USUAL if name in names]
     if len(names) < 2 or kind == ".npz":
         return names or ["tokens"]
-    if usual and usual[0] in names:
-        return usual[:1]
-    raise ConfigError(
-        f"{args.data!r} has the columns {list(names)}; choose one with `--column`, or padded streams: `--column A,B`"
-    )
+    usual = [name for name in (["text"] if args.tokenizer is not None else USUAL) if name in names]
+    if not usual:
+        raise ConfigError(
+            f"{args.data!r} has the columns {list(names)}; choose one with `--column`, or padded streams: `--column A,B`"
+        )
+    return usual[:1]
 
 
 def _refuse_twice(names: Sequence[str], where: str) -> None:
