@@ -17,7 +17,7 @@ from benchmarks.faults.data import Seen, value_of
 from benchmarks.faults.memory import gradient_of
 from benchmarks.faults.oracle import judged, over_budget
 from dynagroup.oom import storage
-from dynagroup.oom.parts import Update
+from dynagroup.oom.train import Update
 from tests.garbage import little_to_collect as little_to_collect
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import trl_classes
 from dynagroup.integrations.hf_progress import Progress
-from dynagroup.oom.inference import evaluating
+from dynagroup.oom.jobs import evaluating
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loss_weight import count_label_tokens, mean_items, predicts_next_token

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.varlen import NAME, check_own_attention, settings_kept, use_varlen_attention
-from dynagroup.oom.inference import evaluating
+from dynagroup.oom.jobs import evaluating
 
 __all__ = ["check_packed_training", "check_packing", "mask_bytes", "packing_collator"]
 

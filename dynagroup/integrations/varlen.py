@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom.inference import evaluating
+from dynagroup.oom.jobs import evaluating
 
 if TYPE_CHECKING:
     import torch

@@ -2,17 +2,17 @@
 
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory
-from dynagroup.oom.dataset import (
+from dynagroup.oom.fields import VisionTokens
+from dynagroup.oom.generate import Generated, generate_with_oom_retry
+from dynagroup.oom.inference import (
     classify_dataset,
     embed_dataset,
+    encode,
     generate_dataset,
     iter_classify,
     iter_embed,
     iter_generate,
 )
-from dynagroup.oom.encode import encode
-from dynagroup.oom.fields import VisionTokens
-from dynagroup.oom.generate import Generated, generate_with_oom_retry
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.train import BackwardResult, OomSafeBackward

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -14,24 +12,29 @@ from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.fields import VisionTokens, first_dim, is_cache, longest_of, take_cache
 from dynagroup.oom.retry import Parts
-from dynagroup.oom.split import BatchSplitter
+from dynagroup.oom.split import BatchSplitter, Trim
 from dynagroup.shapes import BatchShape
-from dynagroup.validation import check_int
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Generated", "check_options", "generate_with_oom_retry", "generation_option"]
+__all__ = ["Generated", "check_options", "generate_in_parts", "generate_with_oom_retry", "generation_option", "is_data"]
 
-# Options whose effect depends on padding tokens in the prompt (they look at token ids, or count positions from the left):
-# with one of them a part keeps its batch's width, so that it generates what the whole would have.
-_SEES_PADDING = {
-    "repetition_penalty": (None, 1.0), "no_repeat_ngram_size": (None, 0), "encoder_repetition_penalty": (None, 1.0),
-    "encoder_no_repeat_ngram_size": (None, 0), "bad_words_ids": (None,), "sequence_bias": (None,), "guidance_scale": (None, 1.0),
-    "min_length": (None, 0), "penalty_alpha": (None,), "prompt_lookup_num_tokens": (None,), "watermarking_config": (None,),
-    "dola_layers": (None,), "stop_strings": (None,), "forced_eos_token_id": (None,), "exponential_decay_length_penalty": (None,),
-    "begin_suppress_tokens": (None,),
-}  # fmt: skip
+OutputPart: TypeAlias = "tuple[int, int, Any]"
+"""(first sample, the one behind the last, what the model gave for them)."""
+
+# Options whose effect depends on padding tokens in the prompt (they look at token ids, or count positions from the left), and
+# the values without effect: with one of them a part keeps its batch's width, so that it generates what the whole would have.
+_SEES_PADDING = dict.fromkeys(
+    ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (None, 0)
+) | dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (None, 1.0))  # fmt: skip
+_SEES_PADDING |= dict.fromkeys(
+    (
+        "bad_words_ids", "sequence_bias", "penalty_alpha", "prompt_lookup_num_tokens", "watermarking_config", "dola_layers",
+        "stop_strings", "forced_eos_token_id", "exponential_decay_length_penalty", "begin_suppress_tokens",
+    ),
+    (None,),
+)  # fmt: skip
 _CALLABLES = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate", "assistant_model")
 _REFUSED = {
     "streamer": "tokens of a failed attempt cannot be taken back from a stream",
@@ -39,7 +42,6 @@ _REFUSED = {
     "output_attentions": "attentions of parts of different widths cannot be put together",
     "output_hidden_states": "hidden states of parts of different widths cannot be put together",
 }
-_COUNTER = BatchSplitter()
 _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 
@@ -72,10 +74,8 @@ def generate_with_oom_retry(
 
     The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam
     search give the same tokens (up to what another batch size changes in the last bits of half-precision logits);
-    sampling draws other random numbers after a split. With ``return_dict_in_generate``: where a part ended early, its
-    missing scores give all probability to the padding token; ``past_key_values`` is None after a split.
-
-    It learns: what has run out of memory for a model is split beforehand from then on.
+    sampling draws other random numbers after a split. What has run out of memory for a model is split beforehand from
+    then on.
 
     Args:
         batch: what the tokenizer or processor returned, or input ids (samples, tokens).
@@ -90,51 +90,56 @@ def generate_with_oom_retry(
 
     >>> output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=64)  # doctest: +SKIP
     """
-    check_int("min_samples", min_samples)
-    job = _Job(model, batch, pad_token_id, generate_kwargs)
+    check_options(model, generate_kwargs)
+    if pad_token_id is not None:
+        generate_kwargs["pad_token_id"] = pad_token_id
     if learned is None:
-        learned = _learned_by_model.get(model)
-        if learned is None:
-            learned = _learned_by_model[model] = LearningBudget()
+        learned = _learned_by_model.setdefault(model, LearningBudget())
+    return generate_in_parts(
+        model, batch, generate_kwargs, learned=learned, indices=indices, min_samples=min_samples
+    )  # fmt: skip
+
+
+def generate_in_parts(
+    model: Any,
+    batch: Any,
+    kwargs: Mapping[str, Any],
+    *,
+    learned: LearningBudget,
+    indices: Sequence[int] = (),
+    min_samples: int = 1,
+    pad_to_multiple_of: int = 1,
+) -> Generated:
+    """The same, with options that are checked; parts stay as wide as a multiple of ``pad_to_multiple_of``."""
+    whole = _Whole(model, batch, kwargs, pad_to_multiple_of)
     watch = watch_of(model)
     parts = Parts(
-        run=job.generate,
-        part=job.part,
-        shape=job.shape,
+        run=whole.generate,
+        part=whole.part,
+        shape=whole.shape,
         learned=learned,
         min_samples=min_samples,
         indices=indices,
         measured=watch.new_peak if watch is not None else lambda: (None, None),
         doing="generating for",
-    ).run_all([(0, job.num_samples)])
-    if len(parts) == 1:
-        return Generated(parts[0][2], 0)
-    return Generated(_merged(parts, job.layout), len(parts) - 1)
+    ).run_all([(0, whole.num_samples)])
+    return Generated(parts[0][2] if len(parts) == 1 else whole.merged(parts), len(parts) - 1)
 
 
-class _Job:
+class _Whole:
     """One batch to generate for: how it splits, what each part is given, and how the parts' outputs fit together."""
 
-    def __init__(self, model: Any, batch: Any, pad_token_id: int | None, kwargs: dict[str, Any]) -> None:
-        check_options(model, kwargs)
+    def __init__(self, model: Any, batch: Any, kwargs: Mapping[str, Any], pad_to_multiple_of: int) -> None:
         self.model = model
         self.batch: dict[str, Any] = {**batch} if isinstance(batch, Mapping) else {"input_ids": batch}
-        self.batch |= {name: value for name, value in kwargs.items() if _is_data(value)}
-        self.kwargs = {name: value for name, value in kwargs.items() if not _is_data(value)}
-        if pad_token_id is not None:
-            self.kwargs["pad_token_id"] = pad_token_id
-
-    @cached_property
-    def is_causal(self) -> bool:
-        return not self.model.config.is_encoder_decoder
-
-    @cached_property
-    def splitter(self) -> BatchSplitter:
-        return BatchSplitter(trim=self._trim(), vision=VisionTokens.from_config(self.model.config))
-
-    @cached_property
-    def num_samples(self) -> int:
-        return _COUNTER.num_samples(self.batch)
+        self.batch |= {name: value for name, value in kwargs.items() if is_data(value)}
+        self.kwargs = {name: value for name, value in kwargs.items() if not is_data(value)}
+        self.is_causal = not model.config.is_encoder_decoder
+        self.num_samples = BatchSplitter().num_samples(self.batch)
+        self.num_beams = self._option("num_beams") or 1
+        self.num_sequences = self._option("num_return_sequences") or 1
+        vision = VisionTokens.from_config(model.config)
+        self.splitter = BatchSplitter(trim=self._trim(), pad_to_multiple_of=pad_to_multiple_of, vision=vision)
 
     def part(self, start: int, stop: int) -> dict[str, Any]:
         if stop - start < self.num_samples:
@@ -143,8 +148,7 @@ class _Job:
         return {k: take_cache(v, start, stop) if is_cache(v) and first_dim(v) else v for k, v in self.batch.items()}
 
     def generate(self, start: int, stop: int) -> Any:
-        kwargs = self.kwargs
-        allowed = kwargs.get("prefix_allowed_tokens_fn")
+        kwargs, allowed = self.kwargs, self.kwargs.get("prefix_allowed_tokens_fn")
         if start and allowed is not None:  # it is asked by position in the batch
             kwargs = {**kwargs, "prefix_allowed_tokens_fn": lambda sample, ids: allowed(sample + start, ids)}
         return self.model.generate(**self.part(start, stop), **kwargs)
@@ -152,21 +156,13 @@ class _Job:
     def shape(self, start: int, stop: int) -> BatchShape:
         """What memory grows with: every beam and returned sequence, at its full length in the end."""
         first, last = self.splitter.columns(self.batch, start, stop)
-        copies = max(self._option("num_beams") or 1, self._option("num_return_sequences") or 1)
-        return BatchShape.of((stop - start) * copies, last - first + self._max_new_tokens())
+        new, total = self._option("max_new_tokens"), self._option("max_length")
+        if new is None and total is not None:
+            new = max(total - longest_of(self.batch), 0) if self.is_causal else total
+        new = 20 if new is None else new  # transformers' default
+        return BatchShape.of((stop - start) * max(self.num_beams, self.num_sequences), last - first + new)
 
-    @property
-    def layout(self) -> _Layout:
-        prompt = self.batch.get("input_ids") if self.is_causal else None
-        return _Layout(
-            prompt=prompt,
-            columns=lambda start, stop: self.splitter.columns(self.batch, start, stop),
-            num_return_sequences=self._option("num_return_sequences") or 1,
-            num_beams=self._option("num_beams") or 1,
-            pad_token_id=self._pad_token_id(),
-        )
-
-    def _trim(self) -> Any:
+    def _trim(self) -> Trim:
         """On which sides padding may be cut off without any effect on what is generated."""
         depends = any(self._option(name) not in neutral for name, neutral in _SEES_PADDING.items())
         if depends or any(self.kwargs.get(name) for name in _CALLABLES) or "decoder_input_ids" in self.batch:
@@ -178,20 +174,67 @@ class _Job:
     def _option(self, name: str) -> Any:
         return generation_option(name, self.model, self.kwargs)
 
-    def _max_new_tokens(self) -> int:
-        new, total = self._option("max_new_tokens"), self._option("max_length")
-        if new is not None or total is None:
-            return new if new is not None else 20  # transformers' default
-        return max(total - longest_of(self.batch), 0) if self.is_causal else total
+    def merged(self, parts: Sequence[OutputPart]) -> Any:
+        """Tensors of token ids, or ``ModelOutput`` objects with scores, of consecutive parts as the whole's."""
+        first = parts[0][2]
+        if hasattr(first, "untyped_storage"):
+            return self._merged_sequences(parts)
+        merged = {"sequences": self._merged_sequences([(a, b, output.sequences) for a, b, output in parts])}
+        for name in first.keys() - {"sequences", "past_key_values"}:
+            merged[name] = self._merged_field(name, [(a, b, output[name]) for a, b, output in parts])
+        return type(first)(**merged)
 
-    def _pad_token_id(self) -> int | None:
+    def _merged_field(self, name: str, parts: list[OutputPart]) -> Any:
+        import torch
+
+        first = parts[0][2]
+        if name == "sequences_scores":
+            return torch.cat([scores for _, _, scores in parts])
+        if name == "beam_indices":  # rows of the whole batch
+            return _stacked([torch.where(i >= 0, i + start * self.num_beams, i) for start, _, i in parts], -1)
+        if not (
+            isinstance(first, tuple) and all(hasattr(step, "untyped_storage") and step.ndim == 2 for step in first)
+        ):
+            raise ConfigError(f"`{name}` of a split batch cannot be put together; call model.generate for it")
+        num_steps = max(len(steps) for _, _, steps in parts)
+        return tuple(torch.cat([self._step(steps, at) for _, _, steps in parts]) for at in range(num_steps))
+
+    def _step(self, steps: tuple[torch.Tensor, ...], at: int) -> torch.Tensor:
+        """Scores (rows, vocabulary) of one step. A part that had ended is certain of the padding token."""
+        import torch
+
+        if at < len(steps):
+            return steps[at]
+        ended = torch.full_like(steps[0], -math.inf)
+        ended[:, self._pad_token_id()] = 0
+        return ended
+
+    def _merged_sequences(self, parts: Sequence[OutputPart]) -> torch.Tensor:
+        """Outputs of a causal model begin with the prompt: a trimmed one becomes the whole batch's again."""
+        import torch
+
+        prompt = self.batch.get("input_ids") if self.is_causal else None
+        rows = [sequences for _, _, sequences in parts]
+        if prompt is not None:
+            for at, (start, stop, sequences) in enumerate(parts):
+                first, last = self.splitter.columns(self.batch, start, stop)
+                own = prompt[start:stop].repeat_interleave(self.num_sequences, dim=0).to(sequences.device)
+                rows[at] = torch.cat([own, sequences[:, last - first :]], dim=1)
+        uneven = len({part.shape[1] for part in rows}) > 1
+        return _stacked(rows, self._pad_token_id() if uneven else 0)
+
+    def _pad_token_id(self) -> int:
         pad, eos = self._option("pad_token_id"), self._option("eos_token_id")
         first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
-        if pad is None or (pad == 0 and (self._option("num_beams") or 1) > 1 and first_eos is not None):
+        if pad is None or (pad == 0 and self.num_beams > 1 and first_eos is not None):
             pad = (
                 first_eos  # transformers' beam search takes a padding token 0 for none: `pad_token_id or eos_token_id`
             )
-        return None if pad is None else int(pad)
+        if pad is None:
+            raise ConfigError(
+                "parts ended after different numbers of tokens, but no padding token is known; give `pad_token_id`"
+            )
+        return int(pad)
 
 
 def check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
@@ -210,103 +253,15 @@ def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
     return None
 
 
-def _is_data(value: Any) -> bool:
+def is_data(value: Any) -> bool:
     """Whether a keyword of ``generate`` has an entry per sample, and belongs to the batch."""
-    return (
-        is_cache(value) or (hasattr(value, "untyped_storage") and value.ndim > 0) or hasattr(value, "last_hidden_state")
-    )
+    tensor = hasattr(value, "untyped_storage") and value.ndim > 0
+    return is_cache(value) or tensor or hasattr(value, "last_hidden_state")
 
 
-_OutputPart: TypeAlias = "tuple[int, int, Any]"
-"""(first sample, the one behind the last, output of the model)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """What the whole batch's output looks like.
-
-    Args:
-        prompt: input ids that outputs begin with, padding included (samples, tokens); None: outputs are new tokens only.
-        columns: the prompt columns, ``first, last + 1``, that a part was given.
-        num_return_sequences: output rows a sample.
-        num_beams: rows of scores a sample.
-        pad_token_id: fills rows up to the longest.
-    """
-
-    prompt: torch.Tensor | None
-    columns: Callable[[int, int], tuple[int, int]]
-    num_return_sequences: int
-    num_beams: int
-    pad_token_id: int | None
-
-
-def _merged(parts: Sequence[_OutputPart], layout: _Layout) -> Any:
-    """Tensors of token ids, or ``ModelOutput`` objects with scores, of consecutive parts (start, stop, output)."""
-    first = parts[0][2]
-    if hasattr(first, "untyped_storage"):
-        return _merged_sequences(parts, layout)
-    sequences = _merged_sequences([(a, b, output.sequences) for a, b, output in parts], layout)
-    merged: dict[str, Any] = {"sequences": sequences}
-    for name, value in first.items():
-        if name not in ("sequences", "past_key_values"):
-            merged[name] = _merged_field(name, value, [(a, b, output[name]) for a, b, output in parts], layout)
-    return type(first)(**merged)
-
-
-def _merged_field(name: str, value: Any, parts: list[_OutputPart], layout: _Layout) -> Any:
+def _stacked(parts: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+    """Rows of several widths below each other, filled on the right."""
     import torch
 
-    if name == "sequences_scores":
-        return torch.cat([scores for _, _, scores in parts])
-    if name == "beam_indices":
-        width = max(indices.shape[1] for _, _, indices in parts)
-        moved = [
-            torch.where(i >= 0, i + start * layout.num_beams, i) for start, _, i in parts
-        ]  # rows of the whole batch
-        return torch.cat([_widen(indices, width, -1) for indices in moved])
-    if isinstance(value, tuple) and all(hasattr(step, "untyped_storage") and step.ndim == 2 for step in value):
-        return _merged_steps([steps for _, _, steps in parts], layout)
-    raise ConfigError(f"`{name}` of a split batch cannot be put together; call model.generate for it")
-
-
-def _merged_steps(parts: list[tuple[torch.Tensor, ...]], layout: _Layout) -> tuple[torch.Tensor, ...]:
-    """(rows, vocabulary) for every step. A part that had ended is certain of the padding token."""
-    import torch
-
-    def step(steps: tuple[torch.Tensor, ...], at: int) -> torch.Tensor:
-        if at < len(steps):
-            return steps[at]
-        ended = torch.full_like(steps[0], -math.inf)
-        ended[:, _pad(layout)] = 0
-        return ended
-
-    return tuple(torch.cat([step(steps, at) for steps in parts]) for at in range(max(map(len, parts))))
-
-
-def _merged_sequences(parts: Sequence[_OutputPart], layout: _Layout) -> torch.Tensor:
-    import torch
-
-    rows = []
-    for start, stop, sequences in parts:
-        if layout.prompt is None:
-            rows.append(sequences)
-            continue
-        first, last = layout.columns(start, stop)
-        prompt = layout.prompt[start:stop].repeat_interleave(layout.num_return_sequences, dim=0)
-        rows.append(torch.cat([prompt.to(sequences.device), sequences[:, last - first :]], dim=1))
-    width = max(part.shape[1] for part in rows)
-    return torch.cat([part if part.shape[1] == width else _widen(part, width, _pad(layout)) for part in rows])
-
-
-def _widen(rows: torch.Tensor, width: int, value: int) -> torch.Tensor:
-    import torch
-
-    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)
-
-
-def _pad(layout: _Layout) -> int:
-    if layout.pad_token_id is None:
-        raise ConfigError(
-            "parts ended after different numbers of tokens, but no padding token is known; give `pad_token_id`"
-        )
-    return layout.pad_token_id
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in parts])

@@ -1,217 +1,298 @@
-"""One pass of a model over texts: planned by length, safe from running out of memory."""
+"""A whole dataset through a model: generate, embed or classify; planned, safe from running out of memory and from crashes."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, TypeAlias
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynagroup.budget.base import UNLIMITED, BoolArray, Budget
+from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import BegunOnce, measure_lengths
-from dynagroup.plan.cost import Work
-from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import TOKENS, BatchShape, IntArray
+from dynagroup.lengths import named_tokenizer
+from dynagroup.oom.tasks import Classification, Embedding, Generation, Pooling
 
-__all__ = ["Pass", "Process", "evaluating", "longest_input"]
+__all__ = [
+    "classify_dataset",
+    "embed_dataset",
+    "encode",
+    "generate_dataset",
+    "iter_classify",
+    "iter_embed",
+    "iter_generate",
+]
 
-Process: TypeAlias = "Callable[[dict[str, Any], Sequence[int]], Any]"  # batch, its texts' indices -> a result each
-Results: TypeAlias = "Iterator[tuple[list[int], Any]]"
-
-_log = logging.getLogger(__name__)
-_UNSET = 10**9  # tokenizers that were told no limit say 10**30
+# what sentence-transformers calls it -> what it is here
+_POOLINGS: dict[str, Pooling] = {"cls_token": "first", "mean_tokens": "mean", "lasttoken": "last"}
+_POOLINGS |= {"cls": "first", "mean": "mean"}
 
 
-@dataclass(kw_only=True)
-class Pass:
-    """Texts through a model in planned batches, longest first; once memory has run out, the rest is planned again.
+def generate_dataset(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int | None = None,
+    budget: Budget | None = None,
+    output: str | Path | None = None,
+    max_length: int | None = None,
+    max_new_tokens: int | None = None,
+    progress: bool = True,
+    world: World | None = None,
+    learned: LearningBudget | None = None,
+    **generate_kwargs: Any,
+) -> list[Any]:
+    """Generate for every text: what a loop over ``model.generate`` gives, in fewer and fuller batches.
+
+    Batches are planned by length, longest first. One that does not fit after all is split, and the rest is planned again
+    with what that taught. Under ``torchrun`` every rank takes its share; all return all results.
 
     Args:
-        process: what to do with a padded batch.
-        budget: what fits.
+        model: a transformers model that generates, where it is to run.
+        batch_size: samples of the longest kind that fit the device; other batches hold more (:class:`~dynagroup.MemoryBudget`);
+            default: 16.
+        budget: what fits, instead of ``batch_size``.
+        output: a ``.jsonl`` or ``.parquet`` file, one row a text in input order. Finished samples are kept beside it as
+            they come, so that the same call after a crash does only the rest, and once all is done gives it back. Needed on
+            several ranks.
         max_length: longer texts are truncated to so many tokens.
-        says_max_length: say how many texts that concerns: the user did not ask for it.
-        learned: what running out of memory teaches.
-        padding_side: where batches are padded; the tokenizer itself stays as it is.
-        copies, new_tokens: what every text becomes while it is processed.
-        progress: show how far it is.
+        max_new_tokens: tokens generated for a text, at most; default: the generation config's, else 128.
+        progress: show samples and tokens a second, and the time left.
+        world: ranks that share the work; default: all of ``torch.distributed``, which then wait for each other however
+            long it takes.
+        learned: what to learn into; its report says what running out of memory has cost.
+        generate_kwargs: further arguments of ``generate``; none that belongs to one batch.
+
+    Returns:
+        The generated texts without their prompts, in input order; lists of them with ``num_return_sequences`` above 1.
 
     Raises:
-        ConfigError: the tokenizer cannot pad.
+        ConfigError: arguments that do not go together; a text that the model has no positions for.
+        StateError: ``output``, or what was kept beside it, is of another job or damaged: says what differs, or which file.
+        BudgetError: a text does not fit even alone; names it.
+
+    >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
     """
+    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
+    return Generation(*given, learned, max_new_tokens, generate_kwargs).whole(output, world)
 
-    model: Any
-    tokenizer: Any
-    texts: Sequence[str]
-    process: Process
-    budget: Budget
-    max_length: int | None
-    learned: LearningBudget
-    padding_side: str = "right"
-    copies: int = 1
-    new_tokens: int = 0
-    says_max_length: bool = False
-    progress: bool = False
 
-    def __post_init__(self) -> None:
-        if getattr(self.tokenizer, "pad_token_id", None) is None:
-            raise ConfigError(
-                "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
-            )
-        self._tokens = BegunOnce(self.tokenizer)
+def iter_generate(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int | None = None,
+    budget: Budget | None = None,
+    max_length: int | None = None,
+    max_new_tokens: int | None = None,
+    progress: bool = True,
+    skip: Collection[int] = (),
+    learned: LearningBudget | None = None,
+    **generate_kwargs: Any,
+) -> Iterator[tuple[int, Any]]:
+    """(index, result) as they come, longest texts first; nothing is kept. Arguments as for :func:`generate_dataset`.
 
-    @cached_property
-    def lengths(self) -> NDArray[np.int32]:
-        """Tokens of every text, truncated."""
-        return measure_lengths(self.texts, self._tokens, max_length=self.max_length, progress=self.progress)
+    Args:
+        skip: indices of texts that are done already.
+    """
+    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
+    return Generation(*given, learned, max_new_tokens, generate_kwargs).as_they_come(skip)
 
-    @cached_property
-    def _bound(self) -> Budget:
-        return self.budget.bind({TOKENS: self.lengths})
 
-    @cached_property
-    def _work(self) -> Work:
-        """Every new token is a step of its own, which costs what any step costs; every copy costs its tokens."""
-        work = Work.of_known(self.model, device=self._device)
-        return replace(work, per_step=work.per_step * (1 + self.new_tokens) / self.copies)
+def embed_dataset(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    pooling: Pooling = "mean",
+    normalize: bool = False,
+    batch_size: int | None = None,
+    budget: Budget | None = None,
+    output: str | Path | None = None,
+    max_length: int | None = None,
+    progress: bool = True,
+    world: World | None = None,
+) -> np.ndarray:
+    """One vector a text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
 
-    @property
-    def _device(self) -> Any:
-        return next(self.model.parameters()).device
+    Arguments as for :func:`generate_dataset`; ``output`` may also be a ``.npy`` file.
 
-    def prepare(self) -> None:
-        """Measure the texts, before anything is run or written.
+    Args:
+        model: an encoder, or a causal model; of one with a head the part before it (``model.base_model``) is run.
+        pooling: "mean" over the text's tokens, or the "first" or "last" of them.
+        normalize: scale vectors to length 1.
+        max_length: longer texts are truncated to so many tokens; default: to what model and tokenizer are made for (how many
+            texts that shortens is logged).
 
-        Raises:
-            ConfigError: a text is longer than the model has positions; names it.
-        """
-        self._check_positions()
-        num_full = int((self.lengths == self.max_length).sum()) if self.says_max_length else 0
-        if num_full:
-            _log.warning(
-                "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen",
-                num_full, len(self.texts), self.max_length,
-            )  # fmt: skip
+    Raises:
+        ConfigError: as there; or the model gives no hidden states.
 
-    def results(self, samples: Sequence[int], rank: int = 0, size: int = 1, shown: bool = False) -> Results:
-        """(indices, their results) of this rank's share of ``samples``, batch by batch as they come.
+    >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
+    (1000, 384)
+    """
+    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
+    return Embedding(*given, pooling, normalize).whole(output, world)
 
-        Shares depend on lengths alone: ranks may have learned different things, and have other budgets.
-        """
-        from tqdm.auto import tqdm
 
-        share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
-        before = f"{len(self.texts) - len(samples)} done before" if len(samples) < len(self.texts) else None
-        total, num_done, began = int(self.lengths[share].sum()), 0, time.perf_counter()
-        bar = tqdm(total=total, unit="tok", unit_scale=True, disable=not shown, desc=before)  # time follows tokens
-        with evaluating(self.model), bar:
-            for indices, results in self._run(share):
-                num_done += len(indices)
-                rate = num_done / max(time.perf_counter() - began, 1e-9)
-                bar.set_postfix_str(f"{num_done}/{len(share)} samples, {rate:.1f} samples/s", refresh=False)
-                bar.update(int(self.lengths[indices].sum()))
-                yield indices, results
+def iter_embed(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    pooling: Pooling = "mean",
+    normalize: bool = False,
+    batch_size: int | None = None,
+    budget: Budget | None = None,
+    max_length: int | None = None,
+    progress: bool = True,
+    skip: Collection[int] = (),
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(index, float32 vector) as they come, longest texts first; nothing is kept. Arguments as for :func:`embed_dataset`.
 
-    def _run(self, samples: Sequence[int]) -> Results:
-        batches = self._batches(samples)
-        while batches:
-            known, indices = self.learned.limits, batches.pop(0)
-            yield indices, self.process(self._encode(indices), indices)
-            if self.learned.limits != known:
-                batches = self._batches([i for batch in batches for i in batch])
+    Args:
+        skip: indices of texts that are done already.
 
-    def _batches(self, samples: Sequence[int]) -> list[list[int]]:
-        if not len(samples):
-            return []
-        learned = _Grown(self.learned, self.copies, self.new_tokens)
-        known = self._bound & learned if self.learned.has_learned else self._bound
-        sampler = LengthAwareBatchSampler(self.lengths[list(samples)], known, work=self._work, rank=0, world_size=1)
-        return [[samples[i] for i in batch] for batch in sampler]
+    >>> vectors = {index: vector for index, vector in iter_embed(model, tokenizer, texts)}  # doctest: +SKIP
+    """
+    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
+    return Embedding(*given, pooling, normalize).as_they_come(skip)
 
-    def _encode(self, indices: list[int]) -> dict[str, Any]:
-        short = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
-        encoded = self._tokens([self.texts[i] for i in indices], **short)
-        # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
-        width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
-        padded = self.tokenizer.pad(
-            {name: encoded[name] for name in ("input_ids", "attention_mask")},
-            **width,
-            padding_side=self.padding_side,
-            pad_to_multiple_of=self._bound.pad_to_multiple_of,
-            return_tensors="pt",
+
+def classify_dataset(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int | None = None,
+    budget: Budget | None = None,
+    output: str | Path | None = None,
+    max_length: int | None = None,
+    progress: bool = True,
+    world: World | None = None,
+) -> np.ndarray:
+    """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`embed_dataset`."""
+    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
+    return Classification(*given).whole(output, world)
+
+
+def iter_classify(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int | None = None,
+    budget: Budget | None = None,
+    max_length: int | None = None,
+    progress: bool = True,
+    skip: Collection[int] = (),
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(index, float32 logits) as they come, longest texts first; nothing is kept. Arguments as for :func:`iter_embed`."""
+    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
+    return Classification(*given).as_they_come(skip)
+
+
+def encode(
+    model: Any,
+    texts: Sequence[str],
+    *,
+    tokenizer: Any = None,
+    batch_size: int = 32,
+    pooling: Pooling | None = None,
+    normalize: bool | None = None,
+    max_length: int | None = None,
+    output: str | Path | None = None,
+    device: Any = None,
+    progress: bool = True,
+) -> np.ndarray:
+    """One vector a text, float32 (num_texts, features), in batches as large as the ``batch_size`` longest texts' memory.
+
+    A folder or name is loaded; if it was made for sentence-transformers, its own pooling, normalisation and longest input
+    are used, so that vectors are those that ``SentenceTransformer(model).encode(texts)`` gives.
+
+    Args:
+        model: folder or name, or a loaded transformers model (then with its ``tokenizer``).
+        pooling: default: what the folder says, else "mean".
+        normalize: scale vectors to length 1; default: what the folder says, else no.
+        max_length: default: what the folder says, else what model and tokenizer are made for.
+        device: where a model that is loaded here goes; default: a GPU if there is one.
+        output: as for :func:`~dynagroup.embed_dataset`.
+
+    Raises:
+        ConfigError: the folder asks for something else than pooling and normalising; or no tokenizer.
+
+    >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
+    (1000, 384)
+    """
+    said = _Recipe()
+    if isinstance(model, (str, Path)):
+        said = _recipe_of(str(model))
+        model, tokenizer = _load(str(model), tokenizer, device)
+    if tokenizer is None:
+        raise ConfigError("`tokenizer` is needed with a model that is loaded already")
+    return embed_dataset(
+        model,
+        tokenizer,
+        texts,
+        pooling=pooling or said.pooling,
+        normalize=said.normalize if normalize is None else normalize,
+        batch_size=batch_size,
+        max_length=max_length or said.max_length,
+        output=output,
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    max_length: int | None = None
+
+
+def _load(name: str, tokenizer: Any, device: Any) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModel
+
+    place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModel.from_pretrained(name).eval().to(place)
+    return model, tokenizer if tokenizer is not None else named_tokenizer(name)
+
+
+def _recipe_of(name: str) -> _Recipe:
+    """What a folder of sentence-transformers says; the default for any other."""
+    modules = _read(name, "modules.json")
+    if modules is None:
+        return _Recipe()
+    kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
+    unknown = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
+    if unknown:
+        raise ConfigError(
+            f"{name!r} puts {', '.join(unknown)} after its model, which encode() does not run; use sentence-transformers, or "
+            "embed_dataset() and do it yourself"
         )
-        return {name: padded[name].to(self._device) for name in ("input_ids", "attention_mask")}
-
-    def _check_positions(self) -> None:
-        """A model with learned positions has none beyond its table: on a GPU that ends the process."""
-        last, new = last_position(self.model), self.new_tokens if self.padding_side == "left" else 0
-        over = np.flatnonzero(self.lengths + new > last) if last is not None else []
-        if last is not None and len(over):
-            more = f" and {new} new ones" if new else ""
-            raise ConfigError(
-                f"{len(over)} texts are too long for the model, which has {last} positions: text {over[0]} has "
-                f"{self.lengths[over[0]]} tokens{more}; truncate with max_length={max(last - new, 1)}, or leave them out"
-            )
+    limit = (_read(name, "sentence_bert_config.json") or {}).get("max_seq_length")
+    pooling = _pooling(name, _read(name, f"{kinds['Pooling']}/config.json") or {}) if "Pooling" in kinds else "mean"
+    return _Recipe(pooling, "Normalize" in kinds, limit)
 
 
-class _Grown(Budget):
-    """What has been learned about whole generations, asked about prompts: every copy grows by the new tokens."""
-
-    def __init__(self, learned: LearningBudget, copies: int, new_tokens: int) -> None:
-        self._learned, self._copies, self._new_tokens = learned, copies, new_tokens
-
-    def fits(self, shape: BatchShape, /) -> BoolArray:
-        grown = BatchShape.of(shape.num_samples * self._copies, shape.longest[TOKENS] + self._new_tokens)
-        return self._learned.allows(grown)
-
-    def largest(self, longest: IntArray, /) -> IntArray | None:
-        limit, wall = (min(number, UNLIMITED) for number in (self._learned.limits.limit, self._learned.limits.wall))
-        each = self._copies * np.maximum(longest + self._new_tokens, 1)
-        return np.minimum(np.floor(limit / each), np.ceil(wall / each) - 1).astype(np.int64)
+def _pooling(name: str, config: dict[str, Any]) -> Pooling:
+    asked = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
+    asked += [mode for mode in [config.get("pooling_mode")] if isinstance(mode, str)]
+    if len(asked) != 1 or asked[0] not in _POOLINGS:
+        raise ConfigError(
+            f"{name!r} pools by {asked or config!r}, which encode() does not; give `pooling` and use embed_dataset"
+        )
+    return _POOLINGS[asked[0]]
 
 
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off, and each module's mode as it was afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _read(name: str, file: str) -> Any:
+    from transformers.utils.hub import cached_file
 
-
-def longest_input(model: Any, tokenizer: Any) -> int | None:
-    """Tokens that model and tokenizer were made for, the least of what they say; None if they say nothing."""
-    stated = getattr(_text_config(model), "max_position_embeddings", None)
-    said = [getattr(tokenizer, "model_max_length", None), stated, last_position(model)]
-    return min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)
-
-
-def last_position(model: Any) -> int | None:
-    """Tokens for which a model has learned positions: its table ends there. None for models that compute positions."""
-    stated = getattr(_text_config(model), "max_position_embeddings", None)
-    for name, module in model.named_modules():
-        rows, last = getattr(module, "num_embeddings", None), name.rpartition(".")[2]
-        if rows is None or stated is None or not ("position" in last or last == "wpe") or not 0 <= rows - stated <= 8:
-            continue
-        unused = 0 if getattr(module, "padding_idx", None) is None else module.padding_idx + 1  # RoBERTa
-        unused = getattr(module, "offset", unused)  # OPT, BART
-        return int(rows - unused) if rows > unused else None
-    return None
-
-
-def _text_config(model: Any) -> Any:
-    config = getattr(model, "config", None)
-    narrow = getattr(config, "get_text_config", None)
-    return config if narrow is None else narrow()
+    path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))

@@ -29,10 +29,11 @@ _BACKENDS = ("cuda", "xpu", "mps", "npu")
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What one attempt came to: a value, or the text of the out-of-memory error that ended it."""
+    """What one attempt came to: a value, or the text of the out-of-memory error that ended it; and how long it took."""
 
     value: T | None
-    error: str | None = None
+    error: str | None
+    seconds: float
 
 
 def attempt(run: Callable[[], T], retry_on: Callable[[BaseException], bool] = is_out_of_memory) -> Outcome[T]:
@@ -42,27 +43,24 @@ def attempt(run: Callable[[], T], retry_on: Callable[[BaseException], bool] = is
     traceback: so the frames are cleared, the ``except`` block is left, and only then is memory collected.
     Any other error passes through.
     """
+    started = time.perf_counter()
     try:
-        return Outcome(run())
+        return Outcome(run(), None, time.perf_counter() - started)
     except Exception as error:
         if not retry_on(error):
             raise
-        message = f"{type(error).__name__}: {error}"
-        _clear_frames(error)
+        message, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
+        _clear_frames(error, set())
     free_memory()
-    return Outcome(None, message)
+    return Outcome(None, message, seconds)
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        link = waiting.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        traceback.clear_frames(link.__traceback__)
-        waiting += [link.__cause__, link.__context__]
+def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
+    if error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        _clear_frames(error.__cause__, seen)
+        _clear_frames(error.__context__, seen)
 
 
 def free_memory() -> None:
@@ -70,20 +68,13 @@ def free_memory() -> None:
     import torch
 
     gc.collect()
-    for name in _BACKENDS:
-        backend = getattr(torch, name, None)
-        if backend is None or not backend.is_available():
-            continue
-        if getattr(backend, "is_initialized", lambda: True)():
+    for backend in (getattr(torch, name, None) for name in _BACKENDS):
+        if backend is not None and backend.is_available() and getattr(backend, "is_initialized", lambda: True)():
             backend.empty_cache()
 
 
 def halves(start: int, stop: int) -> list[tuple[int, int]]:
-    """A range of samples as two, the first the larger by at most one.
-
-    >>> halves(0, 5)
-    [(0, 3), (3, 5)]
-    """
+    """A range of samples as two, the first the larger by at most one."""
     middle = start + (stop - start + 1) // 2
     return [(start, middle), (middle, stop)]
 
@@ -103,8 +94,7 @@ def run_with_oom_retry(
     ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not
     (it may have added to ``.grad`` before it failed; use :class:`~dynagroup.oom.OomSafeBackward`). Only a part that
     failed is run again, in halves; what succeeded is kept. A part that still waits and is no smaller than what has failed
-    is cut before it is run. ``fn`` sees parts as the splitter makes them, so it should return something per sample that you
-    can put together.
+    is cut before it is run. ``fn`` sees parts as the splitter makes them.
 
     Args:
         split: how to count and cut a batch; default: :class:`~dynagroup.oom.BatchSplitter`.
@@ -123,25 +113,23 @@ def run_with_oom_retry(
     >>> run_with_oom_retry(double, [1, 2, 3, 4, 5])
     [[2, 4], [6], [8, 10]]
     """
-    check_int("min_samples", min_samples)
-    lesson = learned if learned is not None else LearningBudget()
     splitter = split if split is not None else BatchSplitter()
     parts = Parts(
         run=lambda start, stop: fn(splitter.take(batch, start, stop)),
         part=lambda start, stop: splitter.take(batch, start, stop),
         shape=lambda start, stop: shape_of(splitter.take(batch, start, stop), stop - start),
-        learned=lesson,
+        learned=learned if learned is not None else LearningBudget(),
         min_samples=min_samples,
         retry_on=retry_on,
         indices=indices,
     )
-    if lesson.has_learned:
-        return [value for _, _, value in parts.run_all([(0, splitter.num_samples(batch))])]
-    started = time.perf_counter()
-    outcome = attempt(lambda: fn(batch), retry_on)  # what fits need not be a batch that can be counted or cut
-    if outcome.error is None:
-        return [outcome.value]  # type: ignore[list-item]
-    waiting = parts.failed(0, splitter.num_samples(batch), outcome.error, time.perf_counter() - started)
+    if parts.learned.has_learned:
+        waiting = [(0, splitter.num_samples(batch))]
+    else:
+        whole = attempt(lambda: fn(batch), retry_on)  # what fits need not be a batch that can be counted or cut
+        if whole.error is None:
+            return [whole.value]  # type: ignore[list-item]
+        waiting = parts.failed(0, splitter.num_samples(batch), whole)
     return [value for _, _, value in parts.run_all(waiting)]
 
 
@@ -168,6 +156,9 @@ class Parts(Generic[T]):
     measured: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
     doing: str = "at"
 
+    def __post_init__(self) -> None:
+        check_int("min_samples", self.min_samples)
+
     def run_all(self, waiting: list[tuple[int, int]]) -> list[tuple[int, int, T]]:
         """(first sample, the one behind the last, result) of every part.
 
@@ -180,20 +171,21 @@ class Parts(Generic[T]):
             if not self._allowed(start, stop):
                 waiting = halves(start, stop) + waiting
                 continue
-            started = time.perf_counter()
             outcome = attempt(lambda a=start, b=stop: self.run(a, b), self.retry_on)
             if outcome.error is not None:
-                waiting = self.failed(start, stop, outcome.error, time.perf_counter() - started) + waiting
+                waiting = self.failed(start, stop, outcome) + waiting
                 continue
-            self._passed(start, stop)
+            peak, size = self.measured()
+            if self.learned.has_learned or peak is not None:
+                self.learned.record_pass(self.shape(start, stop), peak_bytes=peak, device_bytes=size)
             done.append((start, stop, outcome.value))  # type: ignore[arg-type]
         return done
 
-    def failed(self, start: int, stop: int, message: str, seconds: float) -> list[tuple[int, int]]:
+    def failed(self, start: int, stop: int, outcome: Outcome[T]) -> list[tuple[int, int]]:
         """Learn from a range that failed; its halves."""
         shown = describe(self.part(start, stop))
-        _log.warning("out of memory %s %s; going on in halves. %s", self.doing, shown, message)
-        self.learned.record_oom(self.shape(start, stop), wasted_s=seconds)
+        _log.warning("out of memory %s %s; going on in halves. %s", self.doing, shown, outcome.error)
+        self.learned.record_oom(self.shape(start, stop), wasted_s=outcome.seconds)
         if stop - start >= 2 * self.min_samples:
             return halves(start, stop)
         whose = " of the batch" if not len(self.indices) else ""
@@ -203,17 +195,12 @@ class Parts(Generic[T]):
         alone = "even alone" if one else "together, and `min_samples` forbids cutting further"
         raise BudgetError(
             f"{who} not fit {alone} ({shown}); truncate or filter out such samples, or free memory on the device. "
-            f"The allocator said: {message}"
+            f"The allocator said: {outcome.error}"
         )
 
     def _allowed(self, start: int, stop: int) -> bool:
         smallest = stop - start < 2 * self.min_samples
         return smallest or not self.learned.has_learned or bool(self.learned.allows(self.shape(start, stop))[0])
-
-    def _passed(self, start: int, stop: int) -> None:
-        peak, size = self.measured()
-        if self.learned.has_learned or peak is not None:
-            self.learned.record_pass(self.shape(start, stop), peak_bytes=peak, device_bytes=size)
 
 
 def _listed(names: Sequence[int]) -> str:

@@ -9,41 +9,82 @@ import re
 import struct
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.oom.formats import Texts, Vectors, read_results, write_results
 from dynagroup.state import differences
 
-__all__ = ["Journal", "Output"]
+__all__ = ["TEXTS", "VECTORS", "Journal", "Kind", "Output"]
 
 _log = logging.getLogger(__name__)
 _FORMAT = {"journal's format": 3}
 _OWN = re.compile(r"rank-\d+\.journal|[0-9a-f]{32}\.new")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum of index and result, index of the sample
 _LONGEST_HEADER = 2**20
+_LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # to some readers; JSON escapes the other ones
+
+
+def _as_json(value: Any) -> str:
+    """One line of JSON for every reader: no character in it ends a line, none is half of a pair."""
+    line = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        line = json.dumps(value, separators=(",", ":"))
+    return line.translate(_LINE_BREAKS)
+
+
+def _stacked(rows: Iterable[Any], num_rows: int) -> np.ndarray:
+    rows = iter(rows)
+    first = next(rows, None)
+    if first is None:
+        return np.zeros((0, 0), np.float32)
+    return np.fromiter(chain([first], rows), np.dtype((np.float32, len(first))), num_rows)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a job's results are.
+
+    Args:
+        suffixes: of files that can hold them.
+        pack, unpack: one result as bytes, and back.
+        gather: (results in input order, how many) -> all of them.
+    """
+
+    suffixes: tuple[str, ...]
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+    gather: Callable[[Iterable[Any], int], Any]
+
+
+TEXTS = Kind((".jsonl", ".parquet"), lambda text: _as_json(text).encode(), json.loads, lambda texts, _: list(texts))
+"""Texts, or lists of texts."""
+VECTORS = Kind(
+    (".jsonl", ".parquet", ".npy"),
+    lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(),
+    lambda data: np.frombuffer(data, dtype="<f4"),
+    _stacked,
+)
+"""Float32 vectors of one width: together one array (num_samples, width)."""
 
 
 # One file a rank. Its first line is JSON: which job it belongs to. Then one record a finished sample: length, checksum,
 # index, result. A file counts up to its first record that is not whole, be it torn by a crash or damaged later: what stands
 # behind is done again, so a wrong result is never taken for a right one, and a rank that goes on with a file cuts it there.
-# Only a damaged first line cannot be helped: whose results are these? Reading costs one pass and 24 bytes a sample.
+# Only a damaged first line cannot be helped: whose results are these? Cost of reading: one pass.
 class Journal:
-    """The finished samples of a job, in a folder beside its output.
+    """The finished samples of a job, as bytes, in a folder; ``identity``, JSON-able, says which job."""
 
-    Args:
-        output: where results will be published.
-        identity: what the job is, JSON-able; a journal of another job is refused.
-        num_samples: samples of the whole job.
-        kind: what a result is.
-    """
-
-    def __init__(self, output: Path, identity: Mapping[str, Any], num_samples: int, kind: Texts | Vectors) -> None:
-        self._job, self._num_samples, self._kind = {**_FORMAT, **identity}, num_samples, kind
+    def __init__(self, folder: Path, identity: Mapping[str, Any], num_samples: int) -> None:
+        self.folder, self._job, self._num_samples = folder, {**_FORMAT, **identity}, num_samples
         self._header = json.dumps(self._job).encode() + b"\n"
-        self._folder = output.with_name(output.name + ".journal")
         self._file: Any = None
 
     def open(self, rank: int) -> None:
@@ -52,64 +93,36 @@ class Journal:
         Raises:
             ConfigError: another process is writing there.
         """
-        path = self._folder / f"rank-{rank}.journal"
+        path = self.folder / f"rank-{rank}.journal"
         try:
             while not self._is_there(path):  # another run may have ended, and removed what had just been opened
                 self.close()
                 self._open(path)
-            os.truncate(path, self._records(path)[1])
+            self._file.truncate(self._records(path)[1])
         except BaseException:
             self.close()
             raise
         self._file.seek(0, os.SEEK_END)
 
-    def finished(self, *, warn: bool = True) -> dict[int, tuple[Path, int]]:
-        """Samples that any run has finished: index -> where its record is. Warns of what is not whole.
+    def finished(self) -> dict[int, bytes]:
+        """Samples that any run has finished: index -> result.
 
         Raises:
             StateError: the journal belongs to another job, or cannot be read; names the file.
         """
-        found: dict[int, tuple[Path, int]] = {}
+        found: dict[int, bytes] = {}
         for path in self._paths(".journal"):
-            records, end, size = self._records(path)
-            found = {**records, **found}
-            if warn and end < size:
-                _log.warning(
-                    "%s: its last %d of %d bytes are no whole results (a run was killed while writing, or the file was "
-                    "damaged); those samples are done again", path, size - end, size,
-                )  # fmt: skip
+            found = {**self._records(path)[0], **found}
         return found
 
-    def append(self, indices: Sequence[int], results: Sequence[Any]) -> None:
+    def append(self, indices: Sequence[int], results: Iterable[bytes]) -> None:
         """Add finished samples; they are on disk when this returns."""
         records = [] if self._file.tell() else [self._header]
-        for index, result in zip(indices, results, strict=True):
-            data = self._kind.pack(result)
+        for index, data in zip(indices, results, strict=True):
             records.append(_HEAD.pack(len(data), _checksum(index, data), index) + data)
         self._file.write(b"".join(records))
         self._file.flush()
         os.fsync(self._file.fileno())
-
-    def results(self, at_once: int = 4096) -> Iterator[list[Any]]:
-        """All results in input order, so many at a time.
-
-        Raises:
-            StateError: samples are missing, or a file has changed since it was read; names it.
-        """
-        where = self.finished(warn=False)
-        missing = self._num_samples - len(where)
-        if missing:
-            raise StateError(
-                f"{missing} of {self._num_samples} samples are in no file of {self._folder.name!r}; run again to finish them"
-            )
-        files = {path: path.open("rb") for path in {path for path, _ in where.values()}}
-        try:
-            for start in range(0, self._num_samples, at_once):
-                chunk = range(start, min(start + at_once, self._num_samples))
-                yield [self._read(files[where[i][0]], where[i][1], i) for i in chunk]
-        finally:
-            for file in files.values():
-                file.close()
 
     def close(self) -> None:
         """Let others write."""
@@ -117,30 +130,27 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def new_path(self) -> Path:
-        """For a file that nobody else writes; it goes with the journal, if it is still there."""
-        return self._folder / f"{uuid.uuid4().hex}.new"
-
     def remove(self) -> None:
         """Delete the journal's own files, and the folder if nothing else is in it."""
-        if not self._folder.is_dir():
-            return
         try:
             for path in self._paths():
                 path.unlink(missing_ok=True)
-            self._folder.rmdir()
+            self.folder.rmdir()
         except FileNotFoundError:  # another process has done it
             pass
         except OSError as error:  # the output is safe: no reason to fail
-            _log.warning("%s is left behind: %s", self._folder, error)
+            _log.warning("%s is left behind: %s", self.folder, error)
 
     def _open(self, path: Path) -> None:
+        """Open and lock it; nothing is open if another run has removed the folder in between."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
-        except FileExistsError:
-            raise ConfigError(f"{self._folder.name!r} is not a folder, but finished samples are kept there") from None
-        except FileNotFoundError:  # the folder was removed in between
+        except FileNotFoundError:
+            return
+        except FileExistsError:  # also where the folder went after mkdir had found it, before it looked what it is
+            if self.folder.is_file():
+                raise ConfigError(f"{self.folder} is not a folder, but finished samples are kept there") from None
             return
         _lock(self._file, path)
 
@@ -152,30 +162,31 @@ class Journal:
             return False
 
     def _paths(self, suffix: str = "") -> list[Path]:
-        if not self._folder.is_dir():
+        try:
+            names = sorted(os.listdir(self.folder))
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        own = (path for path in self._folder.iterdir() if _OWN.fullmatch(path.name) and path.name.endswith(suffix))
-        return sorted(path for path in own if path.is_file())
+        return [self.folder / name for name in names if _OWN.fullmatch(name) and name.endswith(suffix)]
 
-    def _records(self, path: Path) -> tuple[dict[int, tuple[Path, int]], int, int]:
-        """Whole records of a file, where they end, and the file's size."""
+    def _records(self, path: Path) -> tuple[dict[int, bytes], int]:
+        """Whole records of a file, and where they end. Warns of what is not whole."""
+        records: dict[int, bytes] = {}
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if not self._is_ours(file.readline(_LONGEST_HEADER), path):
-                    return {}, 0, size
-                return *self._whole_records(file, path, size), size
+                end = len(self._header) if self._is_ours(file.readline(_LONGEST_HEADER), path) else 0
+                while end and (record := _record(file, size)) and 0 <= record[0] < self._num_samples:
+                    records.setdefault(*record)
+                    end = file.tell()
         except FileNotFoundError:  # the run that it belonged to has just ended
-            return {}, 0, 0
+            return {}, 0
         except OSError as error:
             raise StateError(f"{path} cannot be read ({error}); {_way_out(path)}") from error
-
-    def _whole_records(self, file: Any, path: Path, size: int) -> tuple[dict[int, tuple[Path, int]], int]:
-        records: dict[int, tuple[Path, int]] = {}
-        end = file.tell()
-        while (record := _record(file, size)) is not None and 0 <= record[0] < self._num_samples:
-            records.setdefault(record[0], (path, end))
-            end = file.tell()
+        if end < size:
+            _log.warning(
+                "%s: its last %d of %d bytes are no whole results (a run was killed while writing, or the file was damaged); "
+                "those samples are done again", path, size - end, size,
+            )  # fmt: skip
         return records, end
 
     def _is_ours(self, header: bytes, path: Path) -> bool:
@@ -187,18 +198,7 @@ class Journal:
             job = dict(json.loads(header))
         except (ValueError, TypeError, RecursionError):
             raise StateError(f"the first line of {path} is damaged, which says whose it is; {_way_out(path)}") from None
-        raise StateError(
-            f"{path} belongs to another job; {'; '.join(differences(job, self._job))}. Give the arguments of then, name "
-            f"another `output`, or remove {path.parent} to start over"
-        )
-
-    def _read(self, file: Any, at: int, index: int) -> Any:
-        file.seek(at)
-        record = _record(file, os.fstat(file.fileno()).st_size)
-        if record is None or record[0] != index:
-            path = Path(file.name)
-            raise StateError(f"the result of sample {index} in {path} is damaged; {_way_out(path)}")
-        return self._kind.unpack(record[1])
+        raise _another_job(path, differences(job, self._job), path.parent)
 
 
 def _record(file: Any, size: int) -> tuple[int, bytes] | None:
@@ -211,23 +211,19 @@ def _record(file: Any, size: int) -> tuple[int, bytes] | None:
 
 
 class Output:
-    """A results file, written whole by renaming, with a small receipt beside it (``.job``) that says which job wrote it.
+    """A results file, written whole by renaming, with a small receipt beside it (``.job``) that says which job wrote it."""
 
-    Args:
-        path: ``.jsonl`` or ``.parquet``; vectors also ``.npy``.
-        identity: what the job is, JSON-able.
-
-    Raises:
-        ConfigError: another suffix.
-    """
-
-    def __init__(self, path: Path, identity: Mapping[str, Any], num_samples: int, kind: Texts | Vectors) -> None:
+    def __init__(self, path: Path, identity: Mapping[str, Any], num_samples: int, kind: Kind) -> None:
         if path.suffix not in kind.suffixes:
             wanted = ", ".join(kind.suffixes[:-1]) + f" or {kind.suffixes[-1]}"
             raise ConfigError(f"`output` must end in {wanted}, but is {path.name!r}")
         self._path, self._identity, self._num_samples, self._kind = path, dict(identity), num_samples, kind
         self._receipt = path.with_name(path.name + ".job")
-        self.journal = Journal(path, identity, num_samples, kind)
+        self.journal = Journal(path.with_name(path.name + ".journal"), identity, num_samples)
+
+    def append(self, indices: Sequence[int], results: Iterable[Any]) -> None:
+        """Keep finished samples."""
+        self.journal.append(indices, map(self._kind.pack, results))
 
     def is_finished(self) -> bool:
         """Whether this very job has been finished there.
@@ -262,10 +258,7 @@ class Output:
             ) from error
         differing = differences(job, self._identity)
         if differing:
-            raise StateError(
-                f"{self._path} holds the results of another job; {'; '.join(differing)}. Give the arguments of then, name "
-                f"another `output`, or remove it and {self._receipt.name} to start over"
-            )
+            raise _another_job(self._path, differing, f"it and {self._receipt.name}")
         if (size, checksum) != _sum(self._path):
             raise StateError(
                 f"{self._path} has changed since its job was finished; read it yourself, or remove it and "
@@ -273,22 +266,79 @@ class Output:
             )
 
     def publish(self) -> None:
-        """Write the output in input order. One rank does this while its journal is open, when all have written theirs."""
-        new = self.journal.new_path()
-        write_results(new, self._path.suffix, self.journal.results(), self._num_samples)
+        """Write the output in input order. One rank does this while its journal is open, when all have written theirs.
+
+        Raises:
+            StateError: samples are missing.
+        """
+        found = self.journal.finished()
+        if len(found) < self._num_samples:
+            missing = self._num_samples - len(found)
+            raise StateError(
+                f"{missing} of {self._num_samples} samples are in no file of {self.journal.folder}; run again to finish them"
+            )
+        results = self._kind.gather((self._kind.unpack(found[i]) for i in range(len(found))), len(found))
+        new = self.journal.folder / f"{uuid.uuid4().hex}.new"  # nobody else writes it; it goes with the journal
+        _FORMATS[self._path.suffix][0](new, results)
         with new.open("rb") as file:
             os.fsync(file.fileno())
         size, checksum = _sum(new)
         self._receipt.unlink(missing_ok=True)  # of an output that was removed: it must not vouch for this one
         os.replace(new, self._path)
-        new.write_text(
-            json.dumps({"job": self._identity, "bytes": size, "checksum": checksum}) + "\n", encoding="utf-8"
-        )
+        receipt = {"job": self._identity, "bytes": size, "checksum": checksum}
+        new.write_text(json.dumps(receipt) + "\n", encoding="utf-8")
         os.replace(new, self._receipt)
 
     def read(self) -> Any:
         """The results in input order."""
-        return self._kind.gather(self._num_samples, read_results(self._path))
+        return self._kind.gather(_FORMATS[self._path.suffix][1](self._path), self._num_samples)
+
+
+def _write_jsonl(path: Path, results: Any) -> None:
+    rows = (row.tolist() if isinstance(row, np.ndarray) else row for row in results)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(_as_json({"index": index, "result": row}) + "\n" for index, row in enumerate(rows))
+
+
+def _read_jsonl(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8", newline="\n") as file:
+        yield from (json.loads(line)["result"] for line in file)
+
+
+def _write_parquet(path: Path, results: Any) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not len(results):
+        column: Any = pa.array([], pa.string())
+    elif isinstance(results, np.ndarray):
+        column = pa.FixedSizeListArray.from_arrays(pa.array(results.reshape(-1)), results.shape[1])
+    else:
+        column = pa.array(results)
+    pq.write_table(pa.table({"index": range(len(results)), "result": column}), path, row_group_size=4096)
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(columns=["result"]):
+            rows: Any = batch.column("result")
+            vectors = hasattr(rows.type, "list_size")
+            yield from rows.flatten().to_numpy().reshape(len(rows), -1) if vectors else rows.to_pylist()
+
+
+def _write_npy(path: Path, results: np.ndarray) -> None:
+    with path.open("wb") as file:
+        np.save(file, results)
+
+
+# suffix -> how results are written, and read back in input order
+_FORMATS: dict[str, tuple[Callable[[Path, Any], None], Callable[[Path], Iterable[Any]]]] = {
+    ".jsonl": (_write_jsonl, _read_jsonl),
+    ".parquet": (_write_parquet, _read_parquet),
+    ".npy": (_write_npy, np.load),
+}
 
 
 def _checksum(index: int, data: bytes) -> int:
@@ -306,6 +356,13 @@ def _sum(path: Path) -> tuple[int, int]:
 
 def _way_out(path: Path) -> str:
     return f"remove that file to do its samples again, or {path.parent} to start over"
+
+
+def _another_job(path: Path, differing: list[str], what: Any) -> StateError:
+    return StateError(
+        f"{path} belongs to another job; {'; '.join(differing)}. Give the arguments of then, name another `output`, or "
+        f"remove {what} to start over"
+    )
 
 
 def _lock(file: Any, path: Path) -> None:

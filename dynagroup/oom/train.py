@@ -6,16 +6,18 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dynagroup.budget.learning import COST_UNIT, NO_COST, LearningBudget
 from dynagroup.device import PeakWatch
 from dynagroup.distributed import DistributedWorld, SingleProcess, World
-from dynagroup.errors import BudgetError
-from dynagroup.oom.gradients import average_gradients, broadcast_buffers, find_ddp
-from dynagroup.oom.parts import ComputeLoss, Part, PartRunner, Update, Verdict
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.oom.fields import describe, longest_of, shape_of
+from dynagroup.oom.gradients import average_gradients, broadcast_buffers, find_ddp, local_gradients
+from dynagroup.oom.retry import attempt, halves
 from dynagroup.oom.split import BatchSplitter, Splitter
+from dynagroup.shapes import BatchShape
 from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
 from dynagroup.update.step import Step
 from dynagroup.validation import check_choice, check_int
@@ -23,8 +25,9 @@ from dynagroup.validation import check_choice, check_int
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BackwardResult", "OomMode", "OomSafeBackward"]
+__all__ = ["BackwardResult", "OomMode", "OomSafeBackward", "Update"]
 
+ComputeLoss: TypeAlias = "Callable[[Any], torch.Tensor]"
 OomMode: TypeAlias = Literal["retry", "skip"] | None
 
 _log = logging.getLogger(__name__)
@@ -47,17 +50,76 @@ class BackwardResult:
     skipped: bool
 
 
+@dataclass(slots=True)
+class Part:
+    """Samples ``start`` to ``stop - 1`` of a batch, with all that is needed to run it again exactly."""
+
+    call: int
+    batch: Any
+    indices: Sequence[int]
+    compute_loss: ComputeLoss
+    loss_scale: float
+    start: int
+    stop: int
+    share: float = 1.0
+    rng: Any = None
+    loss: Any = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+    def samples(self, splitter: Splitter[Any]) -> Any:
+        """As a batch of their own."""
+        whole = self.start == 0 and self.stop == splitter.num_samples(self.batch)
+        return self.batch if whole else splitter.take(self.batch, self.start, self.stop)
+
+
+@dataclass(slots=True)
+class Update:
+    """The update in progress: what ran, what was in ``.grad`` before it, what its ranks must still agree on."""
+
+    parameters: list[torch.nn.Parameter]
+    before: list[torch.Tensor | None]
+    done: list[Part] = field(default_factory=list)
+    waiting: list[Part] = field(default_factory=list)
+    num_calls: int = 0
+    num_ooms: int = 0
+    failed_cost: float = math.inf
+    verdict: tuple[int, int, int] | None = None
+    """What cannot be helped: the first sample's index in the dataset if known, how many there are, and their longest."""
+
+    @classmethod
+    def begin(cls, model: torch.nn.Module) -> Update:
+        """Keep what is in ``.grad``, and clear it."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        update = cls(parameters, [p.grad for p in parameters])
+        update.undo()
+        return update
+
+    def undo(self) -> None:
+        """Forget all gradients of the update; everything that gave them is to run again."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.waiting, self.done = self.done + self.waiting, []
+
+    def end(self, *, keep: bool) -> None:
+        """Leave in ``.grad`` what was there before the update, with what it gave added in the very tensors, or without."""
+        for parameter, before in zip(self.parameters, self.before, strict=True):
+            if not keep:
+                parameter.grad = before
+            elif before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
 class OomSafeBackward:
     """``loss.backward()`` that goes on in parts when memory runs out, with exact weights.
 
     Call it once per batch; with ``ends_update=True`` on the last batch before ``optimizer.step()``. Gradients stay on
     their rank during the update and are averaged when all of its parts have run, so a rank that runs out of memory repeats
-    its own work and no other rank needs to know. Ranks vote once an update (one small all-reduce): a sample that does not
-    fit even alone raises the same error on every rank.
-
-    What failed is undone exactly: gradients of an update's earlier batches are computed again from their recorded random
-    state (an update's batches are held until it ends; no copy of the gradients is ever made). The parts of a split batch
-    draw dropout masks that an unsplit one would not have drawn. Optimizer, gradient scaler and schedule are untouched.
+    its own work and no other rank needs to know. Ranks vote once an update: a sample that does not fit even alone raises
+    the same error on every rank. What failed is undone exactly: an update's batches are held until it ends, and gradients
+    are computed again from their recorded random state.
 
     ``compute_loss`` must not exchange data between ranks itself, and its loss must be a mean or sum over its batch
     (no statistics over the batch, as in batch normalisation or contrastive losses, survive splitting).
@@ -74,7 +136,6 @@ class OomSafeBackward:
         backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``; default: ``Tensor.backward``.
 
     Raises:
-        BudgetError: a sample does not fit even alone; on all ranks. AlignmentError: a rank is gone.
         ConfigError: an argument is wrong, or the model is one that cannot repeat a step by itself.
 
     >>> import torch
@@ -96,30 +157,23 @@ class OomSafeBackward:
         learned: LearningBudget | None = None,
         backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        check_choice("mode", mode, ("retry", "skip", None))
-        ddp = None if mode is None else find_ddp(model)
+        self._mode = check_choice("mode", mode, ("retry", "skip", None))
+        self._min_samples = check_int("min_samples", min_samples)
+        self._model, self._ddp = model, None if mode is None else find_ddp(model)
         if world is None:
-            world = SingleProcess() if ddp is None else DistributedWorld(ddp.process_group)
-        self._model, self._ddp, self._world, self._mode = model, ddp, world, mode
-        self._learned = learned if learned is not None else LearningBudget()
-        self._runner = PartRunner(
-            ddp=ddp,
-            splitter=splitter if splitter is not None else BatchSplitter(trim="right"),
-            weigh=None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model)),
-            min_samples=check_int("min_samples", min_samples),
-            learned=self._learned,
-            backward=backward if backward is not None else lambda loss: loss.backward(),
-            peak=PeakWatch(next(model.parameters()).device),
-            learns_alone=world.size == 1,
-            num_retries=2 if mode == "retry" else 0,
-        )
+            world = SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
+        self._world = world
+        self._weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model))
+        self._splitter = splitter if splitter is not None else BatchSplitter(trim="right")
+        self._backward = backward if backward is not None else lambda loss: loss.backward()
+        self._device = next(model.parameters()).device
+        self._peak = PeakWatch(self._device)
+        self._began = False
+        """Whether the latest attempt reached its backward pass: then it may have added to some gradients."""
         self._update: Update | None = None
-        self.skipped_indices: list[int] = []
-
-    @property
-    def learned(self) -> LearningBudget:
+        self.learned = learned if learned is not None else LearningBudget()
         """What running out of memory has taught so far, with its report."""
-        return self._learned
+        self.skipped_indices: list[int] = []
 
     def step(self, compute_loss: ComputeLoss, step: Step[Any]) -> BackwardResult:
         """Run a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step costs nothing."""
@@ -151,9 +205,11 @@ class OomSafeBackward:
         Any other error passes through and ends the update: the next call begins one. ``.grad`` then holds what a plain loop
         would have left there.
         """
+        import torch
+
         if self._mode is None:
             return self._unprotected(compute_loss, batch, loss_scale, ends_update)
-        stop = 0 if idle else self._runner.splitter.num_samples(batch)
+        stop = 0 if idle else self._splitter.num_samples(batch)
         self._update = update = self._update or Update.begin(self._model)
         update.num_calls, update.num_ooms = update.num_calls + 1, 0
         whole = None if idle else Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop)
@@ -161,14 +217,15 @@ class OomSafeBackward:
             skipped = self._mode == "skip" and self._skipped(update, whole)
             if self._mode == "retry" and whole is not None:
                 update.waiting.append(whole)
-                self._runner.run_waiting(update)
+                self._run_waiting(update)
         if ends_update or (update.verdict is not None and self._world.size == 1):
             self._update = None
             self._finish(update)
-        num_parts, loss = update.loss_of_call()
+        parts = [part for part in update.done if part.call == update.num_calls]
+        loss: Any = sum(part.loss * part.share for part in parts) if parts else torch.zeros((), device=self._device)
         if skipped or update.verdict is not None:
-            loss = loss.new_full((), math.nan)
-        return BackwardResult(loss, num_parts, update.num_ooms, skipped)
+            loss = torch.full_like(loss, math.nan)
+        return BackwardResult(loss, len(parts), update.num_ooms, skipped)
 
     @contextmanager
     def _errors_end(self, update: Update) -> Iterator[None]:
@@ -178,26 +235,24 @@ class OomSafeBackward:
             yield
         except BaseException:
             self._update = None
-            update.add_to_before()
+            update.end(keep=True)
             raise
 
     def _skipped(self, update: Update, whole: Part | None) -> bool:
         """Mode "skip": if a batch fails on any rank, no rank counts its batch of this step."""
-        runner = self._runner
-        failed = whole is not None and not runner.attempt(update, whole)
+        failed = whole is not None and not self._attempt(update, whole)
         skip = bool(self._world.all_max([int(failed)])[0])
         if whole is None:
             return skip
         if not skip:
             update.done.append(whole)
             return False
-        if not failed or runner.began:
+        if not failed or self._began:
             update.undo()
-            runner.run_waiting(update)
-        if whole.rng is not None:
-            whole.rng.restore()
+            self._run_waiting(update)
+        _set_rng_state(self._device, whole.rng)
         self.skipped_indices += list(whole.indices)
-        self._learned.record_waste(num_skipped=whole.num_samples)
+        self.learned.record_waste(num_skipped=whole.num_samples)
         named = list(whole.indices) or "indices not given"
         _log.warning("skipped a batch of %d samples on this rank: %s", whole.num_samples, named)
         return True
@@ -208,8 +263,90 @@ class OomSafeBackward:
         no_sync = None if ends_update else getattr(self._model, "no_sync", None)
         with nullcontext() if no_sync is None else no_sync():
             loss = compute_loss(batch)
-            self._runner.backward(loss * loss_scale)
+            self._backward(loss * loss_scale)
         return BackwardResult(loss.detach(), 1, 0, False)
+
+    # Gradients under out-of-memory. A backward pass that fails has added to some gradients and not to others, and no copy of
+    # them is kept. So all gradients of the update are dropped, and everything that gave them runs again, each part from the
+    # random state that it first began with: the same sums in the same order, the same gradients bit for bit. A failure in a
+    # forward pass has added nothing, and only its own batch is cut. Cost: the inputs of an update's batches are held until it
+    # ends, and a failure in backward repeats what the update has done so far.
+    def _run_waiting(self, update: Update) -> None:
+        """Run what waits, cutting what fails. Leaves a verdict in ``update`` where nothing helps."""
+        while update.waiting and update.verdict is None:
+            part = update.waiting.pop(0)
+            may_fit = part.rng is not None or self._may_fit(update, part)  # what has begun before is repeated as it was
+            if may_fit and self._attempt(update, part):
+                update.done.append(part)
+                continue
+            if part.num_samples < 2 * self._min_samples:
+                first = int(part.indices[part.start] if len(part.indices) > part.start else part.start)
+                update.verdict = first, part.num_samples, longest_of(part.samples(self._splitter))
+            else:
+                update.waiting[:0] = self._cut(part)
+            if may_fit and self._began and update.verdict is None:
+                update.undo()
+
+    def _may_fit(self, update: Update, part: Part) -> bool:
+        """Nothing speaks against it, neither what was learned nor what has failed in this update; or it cannot be cut."""
+        known = self.learned.has_learned or math.isfinite(update.failed_cost)
+        if not known or part.num_samples < 2 * self._min_samples:
+            return True
+        shape = self._shape(part)
+        return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
+
+    def _attempt(self, update: Update, part: Part) -> bool:
+        """Whether the part fitted. What failed leaves nothing behind but gradients, see ``_began``."""
+        if part.rng is None:
+            part.rng = _rng_state(self._device)
+        else:
+            _set_rng_state(self._device, part.rng)
+        self._began = False
+        outcome = attempt(lambda: self._run(part))
+        if outcome.error is not None:
+            self._note(update, part, outcome.error, outcome.seconds)
+            return False
+        part.loss = outcome.value
+        peak, size = self._peak.new_peak()
+        if self.learned.has_learned or peak is not None:
+            self.learned.record_pass(self._shape(part), peak_bytes=peak, device_bytes=size)
+        return True
+
+    def _run(self, part: Part) -> torch.Tensor:
+        with local_gradients(self._ddp):
+            loss = part.compute_loss(part.samples(self._splitter))
+            if loss.ndim:
+                raise ConfigError(f"`compute_loss` must return a scalar, but returned shape {tuple(loss.shape)}")
+            self._began = True
+            self._backward(loss * (part.loss_scale * part.share))
+        return loss.detach()
+
+    def _cut(self, part: Part) -> list[Part]:
+        """Two halves that weigh together what the part weighs."""
+        parts = [replace(part, start=a, stop=b, rng=None, loss=None) for a, b in halves(part.start, part.stop)]
+        if self._weigh is not None:
+            weights = [self._weigh(half.samples(self._splitter), half.num_samples) for half in parts]
+            for half, weight in zip(parts, weights, strict=True):
+                half.share = part.share * weight / sum(weights) if weight else 0.0
+            # The mean over no labels is 0 / 0: such a half adds nothing to the whole's mean, but would spoil it.
+            parts = [half for half in parts if half.share]
+        if parts:
+            parts[0].rng = part.rng
+        return parts
+
+    def _shape(self, part: Part) -> BatchShape:
+        return shape_of(part.samples(self._splitter), part.num_samples)
+
+    def _note(self, update: Update, part: Part, error: str, seconds: float) -> None:
+        update.num_ooms += 1
+        shown = describe(part.samples(self._splitter))
+        _log.warning("out of memory at %s; going on in parts or without it. %s", shown, error)
+        self.learned.record_waste(num_ooms=1, num_retries=2 if self._mode == "retry" else 0, wasted_s=seconds)
+        cost = float(self.learned.cost(self._shape(part))[0])
+        if self._world.size == 1:
+            self.learned.record_failed_cost(cost)
+        else:  # ranks must plan alike, so all of them learn it together, at the vote
+            update.failed_cost = min(update.failed_cost, cost)
 
     # Every rank votes, whatever has happened to it, so no rank waits for one that will not come. Gradients are exchanged only
     # when all ranks have theirs: nothing can fail then but the exchange itself. Cost: an exchange of gradients as in DDP, one
@@ -220,28 +357,40 @@ class OomSafeBackward:
         Raises:
             BudgetError: samples of some rank do not fit; gradients are then what they were before the update.
         """
-        present = [
-            int(p.grad is not None or b is not None) for p, b in zip(update.parameters, update.before, strict=True)
-        ]
+        gradients = zip(update.parameters, update.before, strict=True)
+        present = [int(p.grad is not None or before is not None) for p, before in gradients]
         cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
-        fatal, cost, *present = self._world.all_max([int(update.verdict is not None), cost, *present])
+        failed = self._world.rank if update.verdict is not None else -1
+        rank, cost, *present = self._world.all_max([failed, cost, *present])
         if cost != -NO_COST and self._world.size > 1:
-            self._learned.record_failed_cost(-cost / COST_UNIT)
-        if fatal:
-            update.abandon()
-            raise BudgetError(self._agreed_verdict(update.verdict))
-        update.add_to_before()
+            self.learned.record_failed_cost(-cost / COST_UNIT)
+        update.end(keep=rank < 0)
+        if rank >= 0:
+            own = update.verdict if update.verdict is not None and self._world.rank == rank else (-1, -1, -1)
+            raise BudgetError(self._verdict(rank, *self._world.all_max(own)))
         if self._ddp is not None:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
             average_gradients(used, self._ddp.process_group)
             broadcast_buffers(self._ddp)
 
-    def _agreed_verdict(self, verdict: Verdict | None) -> str:
-        rank = self._world.all_max([self._world.rank if verdict is not None else -1])[0]
-        own = verdict if verdict is not None and self._world.rank == rank else Verdict(-1, -1, -1)
-        index, num_samples, longest = self._world.all_max([own.index, own.num_samples, own.longest])
+    def _verdict(self, rank: int, index: int, num_samples: int, longest: int) -> str:
         what = f"sample {index} does" if num_samples == 1 else f"{num_samples} samples from sample {index} on do"
         return (
-            f"{what} not fit on rank {rank} even alone (longest: {longest} tokens, min_samples={self._runner.min_samples}); "
+            f"{what} not fit on rank {rank} even alone (longest: {longest} tokens, min_samples={self._min_samples}); "
             "truncate or filter out such samples, or free memory on the device"
         )
+
+
+def _rng_state(device: torch.device) -> tuple[Any, Any]:
+    """torch's random states on the CPU and on one device: what dropout draws from."""
+    import torch
+
+    return torch.get_rng_state(), None if device.type == "cpu" else getattr(torch, device.type).get_rng_state()
+
+
+def _set_rng_state(device: torch.device, state: tuple[Any, Any]) -> None:
+    import torch
+
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        getattr(torch, device.type).set_rng_state(state[1])

@@ -27,14 +27,12 @@ from dynagroup.oom import (
     classify_dataset,
     embed_dataset,
     generate_dataset,
-    inference,
     iter_classify,
     iter_embed,
     iter_generate,
-    job,
+    jobs,
 )
-from dynagroup.oom.inference import Pass
-from dynagroup.oom.storage import Journal
+from dynagroup.oom.tasks import Generation
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import run_ranks
@@ -118,9 +116,9 @@ def test_a_finished_job_called_again_gives_its_results_back(
         model, tokenizer, texts, output=path, max_new_tokens=4, **SMALL, **more
     )
     assert call() == expected
-    monkeypatch.setattr(Pass, "results", None)  # nothing is run again
+    monkeypatch.setattr(Generation, "process", None)  # nothing is run again
     assert call() == expected
-    with pytest.raises(StateError, match=r"results of another job; texts: '40 texts #\w+' then, '39 .*remove it and"):
+    with pytest.raises(StateError, match=r"belongs to another job; texts: '40 texts #\w+' then, '39 .*remove it and"):
         call(TEXTS[1:])
     with pytest.raises(StateError, match="arguments: '{}' then, \"{'num_beams': 2}\" now"):
         call(num_beams=2)
@@ -161,13 +159,13 @@ def test_the_same_job_started_while_another_publishes_is_refused_or_finds_all_of
             others.append(str(error))
 
     if moment == "published":  # the other was slow to measure its texts
-        prepare = Pass.prepare
+        measure = jobs.measure_lengths
 
-        def slow(self: Pass) -> None:
-            prepare(self)
+        def slow(*args: Any, **options: Any) -> Any:
             other()
+            return measure(*args, **options)
 
-        monkeypatch.setattr(Pass, "prepare", slow)
+        monkeypatch.setattr(jobs, "measure_lengths", slow)
         assert call() == expected
         assert others == [expected]
     else:
@@ -192,7 +190,6 @@ def test_a_file_that_is_not_ours_is_neither_removed_nor_in_the_way(
     stray = tmp_path / "out.jsonl.journal" / "notes.txt"
     stray.parent.mkdir()
     stray.write_text("mine")
-    (stray.parent / "rank-7.journal").mkdir()
     path = tmp_path / "out.jsonl"
     first, again = (
         generate_dataset(model, tokenizer, TEXTS[:4], output=path, max_new_tokens=2, **SMALL) for _ in range(2)
@@ -323,7 +320,7 @@ def test_ranks_wait_for_each_other_however_long_it_takes(model: Any, tokenizer: 
         asked.append(timeout_s)
         return SingleProcess()
 
-    monkeypatch.setattr(job, "current_world", world)
+    monkeypatch.setattr(jobs, "current_world", world)
     generate_dataset(model, tokenizer, TEXTS[:1], max_new_tokens=1, **SMALL)
     assert asked[0] > 7 * 24 * 3600
 
@@ -469,16 +466,6 @@ def test_vectors_are_kept_as_float32(suffix: str, tokenizer: Any, tmp_path: Path
     assert (len(heads), heads[0].shape) == (40, (2,))
 
 
-def test_a_parquet_file_is_written_in_row_groups(tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    import pyarrow.parquet as pq
-
-    results = Journal.results
-    monkeypatch.setattr(Journal, "results", lambda self, at_once=16: results(self, at_once))
-    embed_dataset(bert("BertModel"), tokenizer, TEXTS, output=tmp_path / "v.parquet", **SMALL)
-    with pq.ParquetFile(tmp_path / "v.parquet") as file:
-        assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [16, 16, 8]
-
-
 def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -561,7 +548,7 @@ def test_batches_are_planned_for_the_time_that_the_model_takes(
         planned.append(work)
         return LengthAwareBatchSampler(*args, work=work, **options)
 
-    monkeypatch.setattr(inference, "LengthAwareBatchSampler", sampler)
+    monkeypatch.setattr(jobs, "LengthAwareBatchSampler", sampler)
     next(iter_embed(model, tokenizer, TEXTS, **SMALL))
     next(iter_generate(model, tokenizer, TEXTS, max_new_tokens=4, num_beams=2, **SMALL))
     own = Work.of(model, device="cpu")

@@ -1,0 +1,341 @@
+"""A job: one pass of a model over texts, planned by length, safe from running out of memory, from crashes, on many ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.budget.base import BoolArray, Budget
+from dynagroup.budget.learning import LearningBudget
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.distributed import World, current_world
+from dynagroup.errors import ConfigError
+from dynagroup.fingerprint import hashed
+from dynagroup.lengths import BegunOnce, by_position, limit_of, measure_lengths
+from dynagroup.memory import MemoryRegressor, Workload
+from dynagroup.memory.protocols import PaddedTokens
+from dynagroup.memory.run import Mode
+from dynagroup.oom.identity import identity_of
+from dynagroup.oom.storage import VECTORS, Kind, Output
+from dynagroup.plan.cost import Work
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.shapes import TOKENS, BatchShape
+from dynagroup.validation import check_int
+
+__all__ = ["Job", "evaluating", "longest_input"]
+
+Results: TypeAlias = "Iterator[tuple[list[int], Any]]"
+
+_log = logging.getLogger(__name__)
+_PATIENCE_S = 30 * 24 * 3600.0
+"""Ranks wait so long for each other's batches. One that has died is noticed at once: its connections close."""
+_BATCH_SIZE = 16
+_UNSET = 10**9  # tokenizers that were told no limit say 10**30
+_memory_by_model: WeakKeyDictionary[Any, dict[tuple[str, int], MemoryRegressor]] = WeakKeyDictionary()
+
+
+class Job:
+    """Texts through a model in planned batches, longest first; once memory has run out, the rest is planned again.
+
+    A task says what is done with a padded batch, and what its results are and depend on.
+    """
+
+    kind: ClassVar[Kind] = VECTORS
+    mode: ClassVar[Mode] = "forward"
+    padding_side = "right"
+    copies, new_tokens = 1, 0  # what every text becomes while it is processed
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        texts: Any,
+        batch_size: int | None,
+        budget: Budget | None,
+        max_length: int | None,
+        progress: bool,
+        learned: LearningBudget | None = None,
+    ) -> None:
+        if not callable(getattr(model, "parameters", None)):
+            raise ConfigError(f"`model` must be a loaded model, but is {model!r:.80}; from_pretrained loads one")
+        if getattr(budget, "layout", "padded") == "packed":
+            raise ConfigError(f"`budget` is {budget!r}, but these batches are padded: give it layout='padded'")
+        if batch_size is not None and budget is not None:
+            raise ConfigError(
+                f"`batch_size` ({batch_size!r}) and `budget` ({budget!r}) both say what fits; give one of them"
+            )
+        self.model, self.tokenizer, self.texts, self.max_length = (
+            model,
+            tokenizer,
+            by_position(texts),
+            limit_of(max_length),
+        )
+        self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
+        self._given_budget, self._progress, self._says_max_length = budget, progress, False
+        self.learned = learned if learned is not None else LearningBudget()
+        if getattr(tokenizer, "pad_token_id", None) is None:
+            raise ConfigError(
+                "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
+            )
+        self._tokens = BegunOnce(tokenizer)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What results depend on beside model, tokenizer and texts."""
+        raise NotImplementedError
+
+    def process(self, batch: dict[str, Any], indices: Sequence[int]) -> Any:
+        """A result for every sample of a padded batch."""
+        raise NotImplementedError
+
+    def as_they_come(self, skip: Collection[int]) -> Iterator[tuple[int, Any]]:
+        """(index, result), longest texts first."""
+        done = {int(index) for index in skip}
+        wrong = [index for index in sorted(done) if not 0 <= index < len(self.texts)]
+        if wrong:
+            raise ConfigError(
+                f"`skip` names text {wrong[0]}, but there are {len(self.texts)}: 0 to {len(self.texts) - 1}"
+            )
+        self._prepare()
+        batches = self._results(self._without(done), shown=self._progress)
+        return ((index, result) for indices, results in batches for index, result in zip(indices, results, strict=True))
+
+    def whole(self, output: str | Path | None, world: World | None) -> Any:
+        """All results in input order, from ``output`` where it is finished already.
+
+        Raises:
+            ConfigError: several ranks without an output; ranks with different jobs.
+            StateError: what is there is of another job, or damaged.
+        """
+        world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
+        shown = self._progress and world.rank == 0
+        if output is None:
+            if world.size > 1:
+                raise ConfigError("on several ranks `output` must name a file that all of them can reach")
+            self._prepare()
+            found = {
+                i: row for batch in self._results(self._without(()), shown=shown) for i, row in zip(*batch, strict=True)
+            }
+            return self.kind.gather((found[i] for i in range(len(found))), len(found))
+        identity = identity_of(self.model, self.tokenizer, self.texts, self.settings)
+        out = Output(Path(output), identity, len(self.texts), self.kind)
+        _same_job_everywhere(identity, world)
+        if not _on_all(world, out.is_finished):
+            self._prepare()
+            with closing(out.journal):
+                self._finish(out, world, shown)
+        if world.rank == 0:
+            out.journal.remove()  # also of a run that was killed just before it did
+        return out.read()
+
+    # Ranks that share a job meet when all hold their journals, when each knows what was finished before (then any may add to
+    # it), when all have finished (then one writes the output), when the output is there. An error before any of them is raised
+    # on every rank. Each sample is in one rank's share, so in one journal; which rank that was does not matter to the next run.
+    # Journals are held until the output is there, so that another process either is refused, or finds all of it.
+    def _finish(self, out: Output, world: World, shown: bool) -> None:
+        _on_all(world, lambda: out.journal.open(world.rank))
+        if _on_all(world, out.is_finished):  # by another process, meanwhile
+            return
+        finished: set[int] = set()
+        _on_all(world, lambda: finished.update(out.journal.finished()))
+        for indices, results in self._results(self._without(finished), world.rank, world.size, shown):
+            out.append(indices, results)
+        world.all_max([0])
+        _on_all(world, out.publish if world.rank == 0 else lambda: None)
+
+    def _without(self, done: Collection[int]) -> list[int]:
+        return [i for i in range(len(self.texts)) if i not in done]
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of every text, truncated."""
+        return measure_lengths(self.texts, self._tokens, max_length=self.max_length, progress=self._progress)
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The user's, or one that knows the model; bound to the lengths where it is asked."""
+        if self._given_budget is not None:
+            return self._given_budget
+        one_batch = len(self.texts) <= self._batch_size  # known to fit: no reason to look at the model
+        known = PaddedTokens() if one_batch else _memory_of(self.model, self.mode, self.new_tokens)
+        return MemoryBudget(self._batch_size, model=known)
+
+    @cached_property
+    def _bound(self) -> Budget:
+        return self.budget.bind({TOKENS: self.lengths})
+
+    @cached_property
+    def _work(self) -> Work:
+        """Every new token is a step of its own, which costs what any step costs; every copy costs its tokens."""
+        work = Work.of_known(self.model, device=self._device)
+        return replace(work, per_step=work.per_step * (1 + self.new_tokens) / self.copies)
+
+    @property
+    def _device(self) -> Any:
+        return next(self.model.parameters()).device
+
+    def _shorten_to(self, limit: int | None) -> None:
+        """Truncate to what the model takes, where the user asked for nothing; how many texts that concerns is said."""
+        self._says_max_length = self.max_length is None
+        self.max_length = self.max_length or limit
+
+    def _prepare(self) -> None:
+        """Measure the texts, before anything is run or written.
+
+        Raises:
+            ConfigError: a model with learned positions has none for a text: on a GPU that would end the process.
+        """
+        lengths, last = self.lengths, _last_position(self.model)
+        new = self.new_tokens if self.padding_side == "left" else 0
+        if last is not None and (lengths + new > last).any():
+            over = np.flatnonzero(lengths + new > last)
+            more = f" and {new} new ones" if new else ""
+            raise ConfigError(
+                f"{len(over)} texts are too long for the model, which has {last} positions: text {over[0]} has "
+                f"{lengths[over[0]]} tokens{more}; truncate with max_length={max(last - new, 1)}, or leave them out"
+            )
+        num_full = int((lengths == self.max_length).sum()) if self._says_max_length else 0
+        if num_full:
+            _log.warning(
+                "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen",
+                num_full, len(self.texts), self.max_length,
+            )  # fmt: skip
+
+    def _results(self, samples: Sequence[int], rank: int = 0, size: int = 1, shown: bool = False) -> Results:
+        """(indices, their results) of this rank's share of ``samples``, batch by batch as they come.
+
+        Shares depend on lengths alone: ranks may have learned different things, and have other budgets.
+        """
+        from tqdm.auto import tqdm
+
+        share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
+        before = f"{len(self.texts) - len(samples)} done before" if len(samples) < len(self.texts) else None
+        total, num_done, began = int(self.lengths[share].sum()), 0, time.perf_counter()
+        bar = tqdm(total=total, unit="tok", unit_scale=True, disable=not shown, desc=before)  # time follows tokens
+        with evaluating(self.model), bar:
+            batches = self._batches(share)
+            while batches:
+                known, indices = self.learned.limits, batches.pop(0)
+                yield indices, self.process(self._encode(indices), indices)
+                num_done += len(indices)
+                rate = num_done / max(time.perf_counter() - began, 1e-9)
+                bar.set_postfix_str(f"{num_done}/{len(share)} samples, {rate:.1f} samples/s", refresh=False)
+                bar.update(int(self.lengths[indices].sum()))
+                if self.learned.limits != known:
+                    batches = self._batches([i for batch in batches for i in batch])
+
+    def _batches(self, samples: Sequence[int]) -> list[list[int]]:
+        if not len(samples):
+            return []
+        known = self._bound & _Learned(self) if self.learned.has_learned else self._bound
+        sampler = LengthAwareBatchSampler(self.lengths[list(samples)], known, work=self._work, rank=0, world_size=1)
+        return [[samples[i] for i in batch] for batch in sampler]
+
+    def _encode(self, indices: list[int]) -> dict[str, Any]:
+        short = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
+        encoded = self._tokens([self.texts[i] for i in indices], **short)
+        # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
+        width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
+        padded = self.tokenizer.pad(
+            {name: encoded[name] for name in ("input_ids", "attention_mask")},
+            **width,
+            padding_side=self.padding_side,
+            pad_to_multiple_of=self.budget.pad_to_multiple_of,
+            return_tensors="pt",
+        )
+        return {name: padded[name].to(self._device) for name in ("input_ids", "attention_mask")}
+
+
+class _Learned(Budget):
+    """What has been learned about whole generations, asked about prompts: every copy grows by the new tokens."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def fits(self, shape: BatchShape, /) -> BoolArray:
+        job = self._job
+        grown = BatchShape.of(shape.num_samples * job.copies, shape.longest[TOKENS] + job.new_tokens)
+        return job.learned.allows(grown)
+
+
+def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
+    """Whether ``act`` is true on any rank; an error on one rank ends it on every rank. A barrier."""
+    found, error = False, None
+    try:
+        found = bool(act())
+    except Exception as caught:  # raised again, when all ranks know
+        error = caught
+    failed, anywhere = world.all_max([world.rank if error is not None else -1, int(found)])
+    if error is not None:
+        raise error
+    if failed >= 0:
+        raise ConfigError(f"rank {failed} of {world.size} could not go on with the job; see its error")
+    return bool(anywhere)
+
+
+def _same_job_everywhere(identity: Mapping[str, Any], world: World) -> None:
+    numbers = [int(hashed(repr(value), 12), 16) for value in identity.values()]
+    highest, lowest = world.all_max(numbers), [-n for n in world.all_max([-n for n in numbers])]
+    differing = [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != b]
+    if differing:
+        raise ConfigError(f"ranks were given different jobs: {', '.join(differing)} differ; give all ranks the same")
+
+
+def _memory_of(model: Any, mode: Mode, max_new_tokens: int) -> MemoryRegressor:
+    """What is known of a model's memory. Looking takes seconds, so it is done once a model."""
+    known, key = _memory_by_model.setdefault(model, {}), (mode, max_new_tokens)
+    if key not in known:
+        try:
+            workload = Workload.from_model(model, mode, max_new_tokens=max_new_tokens)
+        except ConfigError:  # not a model of transformers
+            workload = Workload(mode=mode, max_new_tokens=max_new_tokens or None)
+        known[key] = MemoryRegressor.pretrained(workload)
+    return known[key]
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout off, and each module's mode as it was afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def longest_input(model: Any, tokenizer: Any) -> int | None:
+    """Tokens that model and tokenizer were made for, the least of what they say; None if they say nothing."""
+    said = [getattr(tokenizer, "model_max_length", None), _stated_positions(model), _last_position(model)]
+    return min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)
+
+
+def _last_position(model: Any) -> int | None:
+    """Tokens for which a model has learned positions: its table ends there. None for models that compute positions."""
+    stated = _stated_positions(model)
+    for name, module in model.named_modules():
+        rows, last = getattr(module, "num_embeddings", None), name.rpartition(".")[2]
+        if rows is None or stated is None or not ("position" in last or last == "wpe") or not 0 <= rows - stated <= 8:
+            continue
+        unused = 0 if getattr(module, "padding_idx", None) is None else module.padding_idx + 1  # RoBERTa
+        unused = getattr(module, "offset", unused)  # OPT, BART
+        return int(rows - unused) if rows > unused else None
+    return None
+
+
+def _stated_positions(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    narrow = getattr(config, "get_text_config", None)
+    return getattr(config if narrow is None else narrow(), "max_position_embeddings", None)
