@@ -74,6 +74,22 @@ class Part:
         whole = self.start == 0 and self.stop == splitter.num_samples(self.batch)
         return self.batch if whole else splitter.take(self.batch, self.start, self.stop)
 
+    def shape(self, splitter: Splitter[Any]) -> BatchShape:
+        return shape_of(self.samples(splitter), self.num_samples)
+
+    def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> list[Part]:
+        """Two halves that weigh together what the part weighs."""
+        parts = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in halves(self.start, self.stop)]
+        if weigh is not None:
+            weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
+            for half, weight in zip(parts, weights, strict=True):
+                half.share = self.share * weight / sum(weights) if weight else 0.0
+            # The mean over no labels is 0 / 0: such a half adds nothing to the whole's mean, but would spoil it.
+            parts = [half for half in parts if half.share]
+        if parts:
+            parts[0].rng = self.rng
+        return parts
+
 
 @dataclass(slots=True)
 class Update:
@@ -283,7 +299,7 @@ class OomSafeBackward:
                 first = int(part.indices[part.start] if len(part.indices) > part.start else part.start)
                 update.verdict = first, part.num_samples, longest_of(part.samples(self._splitter))
             else:
-                update.waiting[:0] = self._cut(part)
+                update.waiting[:0] = part.cut(self._splitter, self._weigh)
             if may_fit and self._began and update.verdict is None:
                 update.undo()
 
@@ -292,7 +308,7 @@ class OomSafeBackward:
         known = self.learned.has_learned or math.isfinite(update.failed_cost)
         if not known or part.num_samples < 2 * self._min_samples:
             return True
-        shape = self._shape(part)
+        shape = part.shape(self._splitter)
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
 
     def _attempt(self, update: Update, part: Part) -> bool:
@@ -309,7 +325,7 @@ class OomSafeBackward:
         part.loss = outcome.value
         peak, size = self._peak.new_peak()
         if self.learned.has_learned or peak is not None:
-            self.learned.record_pass(self._shape(part), peak_bytes=peak, device_bytes=size)
+            self.learned.record_pass(part.shape(self._splitter), peak_bytes=peak, device_bytes=size)
         return True
 
     def _run(self, part: Part) -> torch.Tensor:
@@ -321,28 +337,12 @@ class OomSafeBackward:
             self._backward(loss * (part.loss_scale * part.share))
         return loss.detach()
 
-    def _cut(self, part: Part) -> list[Part]:
-        """Two halves that weigh together what the part weighs."""
-        parts = [replace(part, start=a, stop=b, rng=None, loss=None) for a, b in halves(part.start, part.stop)]
-        if self._weigh is not None:
-            weights = [self._weigh(half.samples(self._splitter), half.num_samples) for half in parts]
-            for half, weight in zip(parts, weights, strict=True):
-                half.share = part.share * weight / sum(weights) if weight else 0.0
-            # The mean over no labels is 0 / 0: such a half adds nothing to the whole's mean, but would spoil it.
-            parts = [half for half in parts if half.share]
-        if parts:
-            parts[0].rng = part.rng
-        return parts
-
-    def _shape(self, part: Part) -> BatchShape:
-        return shape_of(part.samples(self._splitter), part.num_samples)
-
     def _note(self, update: Update, part: Part, error: str, seconds: float) -> None:
         update.num_ooms += 1
         shown = describe(part.samples(self._splitter))
         _log.warning("out of memory at %s; going on in parts or without it. %s", shown, error)
         self.learned.record_waste(num_ooms=1, num_retries=2 if self._mode == "retry" else 0, wasted_s=seconds)
-        cost = float(self.learned.cost(self._shape(part))[0])
+        cost = float(self.learned.cost(part.shape(self._splitter))[0])
         if self._world.size == 1:
             self.learned.record_failed_cost(cost)
         else:  # ranks must plan alike, so all of them learn it together, at the vote
