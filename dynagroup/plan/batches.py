@@ -46,6 +46,11 @@ class Batches(Sequence[IntArray]):
         self.offsets = offsets
 
     @classmethod
+    def of(cls, parts: Sequence[IntArray]) -> Batches:
+        """These batches, at least one."""
+        return cls(np.concatenate(parts), offsets_of(np.asarray([len(part) for part in parts])))
+
+    @classmethod
     def concatenate(cls, parts: Sequence[Batches]) -> Batches:
         """The batches of all parts, one after another."""
         if not parts:

@@ -13,11 +13,8 @@ from dynagroup.shapes import IntArray
 
 __all__ = ["RunMaxima", "alike_order", "least_time_by_places"]
 
-LEAST, SHARE, MOST = 64, 8192, 512
+LEAST, SHARE, MOST = 128, 4096, 2048
 """Padded tokens that dividing a box must save: of all tokens one in so many, within bounds."""
-EACH_UP_TO = 1 << 12
-"""Samples; in larger windows those whose lengths agree in their first binary digits are one cell."""
-DIGITS = 6
 FINE = 128
 """Places where a run may end, at least, between its start and the most that it may hold."""
 TILE = 256
@@ -56,40 +53,29 @@ def alike_order(units: Sequence[IntArray]) -> IntArray:
     >>> alike_order([np.array([90, 10, 90, 11]), np.array([10, 90, 11, 90])]).tolist()
     [2, 0, 3, 1]
     """
-    cells, cell_of, counts = _cells(np.stack(units))
-    box_of = np.zeros(len(counts), np.int64)
-    stack, number, worth = [np.arange(len(counts))], 0, min(max(LEAST, int((cells * counts).sum()) // SHARE), MOST)
+    lengths = np.stack(units)
+    box_of = np.zeros(lengths.shape[1], np.int64)
+    stack, number, worth = [np.arange(len(box_of))], 0, min(max(LEAST, int(lengths.sum()) // SHARE), MOST)
     while stack:
         box = stack.pop()
-        halves = _divided(box, cells[:, box], counts[box], worth)
+        halves = _divided(box, lengths[:, box], worth)
         stack += halves
         if not halves:
             box_of[box] = number
             number += 1
-    return np.lexsort([*(-u for u in units[::-1]), -np.sum(units, axis=0), box_of[cell_of]])
+    return np.lexsort([*(-u for u in units[::-1]), -np.sum(units, axis=0), box_of])
 
 
-def _cells(units: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """What is divided, (streams, cells): each sample by itself, or in large windows all of about the same lengths; the cell of
-    each sample, and the samples in each."""
-    num = units.shape[1]
-    if num <= EACH_UP_TO:
-        return units, np.arange(num), np.ones(num, np.int64)
-    step = np.int64(1) << np.maximum(np.frexp(units.astype(np.float64))[1] - DIGITS, 0)
-    cells, cell_of, counts = np.unique(-(-units // step) * step, axis=1, return_inverse=True, return_counts=True)
-    return cells, cell_of.ravel(), counts
-
-
-def _divided(box: IntArray, units: IntArray, counts: IntArray, worth: int) -> list[IntArray]:
+def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
     """The two halves of a box, the larger samples last, where it is best divided; none where that saves little."""
-    most, best = int(counts.sum()) * int(units.max(axis=1).sum()) - worth, []
+    most, best = len(box) * int(units.max(axis=1).sum()) - worth, []
+    before = np.arange(1, len(box))
     for stream in units:
         order = np.argsort(-stream, kind="stable")
         wide = units[:, order]
         front = np.add.reduce(np.maximum.accumulate(wide, axis=1))[:-1]
         back = np.add.reduce(np.maximum.accumulate(wide[:, ::-1], axis=1))[-2::-1]
-        before = np.cumsum(counts[order])
-        padded = before[:-1] * front + (before[-1] - before[:-1]) * back
+        padded = before * front + before[::-1] * back
         cut = int(padded.argmin()) if len(padded) else 0
         if len(padded) and padded[cut] <= most:
             most, best = int(padded[cut]) - 1, [box[order[cut + 1 :]], box[order[: cut + 1]]]

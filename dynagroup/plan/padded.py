@@ -29,8 +29,6 @@ OBJECTIVES = ("time", "fewest")
 
 EXACT_UP_TO = 1 << 12
 """Samples; in larger windows neighbours are so alike that each run is chosen by itself: 0.1 % more time, a fifth of the work."""
-BLOCK = 1 << 12
-"""Starts whose longest fitting runs are searched together."""
 TINY = 1e-9
 """Stands for the work of an empty sample, which any batch may hold."""
 
@@ -225,34 +223,25 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
 
 
 def _by_search(ordered: Streams, budget: Budget) -> IntArray:
-    """Where the longest sample's tokens do not decide alone: bisection, a block of starts at a time, as far as a reach that
-    is doubled where it was too short."""
-    num, reach, parts = len(ordered[TOKENS]), 64, []
-    for first in range(0, num, BLOCK):
-        starts = np.arange(first, min(first + BLOCK, num))
-        found = _longest_fitting(ordered, budget, starts, reach)
-        while ((found == reach - 1) & (starts + found < num)).any():
-            reach *= 2
-            found = _longest_fitting(ordered, budget, starts, reach)
-        parts.append(found)
-    return np.concatenate(parts)
-
-
-def _longest_fitting(ordered: Streams, budget: Budget, starts: IntArray, reach: int) -> IntArray:
-    """For each start the most samples from there on that fit together, fewer than ``reach``."""
-    first, stop = int(starts[0]), int(starts[-1]) + reach
-    maxima = {name: RunMaxima(values[first:stop], reach - 1) for name, values in ordered.items()}
-    sums = {name: offsets_of(values[first:stop].astype(np.int64)) for name, values in ordered.items()}
-    begin, num, found = starts - first, len(ordered[TOKENS]), np.zeros(len(starts), np.int64)
-    step = reach // 2
-    while step:
-        inside = starts + found + step <= num
-        size = np.where(inside, found + step, 1)
-        longest = {name: table.of(begin, size).astype(np.int64) for name, table in maxima.items()}
-        shape = BatchShape(size, longest, {name: table[begin + size] - table[begin] for name, table in sums.items()})
-        found = np.where(inside & fits_of(budget, shape), size, found)
-        step //= 2
-    return found
+    """Where the longest sample's tokens do not decide alone: for each start the most samples from there on that fit together, by
+    bisection of all at once, as far as a reach that is doubled where it was too short."""
+    num, reach = len(ordered[TOKENS]), 64
+    begin, sums = np.arange(num), {name: offsets_of(values) for name, values in ordered.items()}
+    while True:
+        maxima = {name: RunMaxima(values, reach - 1) for name, values in ordered.items()}
+        found, step = np.zeros(num, np.int64), reach // 2
+        while step:
+            inside = begin + found + step <= num
+            size = np.where(inside, found + step, 1)
+            longest = {name: table.of(begin, size).astype(np.int64) for name, table in maxima.items()}
+            shape = BatchShape(
+                size, longest, {name: total[begin + size] - total[begin] for name, total in sums.items()}
+            )
+            found = np.where(inside & fits_of(budget, shape), size, found)
+            step //= 2
+        if not ((found == reach - 1) & (begin + found < num)).any():
+            return found
+        reach *= 2
 
 
 def fewest(window: OrderedWindow) -> IntArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
-from dynagroup.plan.batches import Batches, RoundBatch, offsets_of, shapes_of
+from dynagroup.plan.batches import Batches, RoundBatch, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.packed import pack
 from dynagroup.plan.padded import (
@@ -31,6 +31,7 @@ from dynagroup.shapes import TOKENS, IntArray, Streams, units_of
 __all__ = ["Rows", "Uneven", "arrange", "cut_rows", "even_out", "prove"]
 
 Uneven: TypeAlias = Literal["repeat", "drop"]
+Fits: TypeAlias = Callable[[Sequence[IntArray]], bool]
 
 FEW_ROWS = 24
 """Rows; the batches of more rows, sorted by work, are alike already, and need no cut of their own."""
@@ -38,6 +39,8 @@ LIMITS, TABLE = 64, 1 << 17
 """Limits of work that are tried, and entries of a table of starts by limits: large windows try fewer limits, at least 12."""
 EQUAL = 0.05
 """Of a row's mean work: what its batches may differ by."""
+EXCHANGES, TRIED, PAIRS = 64, 8, 1 << 16
+"""Of samples in a row, at most; the best that are tried whether they fit; and pairs that are judged, at most."""
 
 
 def cut_rows(
@@ -67,11 +70,11 @@ def cut_rows(
         return batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
     order, window = in_order(lengths, budget, work, objective, round_batch)
     offsets = _cheapest(window, num_ranks, price_of(window, work, objective))
-    batches, of_batch = Batches(order, offsets), window.total(offsets)
-    in_front = longest_batches_first(batches, lengths, budget)
-    by_row = in_front[_in_rows(of_batch[in_front], num_ranks)]
-    again = lambda few: in_order(few, budget, work, objective, round_batch)  # noqa: E731
-    return _evened(batches.take(by_row), of_batch[by_row], num_ranks, lengths, again)
+    runs, of_run = Batches(np.arange(len(order)), offsets), window.total(offsets)
+    in_front = longest_batches_first(runs.map(order), lengths, budget)
+    by_row = in_front[_in_rows(of_run[in_front], num_ranks)]
+    fit = lambda parts: bool(budget.fits(shapes_of(Batches.of(parts).map(order), lengths)).all())  # noqa: E731
+    return _levelled(runs.take(by_row), of_run[by_row], num_ranks, window, fit).map(order)
 
 
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
@@ -118,8 +121,7 @@ def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> 
     while start < num:
         which, stop = int(choice[start]), int(ends[start, choice[start]])
         low = float(limits[which - 1]) if which else 0.0
-        row = _evenest(window, start, stop, num_ranks, low, float(limits[which]))
-        offsets += row[1:]
+        offsets += _evenest(window, start, stop, num_ranks, low, float(limits[which]))[1:]
         start = stop
     return np.asarray(offsets, np.int64)
 
@@ -134,15 +136,13 @@ def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.f
     return low * (high / low) ** np.linspace(0.0, 1.0, count) if TINY < low < high else np.asarray([high])
 
 
-def _row_ends(
-    window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int
-) -> tuple[IntArray, NDArray[np.float64]]:
+def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int) -> tuple[IntArray, NDArray]:
     """Where a row ends and what its dearest run is, for each start and limit: (N + 1, limits)."""
     sizes, (num, wide) = window.sizes_under(limits), (len(window), len(limits))
     place = np.arange(num)[:, None]
     step = np.append(place + sizes, np.full((1, wide), num), axis=0) * wide + np.arange(
         wide
-    )  # flat places of the table
+    )  # places in the flat table
     work = np.append(window.work_of(np.broadcast_to(place, sizes.shape), sizes), np.zeros((1, wide)), axis=0)
     ends, dearest, left = np.arange((num + 1) * wide).reshape(num + 1, wide), np.zeros(step.shape), num_ranks
     while left:
@@ -175,28 +175,83 @@ def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
     return np.append(rows.ravel(), by_work[full:])
 
 
-# Parametric search again, inside each row whose batches differ by more than 5 %: its samples, sorted anew and cut into one run a
-# rank under the lowest limit, are the division of least dearest batch. O(n log n) for a row of n samples.
-def _evened(
-    batches: Batches,
-    work: NDArray[np.float64],
-    num_ranks: int,
-    lengths: Streams,
-    in_order: Callable[[Streams], tuple[IntArray, OrderedWindow]],
-) -> Batches:
-    """The rows, uneven ones divided again where that makes their dearest batch less. ``work``: of each batch."""
+def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, window: OrderedWindow, fit: Fits) -> Batches:
+    """The rows, with less work in the dearest batches of uneven ones. ``batches`` hold places of the window."""
     by_row = work[: len(work) - len(work) % num_ranks].reshape(-1, num_ranks)
-    dearest, parts = by_row.max(axis=1), list(batches)
-    for row in np.flatnonzero(dearest - by_row.min(axis=1) > EQUAL * by_row.mean(axis=1)).tolist():
+    uneven = by_row.max(axis=1) - by_row.min(axis=1) > EQUAL * by_row.mean(axis=1)
+    parts = list(batches)
+    for row in np.flatnonzero(uneven).tolist():
         places = slice(row * num_ranks, (row + 1) * num_ranks)
-        members = np.concatenate(parts[places])
-        order, window = in_order({name: values[members] for name, values in lengths.items()})
-        runs = _evenest(window, 0, len(members), num_ranks, 0.0, float(dearest[row]))
-        offsets = split_dearest(window, np.asarray(runs, np.int64), num_ranks)
-        found = window.total(offsets)
-        if runs[-1] == len(members) and len(found) == num_ranks and found.max() < dearest[row]:
-            parts[places] = [members[order[offsets[k] : offsets[k + 1]]] for k in np.argsort(-found, kind="stable")]
-    return Batches(np.concatenate(parts), offsets_of(np.asarray([len(part) for part in parts])))
+        level = _level_pairs if window.streams else _level_runs
+        parts[places] = level(parts[places], window, float(by_row[row].max()), fit)
+    return Batches.of(parts) if uneven.any() else batches
+
+
+def _level_runs(row: list[IntArray], window: OrderedWindow, dearest: float, fit: Fits) -> list[IntArray]:
+    """One padded stream: the row's samples sorted anew and cut under the lowest limit, which makes the dearest batch least."""
+    places = np.sort(np.concatenate(row))
+    most = np.minimum(window.most[places], np.arange(len(places), 0, -1))
+    part = OrderedWindow(window.work[places], most, window.allowed)
+    runs = _evenest(part, 0, len(places), len(row), 0.0, dearest)
+    offsets = split_dearest(part, np.asarray(runs, np.int64), len(row))
+    found = part.total(offsets)
+    if runs[-1] < len(places) or len(found) < len(row) or found.max() >= dearest:
+        return row
+    return [places[offsets[k] : offsets[k + 1]] for k in np.argsort(-found, kind="stable")]
+
+
+# Local search: the exchange of a sample of the dearest batch for one of another batch, or for none, that makes the dearer of the
+# two least; until none helps. A batch costs its samples times the sum of its maxima, so all exchanges are judged at once from the
+# maxima of each batch without each of its samples: O(d * n) an exchange, in a row of n samples, d of them in the dearest batch.
+def _level_pairs(row: list[IntArray], window: OrderedWindow, dearest: float, fit: Fits) -> list[IntArray]:
+    """Several padded streams: less work in the dearest batch. Batches whose sizes are rounded stay as they are."""
+    units = np.stack(window.streams)
+    for _ in range(EXCHANGES if window.allowed is None else 0):
+        row.sort(key=lambda part: -len(part) * float(units[:, part].max(axis=1).sum()))
+        better = _exchanged(row, units, fit)
+        if better is None:
+            break
+        row = better
+    return row
+
+
+def _exchanged(row: list[IntArray], units: NDArray[np.float64], fit: Fits) -> list[IntArray] | None:
+    """The row after the best exchange that fits; None where none makes its first batch, the dearest, and another less."""
+    mine, others = row[0], row[1:]
+    sizes = np.asarray([len(part) for part in others])
+    theirs = np.append(np.concatenate(others), np.full(len(others), -1))  # -1: no sample of theirs comes for mine
+    owner = np.append(np.repeat(np.arange(len(others)), sizes), np.arange(len(others)))
+    if len(mine) * len(theirs) > PAIRS:
+        return None
+    come = np.where(theirs < 0, 0.0, units[:, theirs])
+    without = [_maxima_without(units[:, part]) for part in others] + [
+        np.stack([units[:, part].max(axis=1) for part in others], 1)
+    ]
+    after_mine = np.maximum(_maxima_without(units[:, mine])[:, :, None], come[:, None]).sum(axis=0) * (
+        len(mine) - (theirs < 0)
+    )
+    after_theirs = np.maximum(np.concatenate(without, axis=1)[:, None], units[:, mine, None]).sum(axis=0)
+    dearer = np.maximum(after_mine, after_theirs * (sizes[owner] + (theirs < 0)))
+    now = len(mine) * float(units[:, mine].max(axis=1).sum())
+    for flat in np.argsort(dearer, axis=None)[:TRIED].tolist():
+        gives, takes = divmod(flat, len(theirs))
+        if dearer[gives, takes] >= now * (1 - TINY) or (len(mine) == 1 and theirs[takes] < 0):
+            return None
+        other = others[owner[takes]]
+        new_mine = np.append(np.delete(mine, gives), theirs[takes][theirs[takes] >= 0])
+        new_other = np.append(other[other != theirs[takes]], mine[gives])
+        if fit([new_mine, new_other]):
+            others[owner[takes]] = new_other
+            return [new_mine, *others]
+    return None
+
+
+def _maxima_without(units: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each stream, the largest of all but each sample: (streams, n)."""
+    if units.shape[1] == 1:
+        return np.zeros_like(units)
+    second, first = np.partition(units, -2, axis=1)[:, -2:].T[:, :, None]
+    return np.where(units == first, second, first)
 
 
 def even_out(batches: Batches, multiple: int) -> Batches:
@@ -235,19 +290,13 @@ class Rows:
 
 def arrange(batches: Batches, world_size: int, uneven: Uneven, smallest: IntArray) -> Rows:
     """Batches in rows of one for each rank, in their order; ``smallest`` lists positions that may fill the last row."""
-    none = np.zeros(0, np.int64)
-    over = len(batches) % world_size
-    if not over:
-        table = np.arange(len(batches)).reshape(-1, world_size)
-        return Rows(batches, table, none, none)
-    if uneven == "drop":
-        keep = len(batches) - over
-        dropped = batches.order[batches.offsets[keep] :]
-        kept = Batches(batches.order[: batches.offsets[keep]], batches.offsets[: keep + 1])
-        return Rows(kept, np.arange(keep).reshape(-1, world_size), none, dropped)
-    repeated = np.resize(smallest, world_size - over)
-    fillers = Batches(repeated, np.arange(len(repeated) + 1))
-    filled = Batches.concatenate([batches, fillers])
+    none, full = np.zeros(0, np.int64), len(batches) - len(batches) % world_size
+    if uneven == "drop" or full == len(batches):
+        cut_off = batches.offsets[full]
+        kept = Batches(batches.order[:cut_off], batches.offsets[: full + 1])
+        return Rows(kept, np.arange(full).reshape(-1, world_size), none, batches.order[cut_off:])
+    repeated = np.resize(smallest, full + world_size - len(batches))
+    filled = Batches.concatenate([batches, Batches(repeated, np.arange(len(repeated) + 1))])
     return Rows(filled, np.arange(len(filled)).reshape(-1, world_size), repeated, none)
 
 
