@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.predicted import LENGTHS, PACKED, planned
 from dynagroup import TokenBudget
-from dynagroup.plan import multistream, packed, padded, ranks
+from dynagroup.plan import packed, padded, ranks
 from dynagroup.plan.batches import longest_first
 
 __all__ = ["ablation", "table"]
@@ -32,8 +32,8 @@ def without_rows(window: Any, num_ranks: int, price: float) -> Any:
     return ranks._filled(window, window.least_time(price), num_ranks)
 
 
-def without_evening(batches: Any, *_: Any) -> Any:
-    return batches
+def as_they_are(row: Any, *_: Any) -> Any:
+    return row
 
 
 def without_order(units: Any) -> Any:
@@ -52,14 +52,12 @@ class Mechanism(NamedTuple):
 
 MECHANISMS = {
     "rows by dynamic programming (ranks)": Mechanism("padded", ranks, "_cheapest", without_rows),
-    "uneven rows divided again (ranks)": Mechanism("padded", ranks, "_evened", without_evening),
+    "uneven rows cut again (ranks)": Mechanism("padded", ranks, "_level_runs", as_they_are),
     "the exact cut by a convex hull trick (padded)": Mechanism("padded", padded, "by_queue", padded.one_by_one),
     "greedy runs in large windows (padded)": Mechanism("large", padded, "EXACT_UP_TO", 1 << 30),
     "an order alike in all streams (multistream)": Mechanism("pairs", padded, "alike_order", without_order),
     "rows by dynamic programming, two streams (ranks)": Mechanism("pairs", ranks, "_cheapest", without_rows),
-    "boxes of like lengths in large windows (multistream)": Mechanism(
-        "large pairs", multistream, "EACH_UP_TO", 1 << 30
-    ),
+    "samples of uneven rows exchanged (ranks)": Mechanism("pairs", ranks, "_level_pairs", as_they_are),
     "a row more where the fewest are unequal (packed)": Mechanism(
         "packed", packed._Packing, "_are_equal", lambda *_: True
     ),
@@ -78,9 +76,8 @@ def switched_off(mechanism: Mechanism) -> Iterator[None]:
 
 def cases(layout: str) -> dict[str, Callable[[], Any]]:
     """Name -> a plan to make."""
-    if layout.startswith("large"):
-        lengths = {"tokens": many(0), "target": many(1)} if layout == "large pairs" else {"tokens": many(0)}
-        return {"200,000 lognormal": lambda: planned(lengths, TokenBudget(32_768), 8, shuffle=True)}
+    if layout == "large":
+        return {"200,000 lognormal": lambda: planned({"tokens": many()}, TokenBudget(32_768), 8, shuffle=True)}
     found: dict[str, Callable[[], Any]] = {}
     for path in sorted(LENGTHS.glob("*.npz")):
         file = np.load(path)
@@ -102,8 +99,8 @@ def cases(layout: str) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def many(seed: int) -> np.ndarray:
-    drawn = np.random.default_rng(seed).lognormal(np.log(500) - np.log(2) / 2, np.sqrt(np.log(2)), 200_000)
+def many() -> np.ndarray:
+    drawn = np.random.default_rng(0).lognormal(np.log(500) - np.log(2) / 2, np.sqrt(np.log(2)), 200_000)
     return np.clip(drawn, 1, 16_384).astype(np.int32)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
+from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.validation import check_flag, check_int, check_number
@@ -59,13 +59,42 @@ def balanced_partitions(
     if len(size) != len(cost):
         raise ConfigError(f"`sizes` must be as many as `costs` ({len(cost)}), but are {len(size)}")
     most = np.inf if limit is None else check_number("limit", limit, or_zero=True, finite=False)
-    parts = _least_loaded(cost, size, num_parts, most, equal_size)
-    parts = parts or _first_fitting(np.argsort(-size, kind="stable"), size, num_parts, most, equal_size, fullest=True)
-    parts = parts or _first_fitting(np.arange(len(size)), size, num_parts, most, equal_size, fullest=False)
-    if parts is None:
-        raise BudgetError(_why_not(size, num_parts, most))
-    _fill_empty(parts)
+    each, over = divmod(len(cost), num_parts)
+    slots = [each + (part < over) if equal_size else len(cost) for part in range(num_parts)]
+    parts = _divided(cost, size, slots, most)
+    fill_empty(parts)
     return [sorted(part) for part in parts]
+
+
+def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]]:
+    """Parts within the limit, of at most so many items. Without a limit the dearest is at most 4/3 of the least possible."""
+    room, costs = Room([(size, most)], len(cost)), cost.tolist()
+    bins = [room.bin(slots=items) for items in slots]
+    if size.max(initial=0.0) <= most:
+        if least_loaded(np.argsort(-cost, kind="stable").tolist(), costs, bins, room):
+            return [bin.members for bin in bins]
+        fresh = iter([*slots, *[len(cost)] * len(cost)])
+        found = best_fit(np.argsort(-size, kind="stable").tolist(), costs, lambda: room.bin(slots=next(fresh)), room)
+        if len(found) <= len(slots):
+            return [bin.members for bin in found] + [[] for _ in slots[len(found) :]]
+        parts = _first_fit(size, slots, most)
+        if parts is not None:
+            return parts
+    raise BudgetError(_why_not(size, len(slots), most))
+
+
+def _first_fit(size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]] | None:
+    """Each item, in the given order, to the first part that has room: so others count the parts that they then ask for."""
+    parts: list[list[int]] = [[] for _ in slots]
+    free, left = np.asarray(slots), np.full(len(slots), most)
+    for item in range(len(size)):
+        fitting = np.flatnonzero((left >= size[item]) & (free > 0))
+        if not len(fitting):
+            return None
+        parts[fitting[0]].append(item)
+        left[fitting[0]] -= size[item]
+        free[fitting[0]] -= 1
+    return parts
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:
@@ -76,58 +105,6 @@ def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.floa
     if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
         raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item")
     return array
-
-
-def _room_for(num_items: int, num_parts: int, equal_size: bool) -> list[int]:
-    """Items that each part may hold."""
-    if not equal_size:
-        return [num_items] * num_parts
-    return [num_items // num_parts + (part < num_items % num_parts) for part in range(num_parts)]
-
-
-def _least_loaded(
-    cost: NDArray[np.float64], size: NDArray[np.float64], num_parts: int, most: float, equal_size: bool
-) -> list[list[int]] | None:
-    """Dearest first, each to the part of least cost that has room for it; None where one fits nowhere.
-
-    The dearest part is at most 4/3 of the least possible without a limit (Graham 1969). O(N log parts) as long as things fit.
-    """
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    room, left = _room_for(len(cost), num_parts, equal_size), [most] * num_parts
-    open_ = [(0.0, part) for part in range(num_parts)]
-    costs, sizes = cost.tolist(), size.tolist()
-    for item in np.argsort(-cost, kind="stable").tolist():
-        passed = []
-        while open_ and sizes[item] > left[open_[0][1]]:
-            passed.append(heapq.heappop(open_))
-        if not open_:
-            return None
-        load, part = heapq.heappop(open_)
-        parts[part].append(item)
-        left[part] -= sizes[item]
-        if len(parts[part]) < room[part]:
-            heapq.heappush(open_, (load + costs[item], part))
-        for entry in passed:
-            heapq.heappush(open_, entry)
-    return parts
-
-
-def _first_fitting(
-    order: NDArray[np.int64], size: NDArray[np.float64], num_parts: int, most: float, equal_size: bool, *, fullest: bool
-) -> list[list[int]] | None:
-    """Best fit: in this order, each to the fullest part that has room. Or first fit, to the first: so others count the parts that
-    they then ask for. None where an item fits nowhere."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    room, left = np.asarray(_room_for(len(size), num_parts, equal_size)), np.full(num_parts, most)
-    for item in order.tolist():
-        fitting = np.flatnonzero((left >= size[item]) & (room > 0))
-        if not len(fitting):
-            return None
-        part = int(fitting[np.argmin(left[fitting])] if fullest else fitting[0])
-        parts[part].append(item)
-        left[part] -= size[item]
-        room[part] -= 1
-    return parts
 
 
 def _why_not(size: NDArray[np.float64], num_parts: int, most: float) -> str:
@@ -149,14 +126,6 @@ def _why_not(size: NDArray[np.float64], num_parts: int, most: float) -> str:
         "for the dearest item first, best fit for the largest first and first fit in the given order, so there may be one; "
         "allow more parts or a higher limit"
     )
-
-
-def _fill_empty(parts: list[list[int]]) -> None:
-    """Give empty parts an item of the part that holds the most items, while one holds two."""
-    for part in parts:
-        fullest = max(parts, key=len)
-        if not part and len(fullest) > 1:
-            part.append(fullest.pop())
 
 
 def shard_micro_batches(

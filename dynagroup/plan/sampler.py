@@ -27,7 +27,7 @@ from dynagroup.plan.planner import Oversize, PlanConfig, Planner, PlanNotices
 from dynagroup.plan.ranks import Uneven
 from dynagroup.shapes import IntArray
 from dynagroup.state import agreed, listed, opened, sealed
-from dynagroup.validation import check_int, warn_user
+from dynagroup.validation import check_int
 
 __all__ = ["LengthAwareBatchSampler"]
 
@@ -36,17 +36,13 @@ KIND = "LengthAwareBatchSampler"
 
 @dataclass
 class _Run:
-    """An iteration: where it began and came by, and what it has handed out."""
+    """An iteration: the places between windows that it came by, the first where it began; and what it has handed out."""
 
     borders: list[Cursor]
-    """Places between windows."""
     steps: int
     """Of the epoch that were handed out, those before a resume included."""
     ranks: int
     ended: bool = False
-
-    def at(self, steps: int) -> Cursor:
-        return at_step(self.borders, steps, self.ranks)
 
 
 class EpochHandle:
@@ -142,21 +138,16 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._start: Cursor | None = None  # of the iteration that runs, or comes next; None: the epoch's beginning
         self._run: _Run | None = None  # the iteration that began last, in this epoch
         self._num_steps: dict[tuple[int, int], int] = {}
-        self._read_late = False  # the plan, after its epoch was handed out
         self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}
-        self._handle = EpochHandle(self)
         self._notices = PlanNotices()
+        self.sampler = EpochHandle(self)
+        """Only there to be told the epoch, see :class:`EpochHandle`."""
         self._planner.warn_of_oversize()
 
     @property
     def epoch(self) -> int:
-        """The epoch that is running, or was last."""
-        return self._epoch
-
-    @property
-    def sampler(self) -> EpochHandle:
-        """Only there to be told the epoch, see :class:`EpochHandle`."""
-        return self._handle
+        """The epoch that is running, or was last; after a state was loaded, the one that the next iteration is in."""
+        return self._epoch if self._run is not None else self._epoch + self._advance
 
     @property
     def batch_size(self) -> int:
@@ -177,29 +168,28 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps of this epoch on all ranks; after a resume those that remained, from the first that is emitted.
+        """The steps of :attr:`epoch` on all ranks; after a resume those that remained of it, from the first that is emitted.
 
         Without ``set_epoch`` the epoch is the one whose iteration began last: call it before reading the next one's plan.
         """
-        self._read_late = self._run is not None and self._run.ended
-        return self._planned(self._epoch, self._start)
+        return self._planned(self.epoch, self._start if self.epoch == self._epoch else None)
 
     def plan_of(self, epoch: int) -> BatchPlan:
         """The steps of a whole epoch, also where a part of it was used."""
         return self._planned(check_int("epoch", epoch, least=0), None)
 
     def __len__(self) -> int:
-        """Batches of a full epoch on this rank (of all ranks, where it emits all).
+        """Batches of the whole :attr:`epoch` on this rank (of all ranks, where it emits all), also after a resume: trainers ask
+        for it and skip by themselves. ``plan.num_steps`` are those that remain.
 
         How many there are is known when all windows have been planned, so the first call in an epoch takes as long as a plan:
         about 1 ms an update of 64 to 256 samples, 3 ms on eight ranks. Only the number is kept.
         ``samples_per_update`` tells the number of updates without cutting: samples / its value.
         """
         rank, size = self._rank_and_size()
-        key = (self._epoch, size)
+        key = (self.epoch, size)
         if key not in self._num_steps:
-            start = self._planner.start_of(self._epoch, size)
-            windows = self._planner.steps_from(start, size, self._order_of(self._epoch))
+            windows = self._planner.steps_from(self._planner.start_of(*key), size, self._order_of(key[0]))
             self._num_steps[key] = sum(len(window.table) for window in windows)
         return self._num_steps[key] if rank is not None else self._num_steps[key] * size
 
@@ -216,18 +206,14 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if epoch != self._epoch:
             self._start = self._run = None
             self._apply_learned()
-        self._epoch = epoch
-        self._read_late = False
-        self._advance = 0
+        self._epoch, self._advance = epoch, 0
 
     def _apply_learned(self) -> None:
         """An epoch begins: plan it by what the budget has learned. On several ranks that needs an exchange, see there."""
-        if self._rank_and_size()[1] > 1:
-            return
-        planner = self._planner.renewed()
+        planner = self._planner.renewed() if self._rank_and_size()[1] == 1 else self._planner
         if planner is not self._planner:
             self._replace(planner)
-            self._planner.warn_of_oversize()
+            planner.warn_of_oversize()
 
     def _replace(self, planner: Planner) -> None:
         self._planner = planner
@@ -236,9 +222,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
-        if self._advance:
-            self._warn_of_a_plan_read_late()
-            self.set_epoch(self._epoch + self._advance)
+        self.set_epoch(self._epoch + self._advance)
         self._advance = 1
         order = self._order_of(self._epoch)
         if self._order is not None and self._world_size is None and size > 1:
@@ -293,7 +277,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 f"begun or resumed, but is {used}; count from the beginning of the epoch, across resumes"
             )
         fields = {
-            "cursor": run.at(used).state(),
+            "cursor": at_step(run.borders, used, run.ranks).state(),
             "learned": LearningBudget.saved(self._planner.budget),
             "order": None if self._order is None else self._order.checksum(self._epoch),
         }
@@ -324,7 +308,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._epoch, self._run = cursor.epoch, None
         self._start = None if cursor.is_start else cursor
         self._advance = int(planner.is_done(cursor, self._order_of(cursor.epoch)))  # the epoch was used up
-        self._handle.resume_at(self._epoch + self._advance)
+        self.sampler.resume_at(self.epoch)
 
     def _rank_and_size(self) -> tuple[int | None, int]:
         if self._world_size is not None:
@@ -334,13 +318,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     def _order_of(self, epoch: int) -> IntArray | None:
         return None if self._order is None else self._order.of_epoch(epoch)
 
-    def _warn_of_a_plan_read_late(self) -> None:
-        if self._read_late:
-            warn_user(
-                f"sampler.plan was read after epoch {self._epoch} and is its plan, but epoch {self._epoch + self._advance} "
-                "begins now, with other steps; call set_epoch(epoch) before reading the plan of an epoch"
-            )
-
 
 def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
     if world_size is None:
@@ -348,11 +325,8 @@ def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None,
             raise ConfigError(f"`rank` ({rank}) needs `world_size` beside it")
         return None, None
     world_size = check_int("world_size", world_size, most=MOST_RANKS)
-    if rank is not None and not (
-        isinstance(rank, (int, np.integer)) and not isinstance(rank, bool) and 0 <= rank < world_size
-    ):
-        raise ConfigError(f"`rank` must be from 0 to `world_size` - 1 ({world_size - 1}), but is {rank!r}")
-    return None if rank is None else int(rank), world_size
+    rank = None if rank is None else check_int("rank", rank, least=0, most=world_size - 1, where=" (of `world_size`)")
+    return rank, world_size
 
 
 def _workers_fetch_ahead(caller: FrameType) -> bool:

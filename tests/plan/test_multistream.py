@@ -109,13 +109,6 @@ def test_literal_cut() -> None:
     assert alike_order([np.zeros(3, np.int64)] * 2).tolist() == [0, 1, 2]
 
 
-def test_large_windows_are_divided_by_like_samples_nearly_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, budget, work = pairs(3000), TokenBudget(16_384), Work()
-    exact = time_of(cut(lengths, budget, work=work), lengths, budget, work)
-    monkeypatch.setattr(multistream, "EACH_UP_TO", 100)
-    assert time_of(cut(lengths, budget, work=work), lengths, budget, work) < 1.03 * exact
-
-
 def test_long_runs_end_at_few_places_but_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [np.sort(np.random.default_rng(n).integers(3, 20, 6000))[::-1].astype(np.float64) for n in range(2)]
     most = np.minimum((40_000 // (drawn[0] + drawn[1].max())).astype(np.int64), np.arange(6000, 0, -1))
