@@ -15,7 +15,7 @@ from dynagroup.oom.split import Splitter
 from dynagroup.oom.train import OomMode
 from dynagroup.update.schedule import BatchSizeSchedule, ScalingRule, checked_samples
 
-__all__ = ["COUPLED", "DynagroupConfig", "refuse_coupled", "refuse_unsupported", "trl_classes", "warn_of_layout"]
+__all__ = ["COUPLED", "DynagroupConfig", "refuse_unsupported", "trl_classes", "warn_of_layout"]
 
 COUPLED = {
     "KTOTrainer": "its loss compares the samples of a batch with each other; keep TRL's own batches",
@@ -89,6 +89,8 @@ class DynagroupConfig:
             "out_of_memory": ("retry", "skip", None),
             "mode": ("offline", "online"),
             "updates": ("preserved", "free"),
+        }
+        choices |= {
             "learning_rate_schedule": ("updates", "samples"),
             "learning_rate_scaling": ("linear", "sqrt", "none"),
         }
@@ -112,63 +114,37 @@ def trl_classes(trainer: Any) -> set[str]:
     return {c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")}
 
 
-def refuse_coupled(trainer: Any) -> None:
-    """Losses that depend on which samples share a batch.
-
-    Raises:
-        ConfigError: names the Trainer or the loss.
-    """
-    for name in COUPLED.keys() & trl_classes(trainer):
-        raise ConfigError(f"TRL's {name} does not go with dynagroup: {COUPLED[name]}")
-    sorting = sorted({"aot", "aot_unpaired"} & set(getattr(trainer, "loss_types", ())))
-    if sorting and "DPOTrainer" in trl_classes(trainer):
-        raise ConfigError(
-            f"DPO with loss_type={sorting[0]!r} sorts the pairs of a batch against each other, so it depends on which share "
-            "one; choose a loss of single pairs, e.g. 'sigmoid'"
-        )
-
-
 def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
-    """Settings of a Trainer that would lose samples or weigh them wrongly.
-
-    Raises:
-        ConfigError: names the setting and what to do instead.
-    """
-    refuse_coupled(trainer)
-    args, accelerator = trainer.args, trainer.accelerator
+    """Raises ConfigError for what would lose samples or weigh them wrongly: it names the setting and what to do instead."""
+    args, accelerator, ours = trainer.args, trainer.accelerator, trl_classes(trainer)
     shards, plugin = accelerator.dataloader_config, getattr(accelerator.state, "deepspeed_plugin", None)
     sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
-    local_tokens = args.world_size > 1 and not args.average_tokens_across_devices
-    zero3 = plugin is not None and plugin.zero_stage == 3
-    rebalanced = str(args.train_sampling_strategy) == "batch_rebalance"
+    sorting = {"aot", "aot_unpaired"} & set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in ours else ()
     own = "every rank loads its own batches; set it to False"
-    wrong = {
+    wrong = {f"TRL's {name}": (name in ours, instead) for name, instead in COUPLED.items()}
+    wrong |= {
+        f"DPO with loss_type={min(sorting, default='')!r}": (
+            sorting,
+            "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget keeps batches within memory"),
         "dispatch_batches=True": (shards.dispatch_batches, own),
         "split_batches=True": (shards.split_batches, own),
-        "dataloader_in_order=False": (
-            not args.dataloader_in_order,
-            "updates need their batches in order; leave it True",
-        ),
+        "dataloader_in_order=False": (not args.dataloader_in_order, "updates need their batches in order; leave it True"),
         "DeepSpeed ZeRO-3 with mode='online'": (
-            zero3 and config.mode == "online",
-            "its parameters are gathered in step on all ranks; use mode='offline'",
-        ),
+            plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
+            "its parameters are gathered in step on all ranks; use mode='offline'"),
         "nn.DataParallel": (args.n_gpu > 1, "launch one process a device, with torchrun or accelerate launch"),
         "train_sampling_strategy='batch_rebalance'": (
-            rebalanced,
+            str(args.train_sampling_strategy) == "batch_rebalance",
             "it forms batches itself, by cost and without a limit; leave it 'random': dynagroup's batches fit the budget and "
-            "are balanced over ranks as well",
-        ),
+            "are balanced over ranks as well"),
         "average_tokens_across_devices=False": (
-            local_tokens,
-            "ranks hold batches of different size, so tokens must be counted over all of them",
-        ),
+            args.world_size > 1 and not args.average_tokens_across_devices,
+            "ranks hold batches of different size, so tokens must be counted over all of them"),
         f"tensor, context or sequence parallelism ({sharing} ranks share a sample)": (
             sharing > 1 and config.world is None,
-            "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group",
-        ),
-    }
+            "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group"),
+    }  # fmt: skip
     for what, (is_set, instead) in wrong.items():
         if is_set:
             raise ConfigError(f"{what} does not go with dynagroup: {instead}")

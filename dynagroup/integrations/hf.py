@@ -1,8 +1,5 @@
-"""Hugging Face ``Trainer`` with batches that fit: one loader item is one optimizer update.
-
-The Trainer then counts updates, whatever number of batches the memory needs: its length, ``max_steps``, schedulers, logs and
-checkpoints stay exact, and nothing is left over at an epoch's end.
-"""
+"""Hugging Face ``Trainer`` with batches that fit: one loader item is one optimizer update, whatever number of batches that takes.
+So its length, ``max_steps``, schedulers, logs and checkpoints stay exact, and nothing is left over at an epoch's end."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from functools import cache
 from typing import Any
 
 try:
+    from accelerate.data_loader import IterableDatasetShard
     from transformers import Trainer
 except ModuleNotFoundError as error:
     missing = f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'"
@@ -42,14 +40,7 @@ from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.planned import PlannedDataLoader
 
-__all__ = [
-    "DynagroupCallback",
-    "DynagroupConfig",
-    "DynagroupTrainer",
-    "DynagroupTrainerMixin",
-    "attach",
-    "dynagroup_trainer",
-]
+__all__ = ["DynagroupConfig", "DynagroupTrainer", "DynagroupTrainerMixin", "attach", "dynagroup_trainer"]
 
 OF_STREAMS = "pass DynagroupConfig(mode='online', updates='free', accumulation=...), and max_steps in the arguments"
 
@@ -104,22 +95,19 @@ class DynagroupTrainerMixin(Evaluator):
         config = self.dynagroup
         if is_stream(host.dataset):
             raise ConfigError(f"the lengths of a stream are not known beforehand: {OF_STREAMS}")
-        lengths = config.lengths
-        if lengths is None:
-            lengths = sample_lengths(self, self.train_dataset, name="train_dataset")
+        measured = config.lengths is None
+        lengths = sample_lengths(self, self.train_dataset, name="train_dataset") if measured else config.lengths
         order = None if config.updates == "free" else host_order(host)
         plan = {**config.plan, "work": work_of(self)}
         return PlannedDataLoader(host.dataset, lengths, config.budget, sampler=order, plan=plan, **self._settings(host))
 
     def _online(self, host: Any) -> StepLoader[Any]:
-        from accelerate.data_loader import IterableDatasetShard
-
         config, dataset = self.dynagroup, host.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = dataset.dataset  # the online loader shards a stream itself
         if is_stream(dataset) and config.updates != "free":
             raise ConfigError(
-                "the updates of a stream cannot be preserved, because nobody knows its order beforehand: " + OF_STREAMS
+                "a stream's updates cannot be preserved: nobody knows its order beforehand: " + OF_STREAMS
             )
         order = None if is_stream(dataset) else host_order(host)
         measured = {"length_of": config.length_of, "length_hint": config.lengths, "work": work_of(self)}
@@ -181,9 +169,7 @@ class DynagroupTrainerMixin(Evaluator):
 
 @cache
 def dynagroup_trainer(trainer_class: type) -> type:
-    """A Trainer class of yours, of transformers or of TRL, that forms batches which fit.
-
-    The new class takes all arguments of ``trainer_class``, and by name:
+    """A Trainer class of yours, of transformers or of TRL, that forms batches which fit. It takes besides, by name:
 
     * ``dynagroup``: what a batch may be: tokens, padding counted (an int, or ``TokenBudget(16_384)``), any other budget, or
       a :class:`DynagroupConfig` with more settings. Needed.

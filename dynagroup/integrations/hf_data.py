@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import count_ids, measure_lengths
@@ -18,20 +19,18 @@ from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 
 __all__ = [
-    *("UpdateItems", "host_order", "is_stream", "loader_kwargs", "read_states", "sample_lengths", "work_of"),
+    "UpdateItems",
+    "host_order",
+    "is_stream",
+    "loader_kwargs",
+    "read_states",
+    "sample_lengths",
+    "work_of",
     "write_states",
 ]
 
 KEPT = (
-    *(
-        "collate_fn",
-        "num_workers",
-        "persistent_workers",
-        "prefetch_factor",
-        "multiprocessing_context",
-        "worker_init_fn",
-    ),
-    "timeout",
+    "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout".split()
 )
 STATES = "dynagroup.json"
 TARGET = "target"
@@ -91,8 +90,6 @@ def work_of(trainer: Any) -> Work:
 
 def write_states(folder: str, loader: StepLoader[Any]) -> None:
     """All ranks' places, into a checkpoint. Collective: every rank gives its own, the first writes the file."""
-    from accelerate.utils import gather_object
-
     states = dict(gather_object([(loader.world.rank, loader.state_dict())]))
     if loader.world.rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -101,13 +98,7 @@ def write_states(folder: str, loader: StepLoader[Any]) -> None:
 
 def read_states(folder: str) -> list[Any]:
     """All ranks' places in a checkpoint, in the order of ranks; none if there are none. Collective: the file may lie on the
-    disk of one node, and who cannot read it raises on every rank: none may wait for one that raised.
-
-    Raises:
-        StateError: the file is damaged.
-    """
-    from accelerate.utils import gather_object
-
+    disk of one node, and who cannot read it raises StateError on every rank: none may wait for one that raised."""
     found = gather_object([_read_states(Path(folder, STATES))])
     for _, damage in found:
         if damage is not None:
@@ -120,12 +111,11 @@ def _read_states(path: Path) -> tuple[list[Any], str | None]:
     if not path.exists():
         return [], None
     try:
-        states = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(states, list) and states:
-            return states, None
-        why = "it holds no list of states"
+        states, why = json.loads(path.read_text(encoding="utf-8")), "it holds no list of states"
     except (OSError, ValueError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}"
+        states, why = None, f"{type(error).__name__}: {error}"
+    if isinstance(states, list) and states:
+        return states, None
     return [], f"{path} is damaged, {why}; resume from the checkpoint before it"
 
 
@@ -147,28 +137,26 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     first = (getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"])[0]
     both = bool(getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False))
     if known in columns:
-        tokens = dataset[known][:]
+        streams: Any = {TOKENS: dataset[known][:]}
     elif set(PAIR) <= set(columns):
-        tokens = _pair_tokens(trainer, dataset, has_prompt=PROMPT in columns)
+        streams = {TOKENS: _pair_tokens(trainer, dataset, [PROMPT] if PROMPT in columns else [])}
     elif first in columns:
-        tokens = measure_lengths(dataset, column=first)
+        streams = {TOKENS: measure_lengths(dataset, column=first)}
     else:
-        return _row_by_row(trainer, dataset, first, both, name)
-    streams = {TOKENS: np.asarray(tokens, np.int64)}
+        streams = _row_by_row(trainer, dataset, first, both, name)
     if both and "labels" in columns and len(dataset) and hasattr(dataset[0]["labels"], "__len__"):
-        streams[TARGET] = measure_lengths(dataset, column="labels").astype(np.int64)
-    return streams
+        streams[TARGET] = measure_lengths(dataset, column="labels")
+    return {stream: np.asarray(values, np.int64) for stream, values in streams.items()}
 
 
-def _pair_tokens(trainer: Any, dataset: Any, *, has_prompt: bool) -> IntArray:
+def _pair_tokens(trainer: Any, dataset: Any, prompts: list[str]) -> IntArray:
     longest = np.maximum(*(measure_lengths(dataset, column=column) for column in PAIR)).astype(np.int64)
-    if has_prompt:
-        longest += measure_lengths(dataset, column=PROMPT)
+    longest += sum(measure_lengths(dataset, column=column) for column in prompts)
     most = getattr(trainer.args, "max_length", None)
     return 2 * (longest if most is None else np.minimum(longest, most))
 
 
-def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> dict[str, IntArray]:
+def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> Any:
     def lengths_of(row: Any) -> dict[str, int]:
         plain = isinstance(row, (list, np.ndarray, torch.Tensor))
         count = count_ids(row) if plain else len(row[column])
@@ -178,10 +166,9 @@ def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) 
         return {TOKENS: count, **({TARGET: len(target)} if hasattr(target, "__len__") else {})}
 
     try:
-        measured: Any = measure_lengths(dataset, length_of=lengths_of, progress=not trainer.args.disable_tqdm)
+        return measure_lengths(dataset, length_of=lengths_of, progress=not trainer.args.disable_tqdm)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ConfigError(
             f"the lengths of {name} are not known: it has no column {trainer.args.length_column_name!r} and no {column!r}; "
             "pass DynagroupConfig(budget=..., lengths=...), e.g. measure_lengths(texts, tokenizer)"
         ) from error
-    return {stream: np.asarray(values, np.int64) for stream, values in measured.items()}

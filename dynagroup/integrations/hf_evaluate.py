@@ -3,13 +3,16 @@ dataset order, and a loss that does not depend on how samples lie in batches."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
+from accelerate.utils import gather_object, recursively_apply
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
@@ -39,20 +42,17 @@ class EvaluationRows:
     def __init__(self, lengths: Mapping[str, Any], budget: Budget, num_ranks: int, work: Work = DEFAULT_WORK) -> None:
         order = np.argsort(-lengths[TOKENS], kind="stable")
         num_groups, self.num_left = divmod(len(order), num_ranks)
-        groups = order[: num_groups * num_ranks].reshape(num_groups, num_ranks)
-        left = order[num_groups * num_ranks :]
         self.num_ranks = num_ranks
+        groups = order[: num_groups * num_ranks].reshape(num_groups, num_ranks)
         self.rows: list[IntArray] = []
         """Each (samples of a rank, ranks): dataset indices."""
         if num_groups:
             of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
-            self.rows = [
-                groups[batch] for batch in LengthAwareBatchSampler(of_groups, budget, work=work, rank=0, world_size=1)
-            ]
+            sampler = LengthAwareBatchSampler(of_groups, budget, work=work, rank=0, world_size=1)
+            self.rows = [groups[batch] for batch in sampler]
         if self.num_left:
-            self.rows.append(np.resize(left, (1, num_ranks)))
-        used = [row.T.reshape(-1) for row in self.rows]
-        self.order: IntArray = np.concatenate([*used, order[:0]])[: len(order)]
+            self.rows.append(np.resize(order[num_groups * num_ranks :], (1, num_ranks)))
+        self.order: IntArray = np.concatenate([row.T.reshape(-1) for row in self.rows] or [order])[: len(order)]
         """The dataset index of each result, in the order of gathering."""
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class EvaluationRows:
         return bool(self.num_left) and row == len(self.rows) - 1 and rank >= self.num_left
 
 
-class _Run:
+class _Pass:
     """One pass over the rows."""
 
     def __init__(self, rows: EvaluationRows, accelerator: Any) -> None:
@@ -81,17 +81,14 @@ class _Run:
         return self.rows.is_repeat(self.row, self.accelerator.process_index)
 
     def gather(self, tensors: Any) -> Any:
-        found = self.accelerator.gather(tensors)
-        last = self.rows.num_left and self.row == len(self.rows.rows) - 1
-        return _mapped(self._without_repeats, found) if last else found
-
-    def _without_repeats(self, values: Any) -> Any:
-        return values[: self.rows.num_left] if values.ndim and len(values) == self.rows.num_ranks else values
+        """Of all ranks, without repeats."""
+        found, left, num_ranks = self.accelerator.gather(tensors), self.rows.num_left, self.rows.num_ranks
+        if not left or self.row < len(self.rows.rows) - 1:
+            return found
+        return _mapped(lambda values: values[:left] if values.ndim and len(values) == num_ranks else values, found)
 
     def mean_loss(self, *, only_finite: bool) -> float | None:
         """Over all ranks; None if there was none."""
-        from accelerate.utils import gather_object
-
         found = [pair for pair in gather_object(self.losses) if pair[1] > 0]
         if only_finite and any(math.isfinite(loss) for loss, _ in found):
             found = [pair for pair in found if math.isfinite(pair[0])]
@@ -109,32 +106,31 @@ class _Run:
         placed[self.rows.order] = values
         return placed
 
-    def losses_of_samples(self) -> Any:
-        """Each sample's loss, that of its batch, in dataset order."""
-        from accelerate.utils import gather_object
-
-        by_rank = gather_object([[loss for loss, _ in self.losses]])
-        used = [np.full(len(row), losses[k]) for k, row in enumerate(self.rows.rows) for losses in by_rank]
-        return self._one_in_order(np.concatenate(used)[: len(self.rows.order)])
+    def compute(self, compute_metrics: Callable[[Any], Any], found: Any) -> Any:
+        """Metrics of results in dataset order; a sample's loss is its batch's."""
+        losses = found.losses
+        if losses is not None:
+            by_rank = gather_object([[loss for loss, _ in self.losses]])
+            used = [np.full(len(row), losses[k]) for k, row in enumerate(self.rows.rows) for losses in by_rank]
+            losses = self._one_in_order(np.concatenate(used)[: len(self.rows.order)])
+        parts = map(self.in_order, (found.predictions, found.label_ids, found.inputs))
+        return compute_metrics(EvalPrediction(*parts, losses=losses))
 
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
     """``fn`` of every array or tensor, within tuples, lists and mappings."""
-    from accelerate.utils import recursively_apply
-
     return recursively_apply(fn, values, test_type=lambda value: hasattr(value, "ndim"))
 
 
 class Evaluator(UpdateRunner):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that evaluates and predicts."""
 
-    dynagroup_eval: Budget | bool = True
-    _evaluation: _Run | None = None
+    dynagroup_eval: Budget | bool
+    _evaluation: _Pass | None = None
     _planned_rows: dict[tuple[int, str], tuple[Any, EvaluationRows | None]]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        host = super().get_eval_dataloader(eval_dataset)
-        own: Any = self.eval_dataset
+        host, own = super().get_eval_dataloader(eval_dataset), cast("Any", self.eval_dataset)
         if isinstance(eval_dataset, str):
             return self._fitted(host, own[eval_dataset])
         return self._fitted(host, own if eval_dataset is None else eval_dataset)
@@ -146,20 +142,15 @@ class Evaluator(UpdateRunner):
         """The host's loader, with batches that fit where lengths are known."""
         whole = not is_stream(dataset) and len(dataset) > 0 and self.args.eval_do_concat_batches
         parallel = self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
-        if self.dynagroup_eval is False or not whole or parallel:
-            return host
-        rows = self._rows_of(dataset)
+        rows = self._rows_of(dataset) if self.dynagroup_eval is not False and whole and not parallel else None
         if rows is None:
             return host
-        from torch.utils.data import DataLoader
-
         kept = {name: value for name, value in loader_kwargs(host).items() if name != "persistent_workers"}
         return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))  # type: ignore[arg-type]
 
     def _rows_of(self, dataset: Any) -> EvaluationRows | None:
         """Planned once for a dataset and a budget; None where lengths are not known beforehand."""
-        loader = self.update_loader
-        budget = self.dynagroup.budget if loader is None else loader.budget
+        budget = self.dynagroup.budget if self.update_loader is None else self.update_loader.budget
         if not isinstance(self.dynagroup_eval, bool):
             budget = self.dynagroup_eval
         key = (id(dataset), budget.fingerprint)
@@ -169,12 +160,8 @@ class Evaluator(UpdateRunner):
 
     def _plan_rows(self, dataset: Any, budget: Budget) -> EvaluationRows | None:
         try:
-            return EvaluationRows(
-                sample_lengths(self, dataset, name="eval_dataset"),
-                budget,
-                self.accelerator.num_processes,
-                work_of(self),
-            )
+            lengths = sample_lengths(self, dataset, name="eval_dataset")
+            return EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self))
         except ConfigError as error:
             warnings.warn(
                 f"evaluation runs batches of per_device_eval_batch_size={self.args.per_device_eval_batch_size} samples: {error} "
@@ -190,54 +177,40 @@ class Evaluator(UpdateRunner):
             rows = rows.batch_sampler
         if not isinstance(rows, EvaluationRows):
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
-        run = _Run(rows, self.accelerator)
-        with self._evaluating(run):
-            output = super().evaluation_loop(dataloader, description, *args, **kwargs)
-        self.figures.add_up("eval")
-        prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
-        loss = run.mean_loss(only_finite=self.args.logging_nan_inf_filter)
-        metrics: Any = output.metrics
-        if loss is not None and f"{prefix}_loss" in metrics:
-            metrics[f"{prefix}_loss"] = loss
-        return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
-
-    @contextlib.contextmanager
-    def _evaluating(self, run: _Run) -> Iterator[None]:
-        compute, averaged = self.compute_metrics, self.args.average_tokens_across_devices
-
-        def in_order(found: Any) -> Any:
-            from transformers import EvalPrediction
-
-            losses = None if found.losses is None else run.losses_of_samples()
-            parts = (run.in_order(part) for part in (found.predictions, found.label_ids, found.inputs))
-            return compute(EvalPrediction(*parts, losses=losses))
-
-        self._evaluation, self.gather_function = run, run.gather
+        run = self._evaluation = _Pass(rows, self.accelerator)
+        before = compute, _ = self.compute_metrics, self.args.average_tokens_across_devices
+        self.gather_function = run.gather
         self.args.average_tokens_across_devices = False  # each rank's loss is then a mean over its own batch
         if compute is not None and not self.args.batch_eval_metrics:
-            self.compute_metrics = in_order
+            self.compute_metrics = partial(run.compute, compute)
         try:
-            yield
+            output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         finally:
             self._evaluation, self.gather_function = None, self.accelerator.gather_for_metrics
-            self.compute_metrics, self.args.average_tokens_across_devices = compute, averaged
+            self.compute_metrics, self.args.average_tokens_across_devices = before
+        self.figures.add_up("eval")
+        name = f"{kwargs.get('metric_key_prefix', args[2] if len(args) > 2 else 'eval')}_loss"
+        loss, metrics = run.mean_loss(only_finite=self.args.logging_nan_inf_filter), cast("Any", output.metrics)
+        if loss is not None and name in metrics:
+            metrics[name] = loss
+        return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         run = self._evaluation
         if run is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
         run.row += 1
-        weight = 0.0 if run.repeats else self._evaluation_weight(model, inputs)
+        weight = 0.0 if run.repeats else self._evaluation_weight(inputs)
         with self.figures.of_batch("eval", inputs, counts=not run.repeats):
             found = super().prediction_step(model, inputs, *args, **kwargs)
         if found[0] is not None:
             run.losses.append((float(found[0]), weight))
         return found
 
-    def _evaluation_weight(self, model: Any, inputs: Any) -> float:
+    def _evaluation_weight(self, inputs: Any) -> float:
         """What the batch's mean loss is a mean of."""
         if self.dynagroup.weigh == "samples" and self._found_mean is not False:
             return float(len(next(iter(inputs.values()))))
         mean = self.loss_is_scaled_for_ga is False or self._found_mean
         items = None if mean else self._get_num_items_in_batch([inputs], self.args.device)
-        return float(self._weigh(inputs)) if items is None else float(items)
+        return float(self._weigh(inputs) if items is None else items)

@@ -6,8 +6,10 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
@@ -82,7 +84,7 @@ class Progress(_Base):
                 f"no update of {self.samples_per_update} samples can be made of {loader.num_samples}; "
                 "use smaller updates or dataloader_drop_last=False"
             )
-        # As the Trainer counts epochs of equal length: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
+        # As the Trainer counts: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
         return sum(before) + math.ceil(num_epochs * last) - len(before) * last
 
     def note_place(self, state: Any) -> None:
@@ -100,20 +102,16 @@ class Progress(_Base):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.dynagroup.learning_rate_schedule == "updates":
             return super().create_scheduler(num_training_steps, optimizer)
-        from torch.optim.lr_scheduler import LambdaLR
-
-        loader = self.update_loader
+        loader, needed = self.update_loader, "learning_rate_schedule='samples' needs"
         if self.lr_scheduler is not None or loader is None:
-            raise ConfigError(
-                "learning_rate_schedule='samples' needs the Trainer's own scheduler; pass no `optimizers`"
-            )
+            raise ConfigError(f"{needed} the Trainer's own scheduler; pass no `optimizers`")
         scheduler = super().create_scheduler(loader.samples_after(num_training_steps), optimizer)
         if not isinstance(scheduler, LambdaLR):
             raise ConfigError(
-                f"learning_rate_schedule='samples' needs a scheduler that is a function of progress, but "
-                f"{type(scheduler).__name__} is not; choose another `lr_scheduler_type`"
+                f"{needed} a scheduler that is a function of progress, but {type(scheduler).__name__} is not; choose another "
+                "`lr_scheduler_type`"
             )
-        scheduler.lr_lambdas = [_by_samples(function, loader) for function in scheduler.lr_lambdas]
+        scheduler.lr_lambdas = [partial(_by_samples, function, loader) for function in scheduler.lr_lambdas]
         return scheduler
 
     def learning_rate_factor(self) -> float:
@@ -122,13 +120,13 @@ class Progress(_Base):
         if loader is None:
             return 1.0
         coupled = getattr(config.samples_per_update, "learning_rate_factor", None)
-        factor = coupled(loader.cursor.update - 1) if coupled is not None else 1.0
-        return factor * scale_learning_rate(
-            1.0,
-            samples_per_update=loader.cursor.current or self.samples_per_update,
-            base_samples_per_update=config.base_samples_per_update or self._fixed_samples,
-            rule=config.learning_rate_scaling,
+        factor = 1.0 if coupled is None else coupled(loader.cursor.update - 1)
+        size, base = (
+            loader.cursor.current or self.samples_per_update,
+            config.base_samples_per_update or self._fixed_samples,
         )
+        rule = config.learning_rate_scaling
+        return scale_learning_rate(factor, samples_per_update=size, base_samples_per_update=base, rule=rule)
 
     # Collective: with "loss" and "learning_rate" the Trainer itself calls it, on all ranks.
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -154,13 +152,12 @@ class Progress(_Base):
         return figures
 
 
-def _by_samples(function: Callable[[int], float], loader: StepLoader[Any]) -> Callable[[int], float]:
-    return lambda update: function(loader.cursor.samples_seen if update else 0)
+def _by_samples(function: Callable[[int], float], loader: StepLoader[Any], update: int) -> float:
+    return function(loader.cursor.samples_seen if update else 0)
 
 
 class DynagroupCallback(TrainerCallback):
-    """Keeps the books of a :class:`Progress`, which adds it before all other callbacks, so that they read ``state.epoch`` as
-    it is: an update's learning rate, around its step, by its samples; what ends with an epoch and a training."""
+    """Keeps the books of a :class:`Progress`, before all other callbacks, so that they read ``state.epoch`` as it is."""
 
     def __init__(self, trainer: Progress) -> None:
         self.trainer = trainer

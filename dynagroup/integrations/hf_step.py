@@ -7,8 +7,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from accelerate.utils import DistributedType, gather_object
 from transformers import Trainer
 
 from dynagroup.budget.learning import LearningBudget
@@ -22,9 +24,6 @@ from dynagroup.oom.split import BatchSplitter, Splitter
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loss_weight import count_label_tokens, mean_items, predicts_next_token
 from dynagroup.update.step import Step
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["LossFigures", "UpdateRunner", "is_a_mean"]
 
@@ -69,8 +68,6 @@ class LossFigures:
         """Over all ranks, which all call it."""
         if self.trainer is None:
             return
-        from accelerate.utils import gather_object
-
         noted = self.trainer._metrics[mode]
         gathered = gather_object([(self._new, self._tokens)])
         sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
@@ -216,8 +213,6 @@ class UpdateRunner(Progress):
         )  # fmt: skip
 
     def _local_gradients(self, model: Any, step: Step[Any]) -> Any:
-        from accelerate.utils import DistributedType
-
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         if step.ends_update or always or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return contextlib.nullcontext()
@@ -260,23 +255,22 @@ def _defines_compute_loss(trainer_class: type) -> bool:
 # Cost: two forward passes, once a run. Collective: all ranks take the same answer, or raise alike.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Splitter[Any] | None = None) -> bool | None:
     """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell.
-
-    Args:
-        splitter: takes one sample of a batch that runs out of memory here; None: running out of memory is an error.
+    ``splitter`` takes one sample of a batch that runs out of memory here.
 
     Raises:
         ConfigError: the loss cannot be asked, or neither halves nor stays. Names ``loss_is_scaled_for_ga``.
     """
     error: Exception | None = None
-    halves = stays = unclear = False
+    ratio = math.nan
     try:
         one, two = _losses(trainer, model, batch, splitter)
         if math.isfinite(one) and math.isfinite(two) and one and two:
-            halves, stays = one / two > 1.5, abs(one / two - 1.0) < 0.1
-            unclear = not halves and not stays
+            ratio = one / two
     except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
         error = caught
-    failed, unclear, halves, stays = map(bool, world.all_max([error is not None, unclear, halves, stays]))
+    here = ratio > 1.5, abs(ratio - 1.0) < 0.1
+    unclear = not any(here) and not math.isnan(ratio)
+    halves, stays, unclear, failed = map(bool, world.all_max([*here, unclear, error is not None]))
     if error is not None and is_out_of_memory(error):
         raise error
     if failed or (unclear and not halves):
@@ -285,14 +279,14 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Spli
             f"one item and for two ({error or 'it neither halves nor stays'}); say it: set the class attribute "
             "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
         ) from error
-    return None if not halves and not stays else not halves
+    return not halves if halves or stays else None
 
 
-def _losses(trainer: Any, model: Any, batch: Any, splitter: Splitter[Any] | None) -> tuple[float, float]:
+def _losses(trainer: Any, model: Any, batch: Any, splitter: Splitter[Any] | None) -> list[float]:
     try:
         with evaluating(model), trainer.figures.of_batch("train", batch, counts=False):
             inputs = trainer._prepare_inputs(batch)
-            return _loss(trainer, model, inputs, 1), _loss(trainer, model, inputs, 2)
+            return [_loss(trainer, model, inputs, count) for count in (1, 2)]
     except Exception as error:
         if splitter is None or not is_out_of_memory(error) or splitter.num_samples(batch) < 2:
             raise
@@ -300,10 +294,11 @@ def _losses(trainer: Any, model: Any, batch: Any, splitter: Splitter[Any] | None
 
 
 def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:
-    import torch
-
     # Both losses draw the same random numbers, and training draws those it would have drawn.
-    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), trainer.compute_loss_context_manager():
-        items = torch.tensor(count, device=trainer.args.device)
-        return float(trainer.compute_loss(model, {**inputs}, num_items_in_batch=items))
+    device = trainer.args.device
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.no_grad(),
+        trainer.compute_loss_context_manager(),
+    ):
+        return float(trainer.compute_loss(model, {**inputs}, num_items_in_batch=torch.tensor(count, device=device)))
