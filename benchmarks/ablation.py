@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.predicted import LENGTHS, PACKED, planned
+from benchmarks.data import FILES, lengths_of, lognormal, pairs_of
+from benchmarks.methods import planned
+from benchmarks.predicted import PACKED
 from dynagroup import TokenBudget
 from dynagroup.plan import packed, padded, ranks
 from dynagroup.plan.batches import longest_first
@@ -77,31 +79,24 @@ def switched_off(mechanism: Mechanism) -> Iterator[None]:
 def cases(layout: str) -> dict[str, Callable[[], Any]]:
     """Name -> a plan to make."""
     if layout == "large":
-        return {"200,000 lognormal": lambda: planned({"tokens": many()}, TokenBudget(32_768), 8, shuffle=True)}
+        lengths = {"tokens": lognormal(200_000)}
+        return {"200,000 lognormal": lambda: planned(lengths, TokenBudget(32_768), 8, shuffle=True)}
     found: dict[str, Callable[[], Any]] = {}
-    for path in sorted(LENGTHS.glob("*.npz")):
-        file = np.load(path)
-        if (layout == "packed" and path.stem not in PACKED) or (layout == "pairs" and "tgt_tokens" not in file):
+    for name in FILES:
+        lengths = pairs_of(name, SAMPLES) if layout == "pairs" else {"tokens": lengths_of(name, SAMPLES)}
+        if lengths is None or (layout == "packed" and name not in PACKED):
             continue
-        columns = {"tokens": "src_tokens", "target": "tgt_tokens"} if layout == "pairs" else {"tokens": "tokens"}
-        chosen = np.random.default_rng(0).permutation(len(file["tokens"]))[:SAMPLES]
-        lengths = {name: np.maximum(file[column][chosen], 1).astype(np.int32) for name, column in columns.items()}
         most = sum(int(values.max()) for values in lengths.values())
         cap = max(4 * int(np.quantile(sum(lengths.values()), 0.99)), most)
-        budget = TokenBudget(PACKED[path.stem], layout="packed") if layout == "packed" else TokenBudget(cap)
+        budget = TokenBudget(PACKED[name], layout="packed") if layout == "packed" else TokenBudget(cap)
         for update, how in UPDATES.items():
             for num_ranks in (1, 8):
-                found[f"{path.stem}/{update}/{num_ranks}"] = (
+                found[f"{name}/{update}/{num_ranks}"] = (
                     lambda lengths=lengths, budget=budget, ranks=num_ranks, how=how: planned(
                         lengths, budget, ranks, **how
                     )
                 )
     return found
-
-
-def many() -> np.ndarray:
-    drawn = np.random.default_rng(0).lognormal(np.log(500) - np.log(2) / 2, np.sqrt(np.log(2)), 200_000)
-    return np.clip(drawn, 1, 16_384).astype(np.int32)
 
 
 class Planned(NamedTuple):

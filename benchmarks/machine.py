@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: its clock, its memory, its limit of time, and the models it runs.
+"""The machine that a benchmark runs on: its clock, its memory, its limit of time, its ranks, and the models it runs.
 
 ``--device cuda``: seconds on the wall, models of real sizes in bfloat16 with random weights (nothing is downloaded).
 ``--device cpu``: CPU seconds of this process, so that other work does not count. ``--dry``: a GPU's parts on the CPU with sizes
@@ -8,14 +8,22 @@ that mean nothing, to try them.
 from __future__ import annotations
 
 import gc
+import os
+import resource
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["SIZES", "Machine", "build", "config_of", "lora"]
+from benchmarks.record import spread
+
+__all__ = ["SIZES", "Machine", "build", "config_of", "lora", "on_ranks", "paired"]
 
 
 @dataclass
@@ -37,6 +45,8 @@ class Machine:
             raise SystemExit("no CUDA device here; --dry tries these parts on the CPU, with figures that mean nothing")
         self.device = torch.device(self.kind)
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
+        if not self.is_gpu:
+            torch.set_num_threads(1)
 
     @property
     def is_gpu(self) -> bool:
@@ -46,14 +56,26 @@ class Machine:
         """Seconds until nothing more may run."""
         return self.began + 60 * self.minutes - time.monotonic()
 
+    def has(self, seconds: float) -> bool:
+        """Whether what may take so long can be begun; dry, everything can."""
+        return self.dry or self.left_s() >= seconds
+
     def seconds(self, run: Callable[[], Any]) -> float:
         """How long it takes, until the device is done."""
         self.wait()
-        clock = time.perf_counter if self.is_gpu else time.process_time
+        clock = time.perf_counter if self.is_gpu else cpu_seconds
         start = clock()
         run()
         self.wait()
         return clock() - start
+
+    def in_turns(self, ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+        """Seconds of each way, round after round: what the machine does beside it meets them all."""
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(repeats):
+            for name, way in ways.items():
+                taken[name].append(self.seconds(way))
+        return taken
 
     def warm_up(self, seconds: float = 2.0) -> None:
         """Bring the device to the clock that it keeps under load, so that what is timed first is not timed slower."""
@@ -80,40 +102,88 @@ class Machine:
             torch.cuda.set_per_process_memory_fraction(1.0)
             torch.cuda.reset_peak_memory_stats()
 
+    def limit(self, num_bytes: int) -> None:
+        """From now on this process fails beyond so many bytes, until :meth:`free`."""
+        if self.is_gpu:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / self.total_bytes))
+
     def peak_bytes(self) -> int:
         """Most bytes allocated since :meth:`free`; 0 where there is no GPU."""
         return torch.cuda.max_memory_allocated() if self.is_gpu else 0
+
+    def held_bytes(self) -> int:
+        """Bytes allocated now; 0 where there is no GPU."""
+        return torch.cuda.memory_allocated() if self.is_gpu else 0
 
     @property
     def total_bytes(self) -> int:
         return torch.cuda.get_device_properties(0).total_memory if self.is_gpu else 1 << 30
 
 
-SIZES: dict[str, dict[str, int]] = {
-    # Qwen/Qwen2.5-0.5B and -1.5B; SmolLM2-135M: hidden, layers, heads, kv heads, feed-forward, vocabulary of their cards
-    "135M": {"hidden": 576, "layers": 30, "heads": 9, "kv": 3, "ffn": 1536, "vocabulary": 49152},
-    "0.5B": {"hidden": 896, "layers": 24, "heads": 14, "kv": 2, "ffn": 4864, "vocabulary": 151936},
-    "1.5B": {"hidden": 1536, "layers": 28, "heads": 12, "kv": 2, "ffn": 8960, "vocabulary": 151936},
-    "dry": {"hidden": 32, "layers": 1, "heads": 2, "kv": 1, "ffn": 32, "vocabulary": 64},
-    "small": {"hidden": 96, "layers": 3, "heads": 4, "kv": 4, "ffn": 256, "vocabulary": 1536},
+def cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
+
+
+def paired(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles of the ratios, turn by turn.
+
+    >>> paired([2.0, 6.0], [1.0, 2.0])
+    {'median': 2.5, 'quartiles': [2.25, 2.75], 'repeats': 2}
+    """
+    return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
+def on_ranks(number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``function(*arguments)`` returns on rank 0 of so many processes of one gloo group, a thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_on_rank, (number, folder, function, arguments), nprocs=number)
+        return torch.load(Path(folder) / "found.pt", weights_only=False)
+
+
+def _on_rank(rank: int, number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process's own; the name of a machine may lead nowhere
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=300), number, rank)
+    found = function(*arguments)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    dist.destroy_process_group()
+
+
+SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
+    # hidden, layers, heads, kv heads, feed-forward, vocabulary: Qwen/Qwen2.5-0.5B and -1.5B, SmolLM2-135M of their cards
+    "135M": (576, 30, 9, 3, 1536, 49152),
+    "0.5B": (896, 24, 14, 2, 4864, 151936),
+    "1.5B": (1536, 28, 12, 2, 8960, 151936),
+    "oom": (1024, 4, 4, 4, 2048, 8192),
+    "5M": (256, 4, 4, 4, 1024, 2048),
+    "small": (96, 3, 4, 4, 256, 1536),
+    "tiny": (8, 1, 1, 1, 8, 64),
+    "dry": (32, 2, 2, 1, 32, 64),
 }
 
 
 def config_of(name: str, *, dry: bool = False) -> Any:
     from transformers import Qwen2Config
 
-    s = SIZES["dry" if dry else name]
+    hidden, layers, heads, kv_heads, inner, vocabulary = SIZES["dry" if dry else name]
     return Qwen2Config(
-        vocab_size=s["vocabulary"], hidden_size=s["hidden"], num_hidden_layers=s["layers"], num_attention_heads=s["heads"],
-        num_key_value_heads=s["kv"], intermediate_size=s["ffn"], max_position_embeddings=32768, tie_word_embeddings=True,
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, intermediate_size=inner, max_position_embeddings=32768, tie_word_embeddings=True,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 
 
-def build(name: str, machine: Machine, *, attention: str = "sdpa", train: bool = True) -> Any:
+def build(
+    name: str, machine: Machine | None = None, *, attention: str = "sdpa", train: bool = True, seed: int = 0
+) -> Any:
+    """A model of these sizes with random weights, alike for every call."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    machine = Machine() if machine is None else machine
+    torch.manual_seed(seed)
     config = config_of(name, dry=machine.dry)
     with machine.device:
         model = AutoModelForCausalLM.from_config(config, dtype=machine.dtype, attn_implementation="sdpa")

@@ -15,13 +15,37 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup import LengthAwareBatchSampler, ShapeLadder, TokenBudget
-from dynagroup.budget.base import Budget
-from dynagroup.plan.cost import CPU_PER_STEP, Work
+from benchmarks.data import Numbered, collate, numbers_of
+from dynagroup import Budget, LengthAwareBatchSampler, ShapeLadder, TokenBudget, Work
+from dynagroup.plan.cost import CPU_PER_STEP
 
-__all__ = ["METHODS", "Job", "Method", "updates_of"]
+__all__ = [
+    "METHODS",
+    "Job",
+    "Method",
+    "dynabatch",
+    "group_by_length",
+    "in_fixed",
+    "padded_tokens",
+    "planned",
+    "updates_of",
+]
 
 Update = list[list[int]]
+
+
+def padded_tokens(batches: Any, lengths: np.ndarray) -> int:
+    return sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+
+
+def in_fixed(order: Any, size: int) -> Update:
+    """Batches of so many samples, in this order."""
+    return [list(map(int, order[k : k + size])) for k in range(0, len(order), size)]
+
+
+def planned(lengths: Any, budget: Budget, ranks: int = 1, **options: Any) -> Any:
+    """Our plan for so many ranks."""
+    return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **options).plan
 
 
 @dataclass(frozen=True)
@@ -32,8 +56,6 @@ class Job:
     per_update: int
     tokens: int
     seed: int = 0
-    plain_tokens: int | None = None
-    """Tokens that fit a batch without gradient checkpointing, where ``tokens`` do with it; None: nothing is recomputed."""
     work: Work = field(default_factory=Work)
     """What the model's steps take, measured beforehand where a benchmark does so."""
 
@@ -47,14 +69,19 @@ class Job:
         """Samples of a fixed batch that fits whatever comes."""
         return max(1, self.tokens // int(self.lengths.max()))
 
+    def rng(self, epoch: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, epoch))
+
 
 @dataclass(frozen=True)
 class Method:
-    """``same_updates``: every update holds ``per_update`` samples drawn at random, as fixed batches would."""
+    """``batches``: one epoch's updates, or flat batches: then an update is as many as hold ``per_update`` samples on average."""
 
-    updates: Callable[[Job, int], Iterator[Update]]
+    batches: Callable[[Job, int], Iterator[Update] | Update]
+    flat: bool = False
     packed: bool = False
     same_updates: bool = True
+    """Every update holds ``per_update`` samples drawn at random, as fixed batches would."""
     few_shapes: bool = False
     """Batches are padded to the lengths of the job's ladder, so that a compiled model meets few of them."""
     capped: bool = True
@@ -66,25 +93,36 @@ class Method:
     def available(self) -> bool:
         return self.needs is None or find_spec(self.needs) is not None
 
+    def updates(self, job: Job, epoch: int) -> Iterator[Update]:
+        found: Any = self.batches(job, epoch)
+        if not self.flat:
+            yield from found
+            return
+        size = max(1, round(job.per_update * len(found) / len(job.lengths)))
+        for start in range(0, len(found), size):
+            yield found[start : start + size]
 
-def _in_fixed(indices: Any, size: int) -> Update:
-    return [list(map(int, indices[k : k + size])) for k in range(0, len(indices), size)]
+
+def _fixed_updates(order: Any, job: Job) -> Iterator[Update]:
+    for start in range(0, len(order) - job.per_update + 1, job.per_update):
+        yield in_fixed(order[start : start + job.per_update], job.fixed)
 
 
 def _shuffled(job: Job, epoch: int) -> Iterator[Update]:
-    order = np.random.default_rng((job.seed, epoch)).permutation(len(job.lengths))
-    for start in range(0, len(order) - job.per_update + 1, job.per_update):
-        yield _in_fixed(order[start : start + job.per_update], job.fixed)
+    return _fixed_updates(job.rng(epoch).permutation(len(job.lengths)), job)
 
 
-def _group_by_length(job: Job, epoch: int) -> Iterator[Update]:
+def group_by_length(lengths: np.ndarray, size: int, seed: int) -> list[int]:
+    """The order that transformers' ``group_by_length`` gives batches of so many samples."""
     import torch
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
-    generator = torch.Generator().manual_seed(1000 * job.seed + epoch)
-    order = list(LengthGroupedSampler(job.per_update, lengths=job.lengths.tolist(), generator=generator))
-    for start in range(0, len(order) - job.per_update + 1, job.per_update):
-        yield _in_fixed(order[start : start + job.per_update], job.fixed)
+    generator = torch.Generator().manual_seed(seed)
+    return list(LengthGroupedSampler(size, lengths=lengths.tolist(), generator=generator))
+
+
+def _group_by_length(job: Job, epoch: int) -> Iterator[Update]:
+    return _fixed_updates(group_by_length(job.lengths, job.per_update, 1000 * job.seed + epoch), job)
 
 
 def _batch_rebalance(job: Job, epoch: int) -> Iterator[Update]:
@@ -96,29 +134,20 @@ def _batch_rebalance(job: Job, epoch: int) -> Iterator[Update]:
         sampler = BatchRebalanceSampler(job.lengths.tolist(), job.per_update, 1, count, seed=job.seed)
         sampler.set_epoch(epoch)
         batches = [list(map(int, batch)) for batch in sampler]
-        if count == accumulation or max(len(b) * int(job.lengths[b].max()) for b in batches) <= job.tokens:
+        if count == accumulation or max(padded_tokens([batch], job.lengths) for batch in batches) <= job.tokens:
             break
     for start in range(0, len(batches), count):
         yield batches[start : start + count]
 
 
-def _planned(
-    layout: Any = "padded", budget: Budget | None = None, **options: Any
-) -> Callable[[Job, int], Iterator[Update]]:
-    def updates(job: Job, epoch: int) -> Iterator[Update]:
-        sampler = LengthAwareBatchSampler(
-            job.lengths,
-            TokenBudget(job.tokens, layout=layout) if budget is None else budget,
-            samples_per_update=job.per_update,
-            seed=job.seed,
-            rank=0,
-            world_size=1,
-            **{"work": job.work, **options},
-        )
+def _ours(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterator[Update]]:
+    def updates(job: Job, epoch: int, *, budget: Budget | None = None) -> Iterator[Update]:
+        options_ = {"samples_per_update": job.per_update, "work": job.work, "seed": job.seed, **options}
+        size = TokenBudget(job.tokens, layout=layout) if budget is None else budget
+        sampler = LengthAwareBatchSampler(job.lengths, size, rank=0, world_size=1, **options_)
         sampler.set_epoch(epoch)
-        plan = sampler.plan
         update: Update = []
-        for row, ends in zip(plan.rows, plan.update_ends, strict=True):
+        for row, ends in zip(sampler.plan.rows, sampler.plan.update_ends, strict=True):
             update.append(row[0])
             if ends:
                 yield update
@@ -127,79 +156,73 @@ def _planned(
     return updates
 
 
-def _free(job: Job, epoch: int) -> Iterator[Update]:
+def _free(job: Job, epoch: int) -> Update:
     sampler = LengthAwareBatchSampler(
         job.lengths, TokenBudget(job.tokens), shuffle=True, seed=job.seed, rank=0, world_size=1
     )
     sampler.set_epoch(epoch)
-    yield from _grouped(list(sampler), job)
+    return list(sampler)
 
 
-def _padding_free(job: Job, epoch: int) -> Iterator[Update]:
-    """Fixed numbers of samples, flattened: TRL's ``padding_free=True``."""
-    return _shuffled(job, epoch)
+def _few_shapes(job: Job, epoch: int) -> Iterator[Update]:
+    """Whole updates cut to the shapes of a ladder; what runs them pads batches to these lengths."""
+    return _ours()(job, epoch, budget=job.ladder)  # type: ignore[call-arg]
 
 
-def _best_fit_packs(job: Job, epoch: int) -> Iterator[Update]:
-    """Whole-set best-fit decreasing into packs of ``tokens``, one pack a batch: TRL's ``packing_strategy="bfd"``, by its
-    description; an update is as many packs as hold ``per_update`` samples on average."""
-    free: list[int] = []
+def _best_fit_packs(job: Job, epoch: int) -> Update:
+    """Best-fit decreasing of the whole set into packs of ``tokens``, one pack a batch: TRL's ``packing_strategy="bfd"``, by
+    its description. The packs of each remaining space are kept in a bucket; O(samples x different spaces)."""
     packs: list[list[int]] = []
     by_space: dict[int, list[int]] = {}
     for index in np.argsort(-job.lengths, kind="stable").tolist():
         need = int(min(job.lengths[index], job.tokens))
-        space = min((s for s in by_space if s >= need and by_space[s]), default=None)
+        space = min((space for space, found in by_space.items() if space >= need and found), default=None)
         if space is None:
             packs.append([])
-            free.append(job.tokens)
-            number = len(packs) - 1
+            number, space = len(packs) - 1, job.tokens
         else:
             number = by_space[space].pop()
-            if not by_space[space]:
-                del by_space[space]
         packs[number].append(index)
-        free[number] -= need
-        by_space.setdefault(free[number], []).append(number)
-    order = np.random.default_rng((job.seed, epoch)).permutation(len(packs))
-    yield from _grouped([packs[int(k)] for k in order], job)
+        by_space.setdefault(space - need, []).append(number)
+        by_space = {space: found for space, found in by_space.items() if found}
+    return [packs[int(k)] for k in job.rng(epoch).permutation(len(packs))]
 
 
-def _dynabatch(job: Job, epoch: int) -> Iterator[Update]:
-    """Batches that its regressor grows under the predicted memory of the first; an update is as many of them as hold
-    ``per_update`` samples on average. Its features are tokens, words and characters: here words are 0.75 and characters 4
-    times the tokens."""
+def dynabatch(lengths: np.ndarray, size: int, **options: Any) -> Any:
+    """Its sampler: batches that its regressor grows under the predicted memory of the first. Its features are tokens, words
+    and characters: here words are 0.75 and characters 4 times the tokens."""
     from dynabatch.sampler import DynaBatchSampler
 
-    words, characters = (job.lengths * 0.75).astype(int).tolist(), (job.lengths * 4).tolist()
-    sampler = DynaBatchSampler(
-        job.lengths.tolist(), words, characters, job.fixed, shuffle=True, threshold=0.9, shuffle_seed=job.seed + epoch
-    )
-    yield from _grouped([list(map(int, batch)) for batch in sampler], job)
+    words, characters = (lengths * 0.75).astype(int).tolist(), (lengths * 4).tolist()
+    return DynaBatchSampler(lengths.tolist(), words, characters, size, threshold=0.9, **options)
 
 
-def _online_dynamic_batching(job: Job, epoch: int) -> Iterator[Update]:
+def _dynabatch(job: Job, epoch: int) -> Update:
+    sampler = dynabatch(job.lengths, job.fixed, shuffle=True, shuffle_seed=job.seed + epoch)
+    return [list(map(int, batch)) for batch in sampler]
+
+
+def _online_dynamic_batching(job: Job, epoch: int) -> Update:
     """Its loader with its default grouping, two workers and a window of 256 samples; read as indices."""
     import odb
     import torch
 
     torch.manual_seed(1000 * job.seed + epoch)
     loader = odb.ODBDataLoader(
-        _Numbered(job.lengths), token_budget=job.tokens, batch_size=1, shuffle=True, num_workers=2, prefetch_factor=128,
-        collate_fn=_numbers,
+        Numbered(job.lengths), token_budget=job.tokens, batch_size=1, shuffle=True, num_workers=2, prefetch_factor=128,
+        collate_fn=collate,
     )  # fmt: skip
-    yield from _grouped([batch["number"].tolist() for batch in loader], job)
+    return [numbers_of(batch) for batch in loader]
 
 
-def _lhotse(job: Job, epoch: int) -> Iterator[Update]:
+def _lhotse(job: Job, epoch: int) -> Update:
     """Its dynamic buckets of text under its constraint on tokens; of 10 buckets (its default) and 30, what pads less."""
     from lhotse.cut.text import TextExample
     from lhotse.dataset.sampling import DynamicBucketingSampler
     from lhotse.dataset.sampling.base import TokenConstraint
 
     examples = [TextExample("", np.zeros(n, np.int8), {"number": i}) for i, n in enumerate(job.lengths.tolist())]
-    order = np.random.default_rng((job.seed, epoch)).permutation(
-        len(examples)
-    )  # as lazily read shards are, before buckets
+    drawn = [examples[int(i)] for i in job.rng(epoch).permutation(len(examples))]  # as lazily read shards are
     tried = []
     for buckets in (10, 30):
         with warnings.catch_warnings():
@@ -207,75 +230,38 @@ def _lhotse(job: Job, epoch: int) -> Iterator[Update]:
                 "ignore", message="You are using DynamicBucketingSampler with an eagerly read CutSet"
             )
             sampler = DynamicBucketingSampler(
-                [examples[int(i)] for i in order], constraint=TokenConstraint(max_tokens=job.tokens), num_buckets=buckets,
-                shuffle=True, seed=1000 * job.seed + epoch, world_size=1, rank=0,
+                drawn, constraint=TokenConstraint(max_tokens=job.tokens), num_buckets=buckets, shuffle=True,
+                seed=1000 * job.seed + epoch, world_size=1, rank=0,
             )  # fmt: skip
             tried.append([[example.custom["number"] for example in batch] for batch in sampler])
-    yield from _grouped(min(tried, key=lambda batches: _padded_tokens(batches, job)), job)
-
-
-def _padded_tokens(batches: Update, job: Job) -> int:
-    return sum(len(batch) * int(job.lengths[batch].max()) for batch in batches)
-
-
-def _few_shapes(job: Job, epoch: int) -> Iterator[Update]:
-    """Whole updates cut to the shapes of a ladder; what runs them pads batches to these lengths."""
-    yield from _planned(budget=job.ladder)(job, epoch)
-
-
-class _Numbered:
-    """Samples that know their number."""
-
-    def __init__(self, lengths: np.ndarray) -> None:
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        import torch
-
-        return {"input_ids": torch.ones(int(self.lengths[index]), dtype=torch.int64), "number": index}
-
-
-def _numbers(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    import torch
-
-    ids = torch.nn.utils.rnn.pad_sequence([s["input_ids"] for s in samples], batch_first=True)
-    return {"input_ids": ids, "attention_mask": ids, "number": torch.tensor([s["number"] for s in samples])}
-
-
-def _grouped(batches: Update, job: Job) -> Iterator[Update]:
-    size = max(1, round(job.per_update * len(batches) / len(job.lengths)))
-    for start in range(0, len(batches), size):
-        yield batches[start : start + size]
+    return min(tried, key=lambda batches: padded_tokens(batches, job.lengths))
 
 
 METHODS: dict[str, Method] = {
     "fixed": Method(_shuffled),
     "transformers group_by_length": Method(_group_by_length, same_updates=False),
     "transformers batch_rebalance": Method(_batch_rebalance),
-    "TRL padding-free": Method(_padding_free, packed=True),
-    "TRL packing (bfd)": Method(_best_fit_packs, packed=True, same_updates=False),
-    "dynabatch": Method(_dynabatch, same_updates=False, capped=False, needs="dynabatch"),
-    "online-dynamic-batching": Method(_online_dynamic_batching, same_updates=False, needs="odb"),
-    "lhotse DynamicBucketingSampler": Method(_lhotse, same_updates=False, needs="lhotse"),
-    "dynagroup": Method(_planned()),
-    "dynagroup, default work": Method(_planned(work=Work())),
-    "dynagroup, a CPU's work": Method(_planned(work=Work(per_step=CPU_PER_STEP))),
-    "dynagroup, fewest batches": Method(_planned(objective="fewest")),
-    "dynagroup, free updates": Method(_free, same_updates=False),
-    "dynagroup, packed": Method(_planned("packed"), packed=True),
+    "TRL padding-free": Method(_shuffled, packed=True),  # fixed numbers of samples, flattened
+    "TRL packing (bfd)": Method(_best_fit_packs, flat=True, packed=True, same_updates=False),
+    "dynabatch": Method(_dynabatch, flat=True, same_updates=False, capped=False, needs="dynabatch"),
+    "online-dynamic-batching": Method(_online_dynamic_batching, flat=True, same_updates=False, needs="odb"),
+    "lhotse DynamicBucketingSampler": Method(_lhotse, flat=True, same_updates=False, needs="lhotse"),
+    "dynagroup": Method(_ours()),
+    "dynagroup, default work": Method(_ours(work=Work())),
+    "dynagroup, a CPU's work": Method(_ours(work=Work(per_step=CPU_PER_STEP))),
+    "dynagroup, fewest batches": Method(_ours(objective="fewest")),
+    "dynagroup, free updates": Method(_free, flat=True, same_updates=False),
+    "dynagroup, packed": Method(_ours("packed"), packed=True),
     "dynagroup, 8 lengths": Method(_few_shapes, few_shapes=True),
 }
 
 
-def updates_of(name: str, job: Job, method: Method | None = None) -> Iterator[Update]:
-    """Updates of one epoch after another, without end. ``method``: one that :data:`METHODS` does not list."""
+def updates_of(name: str, job: Job) -> Iterator[Update]:
+    """Updates of one epoch after another, without end."""
     epoch = 0
     while True:
         found = False
-        for update in (method or METHODS[name]).updates(job, epoch):
+        for update in METHODS[name].updates(job, epoch):
             found = True
             yield update
         if not found:

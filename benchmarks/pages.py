@@ -1,23 +1,23 @@
 """The figures of README and docs, written into the pages from ``benchmarks/results``: ``python scripts/doc_tables.py``.
 
 A page says ``<!-- figures: NAME -->`` and ``<!-- end -->``; what stands between them is the table or sentence of that name below.
-A table is a list of rows (mappings) and a template for each column, filled by ``str.format``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import RESULTS, Spread, body, line, rows_of, table
+
 __all__ = ["FIGURES", "MARK", "MARKED", "filled", "packing_rows", "pages_with_figures", "shown", "write"]
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"<!-- figures: (\w+) -->.*?<!-- end -->", re.S)
 MARKED = ("docs/benchmarks.md", "docs/alignment.md", "docs/planning.md")
 DOCTOR = (
@@ -35,43 +35,6 @@ def figures(name: str) -> dict[str, Any]:
     return read(name)["figures"]
 
 
-class Spread(dict[str, Any]):
-    """A median and its quartiles; ``{:.2fx}`` shows ``1.97x (1.92 to 2.03)``."""
-
-    def __format__(self, spec: str) -> str:
-        unit, digits = ("x", spec[:-1]) if spec.endswith("x") else ("", spec)
-        low, high = self["quartiles"]
-        return f"{self['median']:{digits}}{unit} ({low:{digits}} to {high:{digits}})"
-
-
-def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row an entry, its name under ``key``."""
-    return [{"key": key, **value} for key, value in found.items()]
-
-
-def filled_in(template: str, row: Mapping[str, Any]) -> str:
-    """The cell of a row; empty where the row has no such figure."""
-    spreads = {k: Spread(v) if isinstance(v, Mapping) and "quartiles" in v else v for k, v in row.items()}
-    try:
-        return template.format_map(spreads)
-    except KeyError:
-        return ""
-
-
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
-    """Head, rule and rows; ``columns``: head -> template."""
-    return [line(*columns), "|" + "---|" * len(columns), *body(rows, columns.values())]
-
-
-def body(rows: Iterable[Mapping[str, Any]], templates: Iterable[str]) -> Table:
-    templates = list(templates)
-    return [line(*(filled_in(template, row) for template in templates)) for row in rows]
-
-
 # Planning
 
 
@@ -85,8 +48,8 @@ IN_README = ("gsm8k", "azure_llm_conv_2023", "t0_mix_50k", "mooncake_conv", "pyt
 
 def padding_rows() -> Table:
     """README: a data set a row, padding and steps of five methods."""
-    ways = [PADDING[head] for head in ("fixed 16, shuffled", "HF `group_by_length`", "`samples_per_update=256`")]
-    found, ways = figures("plan_padding"), [*ways, PADDING["`shuffle=True`"], PADDING["sorted"]]
+    heads = ("fixed 16, shuffled", "HF `group_by_length`", "`samples_per_update=256`", "`shuffle=True`", "sorted")
+    found, ways = figures("plan_padding"), [PADDING[head] for head in heads]
     rows = [
         {"key": name, "cv": found[name]["cv"], **{way: (1 - found[name][way][0], found[name][way][1]) for way in ways}}
         for name in IN_README
@@ -124,44 +87,29 @@ def planning_speed() -> Table:
         "two_padded_streams_1m": "1,000,000 samples with two padded streams, sorted by both",
         "first_batch_of_10m_window_4096": "first batch of 10,000,000, `window=4096`",
     }
-    found = figures("plan_speed")
-    rows = [{"key": name, **found[key]} for key, name in named.items()]
+    rows = [{"key": name, **figures("plan_speed")[key]} for key, name in named.items()]
     return table(rows, {"": "{key}", "CPU time": "{median_s:.3g} s ({min_s:.3g} to {max_s:.3g})"})
 
 
-def planning_memory() -> str:
-    return f"{figures('plan_speed')['token_budget_1m_peak_mb_over_input']:.0f} MB"
-
-
-def planning_rival() -> str:
-    """dynabatch's planning time beside ours."""
-    return (
-        "dynabatch 0.2.23 needs {batch_size_8[dynabatch][median_s]:.3g} s for {samples:,} lengths at batch size 8 and "
-        "{batch_size_32[dynabatch][median_s]:.3g} s at 32 (one run each); with `MemoryBudget` the same plans take "
-        "{batch_size_8[memory_budget][median_s]:.3g} s and {batch_size_32[memory_budget][median_s]:.3g} s: "
-        "{batch_size_8[times_faster_memory_budget]:.0f} and {batch_size_32[times_faster_memory_budget]:.0f} times less; "
-        "with `TokenBudget` {batch_size_8[times_faster_token_budget]:,.0f} and "
-        "{batch_size_32[times_faster_token_budget]:,.0f} times less."
-    ).format_map(figures("plan_rival"))
+PLANNING_RIVAL = (
+    "dynabatch 0.2.23 needs {batch_size_8[dynabatch][median_s]:.3g} s for {samples:,} lengths at batch size 8 and "
+    "{batch_size_32[dynabatch][median_s]:.3g} s at 32 (one run each); with `MemoryBudget` the same plans take "
+    "{batch_size_8[memory_budget][median_s]:.3g} s and {batch_size_32[memory_budget][median_s]:.3g} s: "
+    "{batch_size_8[times_faster_memory_budget]:.0f} and {batch_size_32[times_faster_memory_budget]:.0f} times less; "
+    "with `TokenBudget` {batch_size_8[times_faster_token_budget]:,.0f} and "
+    "{batch_size_32[times_faster_token_budget]:,.0f} times less."
+)
 
 
 def growth() -> Table:
-    rows = [
-        {"first": short(row["costs"][0]), "last": short(row["costs"][-1]), "largest": row["sizes"][-1], **row}
-        for row in rows_of(figures("growth"))
-    ]
-    return table(
-        rows,
-        {
-            "": "{key}",
-            "over": "{sizes[0]:,} to {largest:,} {over}",
-            "from, to": "{first} to {last} {unit}",
-            "exponent": "{exponent:.2f}",
-        },
-    )
+    rows = rows_of(figures("growth"))
+    for row in rows:
+        row |= {"first": _short(row["costs"][0]), "last": _short(row["costs"][-1]), "largest": row["sizes"][-1]}
+    over = {"over": "{sizes[0]:,} to {largest:,} {over}", "from, to": "{first} to {last} {unit}"}
+    return table(rows, {"": "{key}", **over, "exponent": "{exponent:.2f}"})
 
 
-def short(value: float) -> str:
+def _short(value: float) -> str:
     """A number of about three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -174,23 +122,17 @@ def cut() -> Table:
         *("azure_llm_conv_2023", "python_files", "mooncake_conv", "synth_sharegpt4o", "synth_ultrachat"),
         *("t0_mix_50k", "gsm8k"),
     )
-    rows = [
-        {"key": name, "ranks": ranks}
-        | {f"of {size}": found[f"{name}/{size}/{ranks}"] for size in sizes}
-        | {f"cost {size}": _cost(found[f"{name}/{size}/{ranks}"]) for size in sizes}
-        for ranks in ("1", "8")
-        for name in files
-    ]
+    rows = []
+    for ranks, name in [(ranks, name) for ranks in ("1", "8") for name in files]:
+        row: dict[str, Any] = {"key": name, "ranks": ranks}
+        for size in sizes:
+            one = found[f"{name}/{size}/{ranks}"]
+            row |= {f"of {size}": one, f"cost {size}": one["now"]["cost"] / one["before"]["cost"]}
+        rows.append(row)
+    cell = "**{cost SIZE:.2f}** ({of SIZE[before][real_share]:.2f} → {of SIZE[now][real_share]:.2f})"
     heads = [f"updates of {sizes[0]}", *sizes[1:]]
-    cells = [
-        f"**{{cost {size}:.2f}}** ({{of {size}[before][real_share]:.2f}} → {{of {size}[now][real_share]:.2f}})"
-        for size in sizes
-    ]
-    return table(rows, {"lengths": "{key}", "ranks": "{ranks}", **dict(zip(heads, cells, strict=True))})
-
-
-def _cost(found: Mapping[str, Any]) -> float:
-    return found["now"]["cost"] / found["before"]["cost"]
+    cells = {head: cell.replace("SIZE", size) for head, size in zip(heads, sizes, strict=True)}
+    return table(rows, {"lengths": "{key}", "ranks": "{ranks}", **cells})
 
 
 def shards() -> Table:
@@ -200,11 +142,8 @@ def shards() -> Table:
     path = "{WAY[critical_path]:.2f} ({WAY[over_bound]:.3f}, {WAY[rival_over_bound]:.3f})"
     count = "{WAY[micro_batches]:.0f}, {WAY[rival_micro_batches]:.0f}"
     cells = [template.replace("WAY", layout) for layout in ("packed", "padded") for template in (path, count)]
-    return [
-        line("lengths", *("packed", "micro-batches", "padded", "micro-batches")),
-        "|" + "---|" * 5,
-        *body(rows, ["{key}", *cells]),
-    ]
+    head = line("lengths", *("packed", "micro-batches", "padded", "micro-batches"))
+    return [head, "|" + "---|" * 5, *body(rows, ["{key}", *cells])]
 
 
 # Loading
@@ -227,21 +166,16 @@ def loader_speed() -> Table:
 
 
 def loader_overhead() -> str:
-    found = figures("loader_overhead")
+    found = {name: Spread(one) for name, one in figures("loader_overhead").items()}
     step, window = found["microseconds_a_step"], found["milliseconds_to_cut_1024"]["median"]
-    low, high = step["quartiles"]
-    return (
-        f"{step['median']:.0f} microseconds a step on one rank ({low:.0f} to {high:.0f}); cutting a window of 1,024: "
-        f"{window:.2f} ms"
-    )
+    return f"{step:.0f} microseconds a step on one rank; cutting a window of 1,024: {window:.2f} ms"
 
 
 def loader_fill() -> Table:
     ways = {"dynagroup, window 256": "dynagroup 256", "online-dynamic-batching, window 256": "online-dynamic-batching 256",
             "dynagroup, window 1,024": "dynagroup 1024"}  # fmt: skip
-    rows = [row for row in rows_of(figures("loader_fill")) if "budget" in row]
     cells = {head: f"{{{way}[real_share]:.3f}}, {{{way}[steps]}} steps" for head, way in ways.items()}
-    return table(rows, {"lengths": "{key}", **cells})
+    return table(rows_of(figures("loader_fill")), {"lengths": "{key}", **cells})
 
 
 ALIGNED = {
@@ -257,7 +191,7 @@ def ranks() -> Table:
     """A simulation a row: the largest of every file, all of the one with most."""
     rows = [
         {"key": name, **run}
-        for name, runs in figures("loader_ranks")["windows"].items()
+        for name, runs in sorted(figures("loader_ranks")["windows"].items())
         for run in (runs if len(runs) > 3 else runs[-1:])
     ]
     return table(rows, {"lengths": "{key}", "ranks": "{ranks:,}", "samples a rank": "{samples_a_rank:,}", **ALIGNED})
@@ -275,34 +209,23 @@ def protocol() -> Table:
     return table([run for run in runs if run["samples_a_rank"] == 16_000 and run["ranks"] > 1], columns)
 
 
-def ranks_learned() -> str:
-    rows = figures("loader_learned")["rows"]
-    most = max(row["above_all_batches_over_ranks"] for row in rows)
-    return f"{most:.1%} above at {min(r['ranks'] for r in rows)} to {max(r['ranks'] for r in rows)} ranks"
-
-
-def balance() -> str:
-    found = figures("loader_balance")
-    first, later = found["windows"], found["learned lengths"]
-    return (
-        f"the dearest rank of a step takes {first['row_imbalance']:.1%} more predicted time than the mean rank in the first "
-        f"epoch ({first['if_ranks_shuffled_apart']:.0%} if each rank shuffled by itself), {later['row_imbalance']:.1%} once "
-        "lengths are learned"
-    )
+BALANCE = (
+    "the dearest rank of a step takes {windows[row_imbalance]:.1%} more predicted time than the mean rank in the first "
+    "epoch ({windows[if_ranks_shuffled_apart]:.0%} if each rank shuffled by itself), {learned lengths[row_imbalance]:.1%} "
+    "once lengths are learned"
+)
 
 
 # Training
 
 
 def demo() -> Table:
-    return table(
-        rows_of(read("demo_cpu")["runs"]),
-        {
-            "": "{key}", "samples/s": "{samples_per_s:.0f}", "real tokens/s": "{real_tokens_per_s:,.0f}",
-            "padding": "{padding:.1%}", "largest batch": "{largest_batch_tokens:,}", "steps": "{steps}",
-            "updates": "{updates}", "CPU s": "{seconds:.0f}", "held-out loss": "{held_out_loss:.4f}",
-        },
-    )  # fmt: skip
+    columns = {
+        "": "{key}", "samples/s": "{samples_per_s:.0f}", "real tokens/s": "{real_tokens_per_s:,.0f}",
+        "padding": "{padding:.1%}", "largest batch": "{largest_batch_tokens:,}", "steps": "{steps}",
+        "updates": "{updates}", "CPU s": "{seconds:.0f}", "held-out loss": "{held_out_loss:.4f}",
+    }  # fmt: skip
+    return table(rows_of(read("demo_cpu")["runs"]), columns)
 
 
 def demo_speed() -> str:
@@ -333,10 +256,6 @@ def rivals() -> Table:
     return table(rows, columns)
 
 
-def rivals_updates() -> str:
-    return str(figures("train_rivals")["CV 0.8"]["updates"])
-
-
 def rivals_best() -> str:
     """Where ours is fastest among those that keep the updates, and where not."""
     said = []
@@ -348,17 +267,12 @@ def rivals_best() -> str:
 
 
 def ranks_training() -> Table:
-    found = figures("loader_train")
     named = {"fixed batches": "fixed", "`samples_per_update=128`": "update", "free-running": "free"}
-    rows = [
-        {
-            "key": name,
-            **found[key],
-            "speeds": ", ".join(f"{value:.0f}" for value in sorted(found[key]["samples_per_s"])),
-        }
-        | {"low": min(found[key]["speed_over_fixed"]), "high": max(found[key]["speed_over_fixed"])}
-        for name, key in named.items()
-    ]
+    rows = []
+    for name, key in named.items():
+        found = figures("loader_train")[key]
+        speeds, over = ", ".join(f"{value:.0f}" for value in sorted(found["samples_per_s"])), found["speed_over_fixed"]
+        rows.append({**found, "key": name, "speeds": speeds, "low": min(over), "high": max(over)})
     columns = {
         "": "{key}", "samples/s": "{speeds}", "against fixed": "{low:.2f}x to {high:.2f}x",
         "held-out loss": "{held_out_loss:.3f}", "updates": "{updates}", "steps": "{steps}",
@@ -373,21 +287,12 @@ def trainer() -> Table:
         "tiny_equal_batches": "the same with a model of one layer of 8, where the adapter is not lost in noise",
         "texts": "dynagroup over plain, lengths like texts (lognormal, 8 to 128 tokens)",
     }
-    found = figures("trainer")
-    rows = [
-        {
-            "key": name,
-            **found[key],
-            "sure": found[key]["ratio"]["median_95"],
-            "ms": found[key]["difference_ms"]["median"],
-        }
-        for key, name in named.items()
-    ]
+    rows = [{"key": name, **figures("trainer")[key]} for key, name in named.items()]
     columns = {
         "": "{key}", "median ratio (quartiles)": "{ratio:.3f}",
-        "95 % interval of the median": "{sure[0]:.3f} to {sure[1]:.3f}", "difference an update": "{ms:.1f} ms",
+        "95 % interval of the median": "{sure[0]:.3f} to {sure[1]:.3f}", "difference an update": "{ms[median]:.1f} ms",
     }  # fmt: skip
-    return table(rows, columns)
+    return table([{**row, "sure": row["ratio"]["median_95"], "ms": row["difference_ms"]} for row in rows], columns)
 
 
 def quality() -> Table:
@@ -419,23 +324,20 @@ def objective() -> Table:
 
 
 def recovery() -> Table:
-    calls, work, runs, update = (figures(f"oom_{name}") for name in ("wrapper", "work", "generation", "update"))
+    calls, work, update = (figures(f"oom_{name}") for name in ("wrapper", "work", "update"))
     beyond = calls["OomSafeBackward"]["median"] - calls["plain backward"]["median"]
-    share, ratio = runs["planned_batches_that_do_not_fit"], "{:.2fx}"
     rows = [
         ("`run_with_oom_retry` around a call that fits", "under 20 us", f"{calls['run_with_oom_retry']['median']:.1f} us"),
         ("`generate_with_oom_retry` around a call that fits", "under 20 us",
          f"{calls['generate_with_oom_retry']['median']:.1f} us"),
         ("`OomSafeBackward`, beyond a plain backward pass, one rank", "none", f"{beyond:.0f} us"),
-        (f"{runs['texts']:,} texts, {share:.0%} of {runs['planned_batches']} planned batches do not fit, against a run that "
-         "knew the limit", "at most 1.1x",
-         f"{ratio.format(Spread(runs['ratio']))}, {runs['out_of_memory_errors']} failure"),
-        ("the same two runs counted instead of timed: forward passes, tokens through the model", "at most 1.1x",
-         f"{work['ratio']['forward_passes']:.2f}x, {work['ratio']['tokens']:.2f}x"),
-        ("the same shape failing twice in a row", "never", "yes" if runs["same_shape_failed_twice_in_a_row"] else "never"),
+        (f"{work['texts']:,} texts, {work['batches_that_do_not_fit']:.0%} of {work['planned_batches']} planned batches do not "
+         "fit, against a run that knew the limit: forward passes, tokens through the model", "at most 1.1x",
+         f"{work['ratio']['forward_passes']:.2f}x, {work['ratio']['tokens']:.2f}x; failures: {work['learned']['failures']}"),
+        ("the same shape failing twice in a row", "never", str(work["learned"]["failed_twice_in_a_row"] or "never")),
         *((f"forward, backward and exchange of an update ({update['parameters'] / 1e6:.0f} million parameters, "
            f"{update['ranks']} gloo ranks, batches an update: {number}), against DDP's own exchange", "at most 1.08x",
-           f"{ratio.format(Spread(found['ratio']))}, wall time on a busy machine")
+           f"{Spread(found['ratio']):.2fx}, wall time on a busy machine")
           for number, found in update["batches_an_update"].items()),
     ]  # fmt: skip
     return [line("", "target", "reached"), "|" + "---|" * 3, *(line(*row) for row in rows)]
@@ -446,10 +348,10 @@ def embed() -> Table:
     return table(rows, {"": "{key}", "CPU s": "{cpu_s[median]:.1f}", "against fixed": "{speed:.2fx}"})
 
 
-def embed_summary() -> str:
-    return (
-        "{texts} docstrings, {tokens:,} tokens of CV {cv:.2f}; vectors differ by at most {largest_difference_of_vectors:.0e}"
-    ).format_map(figures("embed"))
+EMBED_SUMMARY = (
+    "{texts} docstrings, {tokens:,} tokens of CV {cv:.2f}; "
+    "vectors differ by at most {largest_difference_of_vectors:.0e}"
+)
 
 
 def generation() -> Table:
@@ -471,52 +373,65 @@ def faults_summary() -> str:
     return f"{found['cases']:,} cases, {len(found['by_fault'])} kinds of faults, {findings}"
 
 
+def ablation() -> Table:
+    """What planning loses without each mechanism."""
+    rows = rows_of(figures("ablation"))
+    for row in rows:
+        bad, without = (f"{b / max(n, 1):.1%}" for b, n in zip(row["uneven_rows"], row["rows"], strict=True))
+        row |= {"bad": bad, "bad_without": without}
+    columns = {
+        "without": "{key}", "predicted time: mean": "{more_time_mean:+.2%}", "worst": "{more_time_worst:+.2%}",
+        "where": "{worst}", "rows beyond 5 %: now, without": "{bad}, {bad_without}",
+    }  # fmt: skip
+    return table(rows, columns)
+
+
+def sentence(template: str, result: str) -> Callable[[], str]:
+    return lambda: template.format_map(figures(result))
+
+
 FIGURES: dict[str, Callable[[], str | Table]] = {
-    function.__name__: function
-    for function in (
-        *(
-            planning_speed,
-            planning_memory,
-            planning_rival,
-            cut,
-            efficiency,
-            growth,
-            shards,
-            generation,
-            demo,
-            demo_speed,
-        ),
-        *(
-            rivals,
-            rivals_updates,
-            rivals_best,
-            faults,
-            faults_summary,
-            loader_speed,
-            loader_overhead,
-            loader_fill,
-            ranks,
-        ),
-        *(protocol, ranks_learned, balance, ranks_training, recovery, embed, embed_summary, trainer, quality),
-        *(quality_summary, objective),
-    )
+    **{
+        function.__name__: function
+        for function in (
+            *(
+                planning_speed,
+                cut,
+                efficiency,
+                growth,
+                shards,
+                loader_speed,
+                loader_overhead,
+                loader_fill,
+                ranks,
+                protocol,
+            ),
+            *(demo, demo_speed, rivals, rivals_best, ranks_training, trainer, quality, quality_summary, objective),
+            *(recovery, embed, generation, faults, faults_summary),
+        )
+    },
+    "planning_memory": sentence("{token_budget_1m_peak_mb_over_input:.0f} MB", "plan_speed"),
+    "planning_rival": sentence(PLANNING_RIVAL, "plan_rival"),
+    "balance": sentence(BALANCE, "loader_balance"),
+    "rivals_updates": lambda: str(figures("train_rivals")["CV 0.8"]["updates"]),
+    "embed_summary": sentence(EMBED_SUMMARY, "embed"),
 }
 """What stands between marks of that name."""
 
 
 def pages_with_figures() -> dict[str, str]:
     """The pages with their figures as they are now."""
-    text = {
+    pages = {
         name: (ROOT / name).read_text(encoding="utf-8")
-        for name in ("README.md", "docs/seq2seq.md", "docs/command-line.md")
+        for name in (*MARKED, "README.md", "docs/seq2seq.md", "docs/command-line.md")
     }
     speedup = re.compile(r"[\d.]+x samples/s in the median update \([^)]*\)")
-    readme = speedup.sub(demo_speed(), text["README.md"])
+    readme = speedup.sub(demo_speed(), pages["README.md"])
     return {
-        **{page: filled((ROOT / page).read_text(encoding="utf-8")) for page in MARKED},
+        **{page: filled(pages[page]) for page in MARKED},
         "README.md": _with_rows(readme, f"| {IN_README[0]} ", padding_rows()),
-        "docs/seq2seq.md": _with_rows(text["docs/seq2seq.md"], "| translation (", streams_rows()),
-        "docs/command-line.md": _with_doctor(text["docs/command-line.md"]),
+        "docs/seq2seq.md": _with_rows(pages["docs/seq2seq.md"], "| translation (", streams_rows()),
+        "docs/command-line.md": _with_doctor(pages["docs/command-line.md"]),
     }
 
 

@@ -1,33 +1,48 @@
-"""Planning: how fast and how little memory; a peer in the same run.
+"""Planning: how fast, how little memory, and how costs grow; a peer in the same run.
 
 ``rival`` needs dynabatch; it is left out, and said so, where that is missing.
 """
 
 from __future__ import annotations
 
-import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from benchmarks.predicted import lognormal
-from dynagroup.budget.base import Budget
-from dynagroup.budget.memory import MemoryBudget
-from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.sampler import LengthAwareBatchSampler
+from benchmarks.data import lognormal
+from benchmarks.loader import drained, light_loader
+from benchmarks.machine import Machine
+from benchmarks.methods import dynabatch, planned
+from benchmarks.ranks import Job
+from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
 from dynagroup.shapes import BatchShape
+
+__all__ = ["exponent", "growth", "rival", "speed"]
+
+BUDGET = TokenBudget(16_384)
+SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
+RANKS = (1, 8, 64, 512, 1024)
+
+
+def plan(lengths: Any, budget: Budget = BUDGET, ranks: int = 8, **options: Any) -> None:
+    assert planned(lengths, budget, ranks, **options).num_steps
 
 
 def seconds(run: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
     """Median and spread in CPU seconds of one thread: other work on the machine does not count."""
-    taken = []
-    for _ in range(repeats):
-        start = time.process_time()
-        run()
-        taken.append(time.process_time() - start)
+    taken = Machine().in_turns({"": run}, repeats)[""]
     return {"median_s": float(np.median(taken)), "min_s": min(taken), "max_s": max(taken)}
+
+
+def peak_mb(lengths: np.ndarray) -> float:
+    """Most memory that planning takes over its input."""
+    tracemalloc.start()
+    plan(lengths)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / 1e6
 
 
 class TwoStreams(Budget):
@@ -37,66 +52,85 @@ class TwoStreams(Budget):
         return shape.num_samples * (shape.longest["tokens"] + shape.longest["target"]) <= 16384
 
 
-def plan(lengths: Any, budget: Budget, ranks: int = 8, **options: Any) -> None:
-    sampler = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **options)
-    assert sampler.plan.num_steps
-
-
-def first_batch(lengths: np.ndarray) -> dict[str, float]:
-    sampler = LengthAwareBatchSampler(lengths, TokenBudget(16384), shuffle=True, window=4096, rank=0, world_size=8)
-
-    def run() -> None:
-        sampler.set_epoch(sampler.epoch + 1)
-        next(iter(sampler))
-
-    run()
-    return seconds(run)
-
-
-def bench_speed() -> dict[str, Any]:
+def speed() -> dict[str, Any]:
     million, ten = lognormal(1_000_000), lognormal(10_000_000)
     million[::100_000] = 16384  # the longest possible sample occurs
     target = np.clip(million * np.random.default_rng(1).uniform(0.5, 1.5, len(million)), 1, None).astype(np.int32)
-    tracemalloc.start()
-    plan(million, TokenBudget(16384))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    sampler = LengthAwareBatchSampler(ten, BUDGET, shuffle=True, window=4096, rank=0, world_size=8)
 
-    def iterate() -> None:
-        for _ in LengthAwareBatchSampler(million, TokenBudget(16384), rank=0, world_size=8):
-            pass
+    def first_batch() -> None:
+        sampler.set_epoch(sampler.epoch + 1)
+        next(iter(sampler))
 
+    first_batch()
     return {
-        "token_budget_1m": seconds(lambda: plan(million, TokenBudget(16384))),
-        "token_budget_1m_peak_mb_over_input": peak / 1e6,
-        "token_budget_1m_shuffled": seconds(lambda: plan(million, TokenBudget(16384), shuffle=True)),
-        "token_budget_1m_iterated": seconds(iterate),
-        "token_budget_10m": seconds(lambda: plan(ten, TokenBudget(16384)), repeats=3),
+        "token_budget_1m": seconds(lambda: plan(million)),
+        "token_budget_1m_peak_mb_over_input": peak_mb(million),
+        "token_budget_1m_shuffled": seconds(lambda: plan(million, shuffle=True)),
+        "token_budget_10m": seconds(lambda: plan(ten), repeats=3),
         "memory_budget_1m_pretrained": seconds(lambda: plan(million, MemoryBudget(32))),
         "two_padded_streams_1m": seconds(lambda: plan({"tokens": million, "target": target}, TwoStreams()), repeats=3),
-        "first_batch_of_1m_window_4096": first_batch(million),
-        "first_batch_of_10m_window_4096": first_batch(ten),
+        "first_batch_of_10m_window_4096": seconds(first_batch),
     }
 
 
-def bench_rival() -> dict[str, Any]:
+def rival() -> dict[str, Any]:
     """20,000 samples: dynabatch asks its regressor for every batch, we ask ours once."""
-    try:
-        from dynabatch.sampler import DynaBatchSampler
-    except ImportError:
-        return {"skipped": "dynabatch is not installed (pip install --no-deps dynabatch==0.2.23)"}
     lengths = lognormal(20_000, longest=2048)
-    words, chars = (lengths * 0.75).astype(int).tolist(), (lengths * 4).tolist()
     figures: dict[str, Any] = {"samples": len(lengths)}
     for size in (8, 32):
-        theirs = seconds(lambda n=size: DynaBatchSampler(lengths.tolist(), words, chars, n, threshold=0.9), repeats=1)
-        ours = seconds(lambda n=size: plan(lengths, MemoryBudget(n, headroom=0.9), ranks=1))
-        token = seconds(lambda n=size: plan(lengths, TokenBudget(n * 2048), ranks=1))
-        figures[f"batch_size_{size}"] = {
-            "dynabatch": theirs,
-            "memory_budget": ours,
-            "token_budget": token,
-            "times_faster_memory_budget": theirs["median_s"] / ours["median_s"],
-            "times_faster_token_budget": theirs["median_s"] / token["median_s"],
-        }
+        try:
+            theirs = seconds(lambda n=size: dynabatch(lengths, n), repeats=1)
+        except ImportError:
+            return {"skipped": "dynabatch is not installed (pip install --no-deps dynabatch==0.2.23)"}
+        row = figures[f"batch_size_{size}"] = {"dynabatch": theirs}
+        for name, budget in (("memory_budget", MemoryBudget(size)), ("token_budget", TokenBudget(size * 2048))):
+            row[name] = seconds(lambda budget=budget: plan(lengths, budget, ranks=1))
+            row[f"times_faster_{name}"] = theirs["median_s"] / row[name]["median_s"]
     return figures
+
+
+def exponent(sizes: Iterable[float], costs: Iterable[float]) -> float:
+    """Slope of the line through the logarithms, by least squares: 1 is a cost in proportion, below it is less.
+
+    >>> round(exponent([10, 100, 1000], [5, 50, 500]), 6), round(exponent([1, 4, 16], [3, 6, 12]), 6)
+    (1.0, 0.5)
+    """
+    return float(np.polyfit(np.log(list(sizes)), np.log(list(costs)), 1)[0])
+
+
+def growth(samples: tuple[int, ...] = SAMPLES, ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
+    """One entry a cost: over what, which sizes, what it was there, the exponent."""
+
+    def least(count: int, num_ranks: int = 8, **options: Any) -> float:
+        """Of some repeats: what is added to it is the machine's other work."""
+        lengths, repeats = lognormal(count), 5 if count < 1_000_000 else 2
+        return seconds(lambda: plan(lengths, ranks=num_ranks, **options), repeats)["min_s"]
+
+    smaller = samples[:3]
+    costs: dict[str, tuple[str, tuple[int, ...], str, Callable[[int], float]]] = {
+        "planning, sorted": ("samples", samples, "CPU s", least),
+        "planning, shuffle=True": ("samples", samples, "CPU s", lambda n: least(n, shuffle=True)),
+        "planning, samples_per_update=256": ("samples", smaller, "CPU s", lambda n: least(n, samples_per_update=256)),
+        "planning for many ranks": ("ranks", ranks, "CPU s", lambda r: least(samples[1], r)),
+        "memory of planning over the input": ("samples", samples, "MB", lambda n: peak_mb(lognormal(n))),
+        "online loader, main process": ("samples", smaller, "CPU s", _loaded),
+        "alignment, exchanges an epoch": ("ranks", ranks, "exchanges", lambda r: _aligned(r).exchanges),
+        "alignment, bytes a rank an epoch": ("ranks", ranks, "bytes", lambda r: _aligned(r).bytes),
+    }
+    found = {}
+    for name, (over, sizes, unit, cost) in costs.items():
+        each = [cost(size) for size in sizes]
+        about = {"over": over, "unit": unit, "sizes": list(sizes), "costs": each}
+        found[name] = {**about, "exponent": exponent(sizes, each)}
+    return found
+
+
+def _loaded(count: int) -> float:
+    loader = light_loader(lognormal(count), BUDGET)
+    return Machine().seconds(lambda: drained(loader))
+
+
+def _aligned(ranks: int) -> Job:
+    lengths = np.random.default_rng(ranks).choice(lognormal(100_000), ranks * 2000)
+    return Job(lengths, ranks, budget=BUDGET.max_tokens, window=256).run()

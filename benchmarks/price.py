@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.machine import Machine, build
-from benchmarks.record import spread
+from benchmarks.record import spread, table
+from dynagroup import Work
 from dynagroup.device import is_out_of_memory
-from dynagroup.plan.cost import Work
 
-__all__ = ["fit_of", "run", "table"]
+__all__ = ["fit_of", "measured_work", "run", "shown"]
 
 MODELS = ("135M", "0.5B", "1.5B")
 LENGTHS = (32, 128, 512, 2048, 8192)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_TOKENS = 32768
-REPEATS = 5
+ON_CPU = ((1, 16), (1, 64), (1, 256), (4, 16), (4, 64), (4, 256), (16, 16), (16, 64), (32, 16), (32, 64))
+
+
+def measured_work(machine: Machine) -> Work:
+    """What the recipe says: time a dozen shapes of the small model, fit."""
+    model = build("small", machine)
+    return Work.fit([(n, longest, row_of(model, n, longest, machine)["seconds"]) for n, longest in ON_CPU])
 
 
 def run(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -29,7 +34,7 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
     machine.warm_up()
     for number, name in enumerate(MODELS):
         seconds = (machine.left_s() - 10) / (len(MODELS) - number)
-        if seconds < 20 and not machine.dry:
+        if not machine.has(20 * (len(MODELS) - number) + 10):
             figures[name] = {"left out": "no time"}
             continue
         figures[name] = {"rows": []}
@@ -47,23 +52,23 @@ def _rows(name: str, machine: Machine, end: float) -> Iterator[dict[str, Any]]:
     if machine.dry:
         shapes = [(1, 8), (2, 8), (4, 8), (1, 32), (2, 32)]
     for n, length in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)):
-        if machine.left_s() < end and not machine.dry:
+        if not machine.has(end):
             return
-        row = _row(model, n, length, machine)
+        row = row_of(model, n, length, machine)
         machine.free()
         yield {"num_samples": n, "longest": length, **row}
 
 
-def _step(model: Any, ids: torch.Tensor) -> None:
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-
-
-def _row(model: Any, n: int, length: int, machine: Machine) -> dict[str, Any]:
+def row_of(model: Any, n: int, length: int, machine: Machine, repeats: int = 5) -> dict[str, Any]:
+    """Seconds of forward and backward, after one that is not counted."""
     ids = torch.randint(3, model.config.vocab_size, (n, length), device=machine.device)
-    step = partial(_step, model, ids)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
     try:
         step()
-        taken = spread([machine.seconds(step) for _ in range(1 if machine.dry else REPEATS)])
+        taken = spread(machine.in_turns({"": step}, 1 if machine.dry else repeats)[""])
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -78,26 +83,15 @@ def fit_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     predicted = np.array([work.per_step + n * float(work.of_lengths(longest)) for n, longest, _ in shapes])
     seconds = np.array([s for _, _, s in shapes])
     errors = np.abs(predicted / seconds * np.median(seconds / predicted) - 1)
-    return {
-        "per_step": work.per_step, "crossover": work.crossover,
-        "median_error": float(np.median(errors)), "largest_error": float(errors.max()),
-    }  # fmt: skip
+    found = {"per_step": work.per_step, "crossover": work.crossover}
+    return {**found, "median_error": float(np.median(errors)), "largest_error": float(errors.max())}
 
 
-def table(figures: dict[str, Any]) -> str:
-    from dynagroup.plan.report import format_table
-
+def shown(figures: dict[str, Any]) -> list[str]:
     timed = {name: [row for row in found.get("rows", []) if "seconds" in row] for name, found in figures.items()}
-    fits = {name: fit_of(rows) for name, rows in timed.items() if len(rows) >= 3}
-    lines = [
-        [
-            name,
-            f"{f['per_step']:,.0f}",
-            f"{f['crossover']:,.0f}",
-            f"{f['median_error']:.1%}",
-            f"{f['largest_error']:.0%}",
-        ]
-        for name, f in fits.items()
-    ]
-    head = ["model", "price of a step (linear tokens)", "crossover (tokens)", "median error", "largest"]
-    return format_table(head, lines)
+    rows = [{"key": name, **fit_of(rows)} for name, rows in timed.items() if len(rows) >= 3]
+    columns = {
+        "model": "{key}", "price of a step (linear tokens)": "{per_step:,.0f}", "crossover (tokens)": "{crossover:,.0f}",
+        "median error": "{median_error:.1%}", "largest": "{largest_error:.0%}",
+    }  # fmt: skip
+    return table(rows, columns)

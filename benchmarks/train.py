@@ -1,44 +1,41 @@
 """Training end to end: the same model, samples and memory, every way to form batches in turn, on the CPU or on a GPU.
 
-All methods start from the same weights and hold at most the same tokens in a batch. On the CPU a small model learns real text
-cut to prescribed lengths, timed by the process's CPU seconds; held-out loss is taken after equal samples. On a GPU models of
-real sizes run on random tokens, each method's model made anew at each turn. Forming batches is not timed: see ``plan speed``.
+All methods start from the same weights and hold at most the same tokens in a batch. On the CPU a small model learns real text,
+timed by the process's CPU seconds; held-out loss is taken after equal samples. On a GPU models of real sizes run on random
+tokens, each method's model made anew at each turn. Forming batches is not timed: see ``plan speed``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.machine import Machine, build, config_of, lora
-from benchmarks.methods import METHODS, Job, Method, updates_of
-from benchmarks.predicted import lengths_of
+from benchmarks.data import lengths_of, lognormal
+from benchmarks.machine import SIZES, Machine, build, config_of, lora
+from benchmarks.methods import METHODS, Job, updates_of
+from benchmarks.price import measured_work
+from benchmarks.record import table
+from dynagroup import Work
 from dynagroup.device import is_out_of_memory
-from dynagroup.plan.cost import Work
 
-__all__ = ["Case", "large", "objective", "rivals", "run", "table", "tokens_that_fit"]
+__all__ = ["Case", "large", "objective", "quality", "rivals", "run", "shown", "tokens_that_fit"]
 
 PER_UPDATE, IGNORED = 64, -100
-CVS, SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES = (0.3, 0.8, 1.3), 256, 40, 8, 2000, 128, 6
+SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES = 256, 40, 8, 2000, 128, 6
 LONGEST = 4096
 HEADROOM = 0.8
 """Share of a GPU that a batch may be predicted to take: what is compared are batches, not how near they come to its end."""
 SLICE_S = 3.0
 """Seconds of a method's turn on a GPU; the turns go round until the case's time is used."""
-LONG = {name: METHODS[name] for name in ("fixed", "dynagroup", "dynagroup, packed")}
 Ids = Callable[[int, int], np.ndarray]
 """(sample, its length) -> token ids."""
-
-
-def lognormal(mean: float, cv: float, count: int) -> np.ndarray:
-    sigma = np.sqrt(np.log(1 + cv**2))
-    return np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
 
 
 def overall(timed: Sequence[tuple[int, float]]) -> dict[str, Any]:
@@ -60,22 +57,22 @@ class Run:
 
     Args:
         size: of the model, see ``machine.SIZES``.
-        checkpoint: every batch is recomputed.
+        falls_over: the learning rate falls linearly to zero over so many samples; 0: it stays.
     """
 
     name: str
-    method: Method
     job: Job
     machine: Machine
     size: str
     ids: Ids
     lora: bool = False
-    checkpoint: bool = False
+    falls_over: int = 0
     timed: list[tuple[int, int, float]] = field(default_factory=list)
     """(samples, real tokens, seconds) of each update but a model's first, which fills caches."""
 
     def __post_init__(self) -> None:
-        self.updates = updates_of(self.name, self.job, self.method)
+        self.method = METHODS[self.name]
+        self.updates = updates_of(self.name, self.job)
         self.model: Any = None
         self.samples = self.padded = self.real = self.batches = self.done = self.peak = 0
 
@@ -93,21 +90,20 @@ class Run:
             self.model = self.optimizer = None
 
     def _begin(self) -> None:
-        from dynagroup.memory.trace.model import checkpoint_layers
-
-        model = build(self.size, self.machine, attention="varlen" if self.method.packed else "sdpa")
+        attention = "varlen" if self.method.packed else "sdpa"
+        model = build(self.size, self.machine, attention=attention, seed=self.job.seed)
         self.model = lora(model) if self.lora else model
-        if self.checkpoint:
-            checkpoint_layers(self.model)
         self.machine.free()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        rate = 1e-6 if self.machine.is_gpu else 1e-3
-        self.optimizer: Any = torch.optim.AdamW(trained, lr=rate, fused=self.machine.is_gpu)
+        self.rate = 1e-6 if self.machine.is_gpu else 1e-3
+        self.optimizer: Any = torch.optim.AdamW(trained, lr=self.rate, fused=self.machine.is_gpu)
 
     def _update(self) -> tuple[int, int, float]:
         update, before = next(self.updates), self.real
         total = int(sum(self.job.lengths[i] - 1 for batch in update for i in batch))
         inputs = [self.inputs(batch) for batch in update]
+        if self.falls_over:
+            self.optimizer.param_groups[0]["lr"] = self.rate * max(0.0, 1 - self.samples / self.falls_over)
         taken = self.machine.seconds(partial(self._train, inputs, total))
         count = sum(map(len, update))
         self.samples, self.batches, self.done = self.samples + count, self.batches + len(update), self.done + 1
@@ -122,24 +118,15 @@ class Run:
 
     def inputs(self, batch: list[int]) -> dict[str, Any]:
         rows = [self.ids(i, int(self.job.lengths[i])) for i in batch]
-        made = self._packed(rows) if self.method.packed else self._padded(rows)
+        if self.method.packed:
+            from transformers import DataCollatorWithFlattening
+
+            flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+            made = flatten([{"input_ids": row.tolist()} for row in rows])
+        else:
+            made = padded(rows, self.job.ladder if self.method.few_shapes else None)
         self.real, self.padded = self.real + sum(map(len, rows)), self.padded + made["input_ids"].numel()
         return {k: v.to(self.machine.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
-
-    def _padded(self, rows: list[np.ndarray]) -> dict[str, torch.Tensor]:
-        lengths = np.array([len(row) for row in rows])
-        width = int(lengths.max())
-        if self.method.few_shapes:
-            width = self.job.ladder.shape_for(width)[1]
-        ids, mask = np.zeros((len(rows), width), np.int64), np.arange(width)[None] < lengths[:, None]
-        ids[mask] = np.concatenate(rows)
-        made = {"input_ids": ids, "attention_mask": mask.astype(np.int64), "labels": np.where(mask, ids, IGNORED)}
-        return {name: torch.from_numpy(values) for name, values in made.items()}
-
-    def _packed(self, rows: list[np.ndarray]) -> dict[str, Any]:
-        from transformers import DataCollatorWithFlattening
-
-        return DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": row.tolist()} for row in rows])
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -154,79 +141,120 @@ class Run:
         }
 
 
+def padded(rows: list[np.ndarray], ladder: Any = None) -> dict[str, torch.Tensor]:
+    """Ids, mask and labels, to the longest row or to the ladder's next length."""
+    lengths = np.array([len(row) for row in rows])
+    width = int(lengths.max())
+    width = width if ladder is None else ladder.shape_for(width)[1]
+    ids, mask = np.zeros((len(rows), width), np.int64), np.arange(width)[None] < lengths[:, None]
+    ids[mask] = np.concatenate(rows)
+    made = {"input_ids": ids, "attention_mask": mask.astype(np.int64), "labels": np.where(mask, ids, IGNORED)}
+    return {name: torch.from_numpy(values) for name, values in made.items()}
+
+
 # On the CPU
 
 
-def rivals(*, updates: int = UPDATES, cvs: Sequence[float] = CVS) -> dict[str, Any]:
-    """Figures of every method at every variation of lengths."""
-    torch.set_num_threads(1)
-    text, machine = _text(), Machine()
-    return {f"CV {cv}": _texts_case(text, cv, updates, machine) for cv in cvs}
-
-
-def _text() -> np.ndarray:
+@cache
+def texts_of(count: int = 8000) -> list[np.ndarray]:
+    """Tokens of docstrings found on this machine, in an order that mixes packages."""
     from dynagroup.demo import docstrings, train_tokenizer
 
-    texts = docstrings(8000)
-    tokenizer = train_tokenizer(texts[:4000])
-    return np.concatenate([np.asarray(ids, np.int64) for ids in tokenizer(texts)["input_ids"]]) % 1536
+    texts = docstrings(count)[:count]
+    tokenizer = train_tokenizer(texts[:4000], vocabulary=SIZES["small"][-1])
+    found = [np.asarray(ids, np.int64) for ids in tokenizer(texts)["input_ids"]]
+    return [found[i] for i in np.random.default_rng(0).permutation(len(found)) if len(found[i]) >= 4]
 
 
-def _texts_case(text: np.ndarray, cv: float, updates: int, machine: Machine) -> dict[str, Any]:
-    lengths = np.clip(lognormal(MEAN, cv, SAMPLES), 4, SHORT).astype(np.int32)
-    lengths[0] = SHORT
+def _compared(job: Job, names: Sequence[str], updates: int) -> tuple[dict[str, Any], Callable[[Any], float]]:
+    """Runs of these methods that took turns over slices of real text, and what tells a model's loss on held-out ones."""
+    text, machine = np.concatenate(texts_of()), Machine()
     starts = np.random.default_rng(1).integers(0, len(text) - SHORT, SAMPLES + HELD_OUT)
-    work = measured_work(machine)
-    job = Job(lengths, PER_UPDATE, FIXED * SHORT, work=work)
-    ids: Ids = lambda i, n: text[starts[i] :][:n]  # noqa: E731
-    runs = {name: Run(name, method, job, machine, "small", ids) for name, method in METHODS.items() if method.available}
+    runs = {name: Run(name, job, machine, "small", lambda i, n: text[starts[i] :][:n]) for name in names}
     for _ in range(updates):
         for one in runs.values():  # a free-running method may need more or fewer of its updates for as many samples
-            one.turn(samples=PER_UPDATE)
-    held_out = torch.from_numpy(np.stack([text[s : s + SHORT // 2] for s in starts[SAMPLES:]]))
-    return {
-        **_about(job), "updates": updates, "cv": float(lengths.std() / lengths.mean()),
-        "methods": {name: {**one.figures(), "held_out_loss": _loss(one.model, held_out)} for name, one in runs.items()},
-    }  # fmt: skip
+            one.turn(samples=job.per_update)
+    held_out = [text[start : start + SHORT // 2] for start in starts[SAMPLES:]]
+    return runs, lambda model: loss_on(model, held_out)
 
 
-OBJECTIVES = {
-    "fewest": METHODS["dynagroup, fewest batches"],
-    "time": METHODS["dynagroup, default work"],
-    "time, a step costs 128": METHODS["dynagroup, a CPU's work"],
-}
+def _lengths_of_cv(cv: float) -> np.ndarray:
+    lengths = lognormal(SAMPLES, mean=MEAN, cv=cv, shortest=4, longest=SHORT)
+    lengths[0] = SHORT
+    return lengths
 
 
-def objective(updates: int = 6) -> dict[str, Any]:
-    """The same updates of 128 samples, cut into the fewest batches and for least time, under two budgets."""
-    torch.set_num_threads(1)
-    text, machine, found = _text(), Machine(), {}
-    lengths = np.clip(lognormal(MEAN, 0.8, SAMPLES), 4, SHORT).astype(np.int32)
-    ids: Ids = lambda i, n: text[97 * i :][:n]  # noqa: E731
-    for budget in (4096, 32_768):
-        job = Job(lengths, 2 * PER_UPDATE, budget)
-        runs = {name: Run(name, method, job, machine, "small", ids) for name, method in OBJECTIVES.items()}
-        for _ in range(updates):
-            for one in runs.values():
-                one.turn()
-        found[f"budget {budget:,}"] = {**_about(job), "methods": {name: one.figures() for name, one in runs.items()}}
+def rivals(*, updates: int = UPDATES, cvs: Sequence[float] = (0.3, 0.8, 1.3)) -> dict[str, Any]:
+    """Figures of every method at every variation of lengths."""
+    found = {}
+    for cv in cvs:
+        job = Job(_lengths_of_cv(cv), PER_UPDATE, FIXED * SHORT, work=measured_work(Machine()))
+        runs, loss = _compared(job, [name for name, method in METHODS.items() if method.available], updates)
+        methods = {name: {**one.figures(), "held_out_loss": loss(one.model)} for name, one in runs.items()}
+        about = {**_about(job), "updates": updates, "cv": float(job.lengths.std() / job.lengths.mean())}
+        found[f"CV {cv}"] = {**about, "methods": methods}
     return found
 
 
-def measured_work(machine: Machine) -> Work:
-    """What the recipe says: time a dozen shapes, fit. Medians of five."""
-    model, rows = build("small", machine), []
-    for n, longest in ((1, 16), (1, 64), (1, 256), (4, 16), (4, 64), (4, 256), (16, 16), (16, 64), (32, 16), (32, 64)):
-        ids = torch.randint(3, 1536, (n, longest))
-        step = lambda ids=ids: model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()  # noqa: E731
-        rows.append((n, longest, float(np.median([machine.seconds(step) for _ in range(6)][1:]))))
-    return Work.fit(rows)
+OBJECTIVES = {
+    "fewest": "dynagroup, fewest batches",
+    "time": "dynagroup, default work",
+    "time, a step costs 128": "dynagroup, a CPU's work",
+}
+
+
+def objective(updates: int = UPDATES) -> dict[str, Any]:
+    """The same updates of 128 samples, cut into the fewest batches and for least time, under two budgets."""
+    found = {}
+    for budget in (4096, 32_768):
+        job = Job(_lengths_of_cv(0.8), 2 * PER_UPDATE, budget)
+        runs, _ = _compared(job, list(OBJECTIVES.values()), updates)
+        methods = {short: runs[name].figures() for short, name in OBJECTIVES.items()}
+        found[f"budget {budget:,}"] = {**_about(job), "methods": methods}
+    return found
+
+
+def quality(samples: int = 2048, held_out: int = 1024, epochs: int = 3, seeds: int = 3) -> dict[str, Any]:
+    """Held-out loss after the same samples in updates of equal size, and in free-running ones; nothing is timed."""
+    longest, budget = 96, 2048
+    texts = [ids[:longest] for ids in texts_of()]
+    lengths = np.array([len(ids) for ids in texts[:samples]], np.int32)
+    losses: dict[str, list[float]] = {"fixed": [], "free": []}
+    counts, size = {}, 0
+    for seed in range(seeds):
+        for kind, name in (("free", "dynagroup, free updates"), ("fixed", "dynagroup")):
+            # a fixed update has as many samples as a free one on average, which is a batch
+            size = size or round(samples / len(METHODS[name].batches(Job(lengths, 1, budget), 0)))  # type: ignore[arg-type]
+            one = Run(
+                name,
+                Job(lengths, size, budget, seed),
+                Machine(),
+                "small",
+                lambda i, n: texts[i],
+                falls_over=epochs * samples,
+            )
+            one.turn(samples=epochs * samples - size)
+            counts[kind] = one.done
+            losses[kind].append(loss_on(one.model, texts[samples : samples + held_out]))
+            print(seed, kind, counts[kind], losses[kind][-1], flush=True)
+    setup = {"samples": samples, "epochs": epochs, "held_out": held_out, "budget": budget, "longest": longest}
+    return {
+        "setup": setup,
+        "updates": counts,
+        "samples_per_fixed_update": size,
+        "held_out_loss": losses,
+        "spread_of_seeds": {name: max(values) - min(values) for name, values in losses.items()},
+        "mean_difference": mean(losses["free"]) - mean(losses["fixed"]),
+    }
 
 
 @torch.no_grad()
-def _loss(model: Any, ids: torch.Tensor) -> float:
+def loss_on(model: Any, rows: Sequence[np.ndarray]) -> float:
+    """Mean over all predicted tokens."""
     model.set_attn_implementation("sdpa")
-    return float(np.mean([float(model(input_ids=part, labels=part).loss) for part in ids.split(16)]))
+    total, rows = sum(len(row) - 1 for row in rows), sorted(rows, key=len)
+    parts = (padded(list(rows[k : k + 16])) for k in range(0, len(rows), 16))
+    return sum(float(model(**part, num_items_in_batch=total).loss) for part in parts)
 
 
 # On a GPU
@@ -234,41 +262,34 @@ def _loss(model: Any, ids: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """``long``: the longest samples fit with gradient checkpointing only, so every method but one always checkpoints."""
+    """A model, the lengths of its samples, and whether all of it is trained."""
 
     size: str
     lengths: str
     lora: bool = False
-    long: bool = False
 
     def __str__(self) -> str:
-        return f"{self.size}{' LoRA' if self.lora else ''}, {self.lengths}{', long, checkpointed' if self.long else ''}"
-
-    @property
-    def methods(self) -> dict[str, Method]:
-        return {name: one for name, one in (LONG if self.long else METHODS).items() if one.available}
+        return f"{self.size}{' LoRA' if self.lora else ''}, {self.lengths}"
 
 
 def run(machine: Machine) -> Iterator[dict[str, Any]]:
-    """The 0.5B model, full: lengths of CV 0.3, 1.0 and of a file of conversations; and long ones."""
-    plain = [Case("0.5B", name) for name in ("CV 1.0", "CV 0.3", "azure_llm_conv_2023")]
-    yield from _cases(machine, [*plain, Case("0.5B", "CV 1.0", long=True)])
+    """The 0.5B model, full: lengths of CV 0.3, 1.0 and of a file of conversations."""
+    yield from _cases(machine, [Case("0.5B", name) for name in ("CV 1.0", "CV 0.3", "azure_llm_conv_2023")])
 
 
 def large(machine: Machine) -> Iterator[dict[str, Any]]:
-    """The 1.5B model, full and with LoRA, and long samples; and lengths of program files."""
-    plain = [Case("1.5B", "CV 1.0", lora=True), Case("1.5B", "CV 1.3"), Case("0.5B", "python_files")]
-    yield from _cases(machine, [*plain, Case("1.5B", "CV 1.0", long=True)])
+    """The 1.5B model, full and with LoRA; and lengths of program files."""
+    yield from _cases(
+        machine, [Case("1.5B", "CV 1.0", lora=True), Case("1.5B", "CV 1.3"), Case("0.5B", "python_files")]
+    )
 
 
 def _cases(machine: Machine, cases: list[Case]) -> Iterator[dict[str, Any]]:
     """Figures so far after every turn, so that a part that is cut off keeps what it has."""
     figures: dict[str, Any] = {}
     machine.warm_up()
-    for number, case in enumerate(cases):
+    for number, case in enumerate(cases[:1] if machine.dry else cases):
         seconds, name = (machine.left_s() - 20) / (len(cases) - number), str(case)
-        if machine.dry and number not in (0, len(cases) - 1):
-            continue
         if seconds < 25 and not machine.dry:
             figures[name] = {"left out": "no time"}
         elif case.lora and find_spec("peft") is None:
@@ -286,57 +307,42 @@ def _cases(machine: Machine, cases: list[Case]) -> Iterator[dict[str, Any]]:
         yield figures
 
 
-def _lengths(name: str, longest: int, dry: bool) -> np.ndarray:
-    count = 200 if dry else 20_000
-    if name.startswith("CV"):
-        drawn = lognormal(longest / 8, float(name.removeprefix("CV ")), count)
-        drawn[:8] = longest  # whatever is drawn, a fixed batch must hold the longest
-    else:
-        drawn = lengths_of(name, count) / (128 if dry else 1)
-    return np.clip(drawn, 4, longest).astype(np.int32)
-
-
-def tokens_that_fit(machine: Machine, size: str, *, recomputed: bool) -> int:
-    """Tokens of a batch, as traced: no device has been asked yet."""
+@cache
+def _traced_tokens(size: str, num_bytes: int) -> int:
     from dynagroup.memory import what_fits
 
-    if machine.dry:
-        return 256 if recomputed else 64
-    key = size, recomputed
-    if key not in _traced:
-        how: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": recomputed, "headroom": HEADROOM}
-        _traced[key] = what_fits(config_of(size), machine.total_bytes, lengths=[LONGEST], **how).max_tokens
-    return max(_traced[key], 1)
+    return what_fits(config_of(size), num_bytes, lengths=[LONGEST], dtype="bfloat16", headroom=HEADROOM).max_tokens
 
 
-_traced: dict[tuple[str, bool], int] = {}
+def tokens_that_fit(machine: Machine, size: str) -> int:
+    """Tokens of a batch, as traced: no device has been asked yet."""
+    return 64 if machine.dry else max(_traced_tokens(size, machine.total_bytes), 1)
 
 
 def _job(machine: Machine, case: Case, share: float) -> Job:
     """The case's lengths, and so much of what was traced to fit."""
-    per_update, step = (16, 8) if machine.dry else (PER_UPDATE, 512)
+    tokens = int(share * tokens_that_fit(machine, case.size))
+    longest, count = (32, 200) if machine.dry else (min(LONGEST, max(tokens // 512, 1) * 512), 20_000)
+    if case.lengths.startswith("CV"):
+        cv = float(case.lengths.removeprefix("CV "))
+        lengths = lognormal(count, mean=longest / 8, cv=cv, shortest=4, longest=longest)
+        lengths[:8] = longest  # whatever is drawn, a fixed batch must hold the longest
+    else:
+        lengths = lengths_of(case.lengths, count).clip(4, longest)
     work = Work.of(config_of(case.size, dry=machine.dry))
-    plain = int(share * tokens_that_fit(machine, case.size, recomputed=False))
-    if case.long:
-        tokens = int(share * tokens_that_fit(machine, case.size, recomputed=True))
-        longest = max(tokens // step, 1) * step
-        return Job(_lengths(case.lengths, longest, machine.dry), per_update, longest, plain_tokens=plain, work=work)
-    longest = 32 if machine.dry else min(LONGEST, max(plain // step, 1) * step)
-    return Job(_lengths(case.lengths, longest, machine.dry), per_update, max(plain // longest, 1) * longest, work=work)
+    return Job(lengths, 16 if machine.dry else PER_UPDATE, max(tokens // longest, 1) * longest, work=work)
 
 
-def _run(name: str, method: Method, job: Job, machine: Machine, case: Case) -> Run:
-    top = 64 if machine.dry else 50_000
-    text = np.random.default_rng(0).integers(3, top, 1 << 20)
-    ids: Ids = lambda i, n: text[(7919 * i) % (len(text) - n) :][:n]  # noqa: E731
-    return Run(name, method, job, machine, case.size, ids, case.lora, case.long)
+def _run(name: str, job: Job, machine: Machine, case: Case) -> Run:
+    text = np.random.default_rng(0).integers(3, SIZES["dry" if machine.dry else case.size][-1], 1 << 20)
+    return Run(name, job, machine, case.size, lambda i, n: text[(7919 * i) % (len(text) - n) :][:n], case.lora)
 
 
 def job_that_fits(machine: Machine, case: Case) -> Job:
     """Tries the hardest batch twice, and takes less where the device has less than was traced."""
     for share in (1.0, 0.75, 0.5):
         job = _job(machine, case, share)
-        trial, failed = _run("fixed", METHODS["fixed"], job, machine, case), False
+        trial, failed = _run("fixed", job, machine, case), False
         hardest = np.argsort(-job.lengths, kind="stable")[: job.fixed].tolist()
         trial.updates = iter(lambda hardest=hardest: [hardest, hardest], None)
         try:
@@ -357,13 +363,13 @@ def _rounds(machine: Machine, case: Case, seconds: float) -> Iterator[dict[str, 
     left, rounds = machine.left_s(), 0
     job = job_that_fits(machine, case)
     end, longest = left - seconds, max(5 * SLICE_S, left - machine.left_s())
-    runs = {name: _run(name, method, job, machine, case) for name, method in case.methods.items()}
+    runs = {name: _run(name, job, machine, case) for name, method in METHODS.items() if method.available}
     failed: dict[str, str] = {}
     while runs and (not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)):
         for name, one in list(runs.items()):
             left = machine.left_s()
             if left < 30 + longest and not machine.dry:
-                break
+                return
             try:
                 one.turn(seconds=0.0 if machine.dry else SLICE_S)
             except Exception as error:  # one method's failure is written down, and costs no other its place
@@ -374,34 +380,28 @@ def _rounds(machine: Machine, case: Case, seconds: float) -> Iterator[dict[str, 
             methods = {name: one.figures() for name, one in runs.items() if one.timed}
             yield {**_about(job), "rounds": rounds + 1, "methods": methods, "failed": dict(failed)}
         rounds += 1
-        if machine.left_s() < 30 + longest and not machine.dry:
-            return
 
 
 def _about(job: Job) -> dict[str, Any]:
     return {
-        "tokens_a_batch": job.tokens, "without_checkpointing": job.plain_tokens, "longest": int(job.lengths.max()),
-        "fixed_batch": job.fixed, "samples_per_update": job.per_update, "per_step": job.work.per_step,
-        "crossover": min(job.work.crossover, 1e9),
+        "tokens_a_batch": job.tokens, "longest": int(job.lengths.max()), "fixed_batch": job.fixed,
+        "samples_per_update": job.per_update, "per_step": job.work.per_step, "crossover": min(job.work.crossover, 1e9),
     }  # fmt: skip
 
 
-def table(figures: dict[str, Any]) -> str:
+def shown(figures: dict[str, Any]) -> list[str]:
     """One line a case and method."""
-    from dynagroup.plan.report import format_table
-
-    lines = []
+    rows = []
     for case, found in figures.items():
         methods = found.get("methods", {})
         base = next(iter(methods.values()))["samples_per_s"]["median"] if methods else float("nan")
         for name, one in methods.items():
-            low, high = (q / base for q in one["samples_per_s"]["quartiles"])
-            lines.append(
-                [
-                    f"{case}, {name}", f"{one['samples_per_s']['median'] / base:.2f}x", f"{low:.2f}-{high:.2f}",
-                    f"{one['real_tokens_per_s']:,.0f}", f"{one['padding']:.1%}", f"{one['batches_per_update']:.1f}",
-                    f"{one['peak_bytes'] / 2**30:.1f}", "yes" if one["same_updates"] else "no",
-                ]
-            )  # fmt: skip
-    head = ["", "samples/s over the first", "quartiles", "real tokens/s", "padding", "batches an update", "peak GiB"]
-    return format_table([*head, "same updates"], lines)
+            speed = one["samples_per_s"]
+            over = {"median": speed["median"] / base, "quartiles": [q / base for q in speed["quartiles"]]}
+            rows.append({**one, "key": f"{case}, {name}", "speed": over, "GiB": one["peak_bytes"] / 2**30})
+    columns = {
+        "": "{key}", "samples/s over the first": "{speed:.2fx}", "real tokens/s": "{real_tokens_per_s:,.0f}",
+        "padding": "{padding:.1%}", "batches an update": "{batches_per_update:.1f}", "peak GiB": "{GiB:.1f}",
+        "same updates": "{same_updates}",
+    }  # fmt: skip
+    return table(rows, columns)

@@ -1,0 +1,263 @@
+"""Running out of memory: what recovery costs when nothing fails and when something does, and whether results stay the same.
+
+On the CPU a stand-in raises the real error when a batch holds more tokens than a limit. On a GPU the process's share of the
+device is lowered until the batch fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.data import lognormal, word_tokenizer
+from benchmarks.machine import Machine, build, on_ranks, paired
+from benchmarks.methods import planned
+from benchmarks.record import spread
+from dynagroup import (
+    Budget,
+    LearningBudget,
+    OomSafeBackward,
+    TokenBudget,
+    generate_dataset,
+    generate_with_oom_retry,
+    run_with_oom_retry,
+)
+from dynagroup.shapes import BatchShape
+
+__all__ = ["run", "update", "work", "wrapper"]
+
+NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800
+WORDS = 500
+
+
+def wrapper(calls: int = 2000, repeats: int = 9) -> dict[str, Any]:
+    """Microseconds that each wrapper adds to a call that does nothing and fails never."""
+    batch = {"input_ids": torch.ones(8, 64, dtype=torch.long), "attention_mask": torch.ones(8, 64, dtype=torch.long)}
+    model, answer, weight = build("small"), torch.ones(8, 80, dtype=torch.long), torch.nn.Linear(1, 1)
+    model.generate = lambda **_: answer
+    loss = lambda _: weight.weight.sum()  # noqa: E731
+    safe = OomSafeBackward(weight, weigh="samples")
+    ways: dict[str, Callable[[], Any]] = {
+        "run_with_oom_retry": lambda: run_with_oom_retry(len, batch),
+        "generate_with_oom_retry": lambda: generate_with_oom_retry(model, batch, max_new_tokens=16),
+        "plain backward": lambda: loss(batch).backward(),
+        "OomSafeBackward": lambda: safe(loss, batch),
+    }
+
+    def often(way: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: [way() for _ in range(calls)] and None
+
+    taken = Machine().in_turns({name: often(way) for name, way in ways.items()}, repeats)
+    return {
+        "unit": "microseconds a call",
+        **{name: spread(np.array(seconds) / calls * 1e6) for name, seconds in taken.items()},
+    }
+
+
+class Known(Budget):
+    """A run that knew the limit: prompts and new tokens together."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+
+    def fits(self, shape: BatchShape, /) -> np.ndarray:
+        return shape.num_samples * (shape.longest["tokens"] + NEW_TOKENS) <= self._limit
+
+
+def work() -> dict[str, Any]:
+    """Texts of which 5 % of the planned batches do not fit, against a run that was planned with the limit: what both ask of
+    a model that only counts, whatever else the machine does."""
+    model, tokenizer = build("small").eval(), word_tokenizer(WORDS)
+    lengths = lognormal(NUM_TEXTS, mean=29.0, cv=0.66, shortest=2, longest=200)
+    texts = [" ".join([f"w{i % WORDS}"] * int(n)) for i, n in enumerate(lengths)]
+    budget = TokenBudget(PLANNED_TOKENS)
+    sizes = [len(batch) * (lengths[batch].max() + NEW_TOKENS) for batch in planned(lengths, budget).batches]
+    limit, found = float(np.quantile(sizes, 0.95)), {}
+    for name, size in (("learned", budget), ("knew", budget & Known(limit))):
+        count = found[name] = {"forward_passes": 0, "tokens": 0}
+        failures: list[tuple[int, int]] = []
+
+        def generate(count: dict[str, int] = count, failures: Any = failures, **batch: Any) -> torch.Tensor:
+            rows, columns = batch["input_ids"].shape
+            for step in range(NEW_TOKENS):
+                if rows * (columns + step) > limit:
+                    failures.append((rows, columns))
+                    raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+                count["forward_passes"] += 1
+                count["tokens"] += rows if step else rows * columns
+            return torch.nn.functional.pad(batch["input_ids"], (0, NEW_TOKENS), value=5)
+
+        model.generate = generate
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False, "learned": LearningBudget()}
+        generate_dataset(model, tokenizer, texts, budget=size, **options)
+        count["failures"] = len(failures)
+        count["failed_twice_in_a_row"] = sum(a == b for a, b in zip(failures, failures[1:], strict=False))
+    ratio = {key: found["learned"][key] / found["knew"][key] for key in ("forward_passes", "tokens")}
+    about = {"texts": NUM_TEXTS, "new_tokens": NEW_TOKENS, "planned_batches": len(sizes)}
+    return {**about, "batches_that_do_not_fit": float((np.array(sizes) > limit).mean()), **found, "ratio": ratio}
+
+
+def update(repeats: int = 36) -> dict[str, Any]:
+    """Seconds on the wall that forward, backward and exchange of an update take on two gloo ranks, DDP's way and ours.
+
+    A model of 5 million parameters; of one batch, where DDP's exchange overlaps with all of the backward pass, and of four.
+    """
+    taken, figures = on_ranks(2, _updates, repeats), {}
+    for batches, seconds in taken.items():
+        figures[batches] = {
+            "seconds": {name: spread(found) for name, found in seconds.items()},
+            "ratio": paired(seconds["OomSafeBackward"], seconds["DDP"]),
+        }
+    parameters = sum(p.numel() for p in build("5M").parameters())
+    return {"ranks": 2, "parameters": parameters, "batches_an_update": figures}
+
+
+def _updates(repeats: int) -> dict[int, dict[str, list[float]]]:
+    plain, guarded = (DistributedDataParallel(build("5M")) for _ in range(2))
+    safe = OomSafeBackward(guarded, weigh="samples")
+    ids = torch.randint(3, 2048, (4, 64))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    def by_ddp(ends_update: bool) -> None:
+        with nullcontext() if ends_update else plain.no_sync():
+            plain(**batch).loss.backward()
+
+    def safely(ends_update: bool) -> None:
+        safe(lambda part: guarded(**part).loss, batch, ends_update=ends_update)
+
+    ways = {"DDP": by_ddp, "OomSafeBackward": safely}
+    taken: dict[int, dict[str, list[float]]] = {batches: {name: [] for name in ways} for batches in (1, 4)}
+    for batches, name in [(b, n) for _ in range(repeats) for b in taken for n in ways]:
+        plain.zero_grad()
+        guarded.zero_grad()
+        dist.barrier()
+        start = time.perf_counter()
+        for k in range(batches):
+            ways[name](k == batches - 1)
+        taken[batches][name].append(time.perf_counter() - start)
+    return {batches: {name: values[2:] for name, values in seconds.items()} for batches, seconds in taken.items()}
+
+
+# On a GPU: recovery, equality of results, and what is left in memory
+
+
+class Limited:
+    """A model, and a limit on memory: the device's for this process, or dry a stand-in that counts tokens in one layer."""
+
+    def __init__(self, machine: Machine, *, train: bool = False) -> None:
+        self.machine, self.tokens = machine, float("inf")
+        self.model = build("oom", machine, train=train).float()
+        if not machine.is_gpu:
+            self.model.model.layers[1].register_forward_pre_hook(self._claim, with_kwargs=True)
+
+    def _claim(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[0] * hidden.shape[1] > self.tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory (stand-in)")
+
+    def limit(self, num_bytes: float) -> None:
+        self.tokens = 40
+        self.machine.free()
+        self.machine.limit(int(num_bytes))
+
+    def unlimited(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        """What it returns; and a limit that leaves six tenths of the memory that it took."""
+        self.machine.free()
+        before = self.machine.held_bytes()
+        return run(), before + 0.6 * (self.machine.peak_bytes() - before)
+
+    def batch(self, seed: int, num_samples: int, longest: int, *, left: bool = False) -> dict[str, torch.Tensor]:
+        num_samples, longest = (8, 16) if self.machine.dry else (num_samples, longest)
+        lengths = np.random.default_rng(seed).integers(longest // 4, longest + 1, num_samples)
+        lengths[0] = longest
+        columns = np.arange(longest)[None]
+        mask = columns >= longest - lengths[:, None] if left else columns < lengths[:, None]
+        ids = np.random.default_rng(seed).integers(3, self.model.config.vocab_size, mask.shape) * mask
+        made = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        return {name: value.to(self.machine.device) for name, value in made.items()}
+
+
+def _generation(machine: Machine) -> dict[str, Any]:
+    limited, learned = Limited(machine), LearningBudget()
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    batch = limited.batch(0, 64, 1024, left=True)
+    whole, enough = limited.unlimited(lambda: limited.model.generate(**batch, **options))
+    limited.limit(enough)
+    got = generate_with_oom_retry(limited.model, batch, learned=learned, **options)
+    equal = float((got.sequences == whole).float().mean())
+    return {"num_splits": got.num_splits, "tokens_equal": equal, "out_of_memory_errors": learned.report.num_ooms}
+
+
+@torch.no_grad()
+def _forward(machine: Machine) -> dict[str, Any]:
+    limited = Limited(machine)
+    batch, forward = limited.batch(1, 64, 1024), lambda part: limited.model(**part).logits[:, 0].float().cpu()
+    whole, enough = limited.unlimited(lambda: forward(batch))
+    limited.limit(enough)
+    held = machine.held_bytes()
+    parts = list(run_with_oom_retry(forward, batch))
+    difference = float((torch.cat(parts) - whole).abs().max())
+    return {"num_parts": len(parts), "largest_difference": difference, "bytes_left_over": machine.held_bytes() - held}
+
+
+def _training(machine: Machine) -> dict[str, Any]:
+    machine.free()
+    whole, _ = _trained(machine, None)
+    parts, num_ooms = _trained(machine, 0.75 * machine.peak_bytes())
+    return {"out_of_memory_errors": num_ooms, "largest_difference": float((parts - whole).abs().max())}
+
+
+def _trained(machine: Machine, limit_bytes: float | None) -> tuple[torch.Tensor, int]:
+    """Parameters after updates of two batches, and how often it ran out of memory."""
+    limited = Limited(machine, train=True)
+    optimizer = torch.optim.SGD(limited.model.parameters(), lr=0.1)
+    backward = OomSafeBackward(limited.model)
+    if limit_bytes is not None:
+        limited.limit(limit_bytes)
+    for step in range(4 if machine.dry else 20):
+        batch = limited.batch(step, 16, 1024)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        backward(
+            lambda part: limited.model(**part).loss,
+            {**batch, "labels": labels},
+            loss_scale=0.5,
+            ends_update=step % 2 == 1,
+        )
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = torch.cat([p.detach().flatten().cpu() for p in limited.model.parameters()])
+    return parameters, backward.learned.report.num_ooms
+
+
+CHECKS: dict[str, tuple[Callable[[Machine], dict[str, Any]], Callable[[dict[str, Any]], bool]]] = {
+    "generation": (_generation, lambda it: it["num_splits"] > 0 and it["tokens_equal"] > 0.99),
+    "forward": (
+        _forward,
+        lambda it: it["num_parts"] > 1 and it["largest_difference"] < 1e-3 and it["bytes_left_over"] <= 0,
+    ),
+    "training": (_training, lambda it: it["out_of_memory_errors"] > 0 and it["largest_difference"] < 1e-4),
+}
+"""What is run, and what must hold of it: a limit that made nothing fail does not count."""
+
+
+def run(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Generation, forward and training under a limit that makes them fail; what breaks is written down, and fails the part."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found: dict[str, Any] = {}
+    for name, (check, _) in CHECKS.items():
+        try:
+            found[name] = check(machine)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+        machine.free()
+        yield found
+    wrong = {name: one for name, one in found.items() if "error" in one or not CHECKS[name][1](one)}
+    assert not wrong, wrong
