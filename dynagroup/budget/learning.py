@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +25,6 @@ __all__ = ["COST_UNIT", "NO_COST", "LearningBudget", "Limits", "OomReport"]
 
 COST_UNIT = 2**20  # costs travel between ranks as integers
 NO_COST = 2**62
-_EVERYTHING = TokenBudget(UNLIMITED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,102 +64,47 @@ class Limits:
     def refuse_nothing(self) -> bool:
         return math.isinf(self.limit) and math.isinf(self.wall)
 
-    def allow(self, cost: Any) -> Any:
-        """Whether each cost is allowed."""
-        return (cost <= self.limit) & (cost < self.wall)
+
+@dataclass
+class _Lessons:
+    """What has been learned. A budget shares it with those that are bound to lengths."""
+
+    numbers: MutableSequence[float] = field(default_factory=lambda: [math.inf] * 4)
+    """Limit and wall that are known, then those that plans follow."""
+    first: float = math.inf
+    """The first cost that failed or filled the device."""
+    calm: int = 0
+    """Batches near the limit that have passed since it moved."""
+    num_batches: int = 0
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    waste: dict[str, Any] = field(
+        default_factory=lambda: {"num_ooms": 0, "num_retries": 0, "num_skipped": 0, "wasted_s": 0.0}
+    )
+
+    def move(self, cost: float, limit: float, wall: float) -> None:
+        """The limits become these, because of a batch of this cost."""
+        self.first = cost if math.isinf(self.first) else self.first
+        if (limit, wall) != (float(self.numbers[0]), float(self.numbers[1])):
+            self.numbers[0], self.numbers[1] = limit, wall
+            self.curve.append((self.num_batches, limit))
+
+    def state(self) -> dict[str, Any]:
+        numbers = [None if math.isinf(n) else float(n) for n in (*self.numbers, self.first)]  # JSON knows no infinity
+        plain = {"calm": self.calm, "num_batches": self.num_batches, "curve": list(map(list, self.curve))}
+        return {"numbers": numbers, **plain, **self.waste}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        *numbers, self.first = (math.inf if n is None else float(n) for n in state["numbers"])
+        for place, number in enumerate(numbers):  # in place: they may be shared
+            self.numbers[place] = number
+        self.calm, self.num_batches = state["calm"], state["num_batches"]
+        self.curve = [(at, limit) for at, limit in state["curve"]]
+        self.waste = {name: state[name] for name in self.waste}
 
 
 # A failure at cost c is a wall: nothing of cost c or more is tried again, and the limit falls to a share of it, because costs
 # are predictions. Passes near the limit raise it again, one small step each time so many of them came in a row, and never to
 # the wall; a measured peak that nearly fills the device stops the rise before an error does. Cost: a comparison a batch.
-class _Lessons:
-    """What has been learned. A budget shares it with those that are bound to lengths."""
-
-    def __init__(self, backoff: float, growth: float, patience: int, full: float) -> None:
-        self._backoff, self._growth, self._patience, self._full = backoff, growth, patience, full
-        self._numbers: MutableSequence[float] = [math.inf] * 4
-        """Limit and wall that are known, then those that plans follow."""
-        self._first = math.inf
-        """The first cost that failed or filled the device."""
-        self._calm = 0
-        """Batches near the limit that have passed since it moved."""
-        self._num_batches = 0
-        self._curve: list[tuple[int, float]] = []
-        self.waste: dict[str, Any] = {"num_ooms": 0, "num_retries": 0, "num_skipped": 0, "wasted_s": 0.0}
-
-    @property
-    def known(self) -> Limits:
-        return Limits(float(self._numbers[0]), float(self._numbers[1]))
-
-    @property
-    def applied(self) -> Limits:
-        return Limits(float(self._numbers[2]), float(self._numbers[3]))
-
-    @property
-    def report(self) -> OomReport:
-        return OomReport(**self.waste, curve=tuple((at, limit / self._first) for at, limit in self._curve))
-
-    def apply(self, world: World | None) -> None:
-        if world is not None and world.size > 1:
-            own = [int(min(float(number) * COST_UNIT, NO_COST)) for number in self._numbers[:2]]
-            lowest = [-n for n in world.all_max([-n for n in own])]
-            self._know(*(math.inf if n == NO_COST else n / COST_UNIT for n in lowest))
-        self._numbers[2], self._numbers[3] = self._numbers[0], self._numbers[1]
-
-    def _know(self, limit: float, wall: float) -> None:
-        self._numbers[0], self._numbers[1] = limit, wall
-
-    def failed(self, cost: float) -> None:
-        known = self.known
-        self._move(cost, min(known.limit, self._backoff * cost), min(known.wall, cost))
-        self._calm = 0
-
-    def passed(self, cost_of_batch: Callable[[], float], share: float | None) -> None:
-        """A batch passed, at this measured share of the device's memory; its cost is asked for only where it counts."""
-        self._num_batches += 1
-        known, full = self.known, share is not None and share > self._full
-        if math.isinf(known.limit) and not full:
-            return
-        cost = cost_of_batch()
-        if full:
-            self._calm = 0
-            self._move(cost, min(cost, known.limit), known.wall)
-        elif cost >= self._backoff * known.limit:
-            self._calm += 1
-            if self._calm >= self._patience:
-                self._calm = 0
-                self._grow(known, share)
-
-    def _grow(self, known: Limits, share: float | None) -> None:
-        if self._growth * known.limit < known.wall and (share is None or share * self._growth <= self._full):
-            self._move(known.limit, self._growth * known.limit, known.wall)
-
-    def _move(self, cost: float, limit: float, wall: float) -> None:
-        self._first = cost if math.isinf(self._first) else self._first
-        if (limit, wall) != (self.known.limit, self.known.wall):
-            self._know(limit, wall)
-            self._curve.append((self._num_batches, limit))
-
-    def share_memory(self) -> None:
-        import torch
-
-        if isinstance(self._numbers, list):
-            self._numbers = torch.tensor(self._numbers, dtype=torch.float64).share_memory_()  # type: ignore[assignment]
-
-    def state(self) -> dict[str, Any]:
-        numbers = [None if math.isinf(n) else float(n) for n in (*self._numbers, self._first)]  # JSON knows no infinity
-        curve = [[at, limit] for at, limit in self._curve]
-        return {"numbers": numbers, "calm": self._calm, "num_batches": self._num_batches, "curve": curve, **self.waste}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        *numbers, self._first = (math.inf if n is None else float(n) for n in state["numbers"])
-        for place, number in enumerate(numbers):  # in place: they may be shared
-            self._numbers[place] = number
-        self._calm, self._num_batches = state["calm"], state["num_batches"]
-        self._curve = [(at, limit) for at, limit in state["curve"]]
-        self.waste = {name: state[name] for name in self.waste}
-
-
 class LearningBudget(Budget):
     """A budget that no longer allows what has failed.
 
@@ -173,9 +118,9 @@ class LearningBudget(Budget):
     when an epoch begins, so that a plan stays the one it was while it is carried out, also across a resume, and keep
     its state in their own. A :class:`LengthAwareBatchSampler` does so on one rank; on several, call it yourself.
 
-    All of it is four numbers. ``share_memory()`` lets worker processes see them at once; without it, a worker
-    keeps what was known when it started. On several ranks record the same facts on every rank
-    (:class:`~dynagroup.oom.OomSafeBackward` does), or plans differ.
+    ``share_memory()`` lets worker processes see at once what is learned; without it, a worker keeps what was known when it
+    started. On several ranks record the same facts on every rank (:class:`~dynagroup.oom.OomSafeBackward` does), or plans
+    differ.
 
     Args:
         budget: the budget to correct; None allows everything that has not failed.
@@ -208,10 +153,158 @@ class LearningBudget(Budget):
             raise ConfigError(f"`backoff` must lie between 0 and 1, but is {backoff!r}")
         if not growth >= 1:
             raise ConfigError(f"`growth` must be at least 1, but is {growth!r}")
-        check_int("patience", patience)
-        check_number("full", full)
-        self.budget = budget
-        self._lessons = _Lessons(backoff, growth, patience, full)
+        self._backoff, self._growth = backoff, growth
+        self._patience, self._full = check_int("patience", patience), check_number("full", full)
+        self._base = TokenBudget(UNLIMITED) if budget is None else budget
+        self._named = "everything" if budget is None else None
+        self._lessons = _Lessons()
+
+    # What it is: the budget that it corrects.
+
+    @property
+    def layout(self) -> Layout:
+        return self._base.layout
+
+    @property
+    def pad_to_multiple_of(self) -> int:
+        return self._base.pad_to_multiple_of
+
+    def padded_to(self, tokens: int, /) -> int:
+        return self._base.padded_to(tokens)
+
+    def pads(self, stream: str, /) -> bool:
+        return self._base.pads(stream)
+
+    def bind(self, lengths: Streams, /) -> LearningBudget:
+        """What one learns the other knows."""
+        bound = copy.copy(self)
+        bound._base = self._base.bind(lengths)
+        return bound
+
+    def cost(self, shape: BatchShape, /) -> FloatArray:
+        """What the budget predicts for each shape: float64 (K,), never falling when a sample is added or lengthened."""
+        return cost_of(self._base, shape)
+
+    @property
+    def fingerprint(self) -> str:
+        base, applied = self._named or self._base.fingerprint, self._applied
+        return base if applied.refuse_nothing else f"{base}, cost <= {applied.limit!r} and < {applied.wall!r}"
+
+    # What it allows.
+
+    @property
+    def limits(self) -> Limits:
+        """The costs that are allowed by what has been learned so far."""
+        return Limits(*map(float, self._lessons.numbers[:2]))
+
+    @property
+    def _applied(self) -> Limits:
+        return Limits(*map(float, self._lessons.numbers[2:]))
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether anything speaks against any batch yet."""
+        return not self.limits.refuse_nothing
+
+    def fits(self, shape: BatchShape, /) -> BoolArray:
+        return fits_of(self._base, shape) & self._within(self._applied, shape)
+
+    def allows(self, shape: BatchShape, /) -> BoolArray:
+        """Which shapes nothing learned so far speaks against, whatever the budget itself says: bool (K,)."""
+        return self._within(self.limits, shape)
+
+    def _within(self, limits: Limits, shape: BatchShape) -> BoolArray:
+        if limits.refuse_nothing:
+            return np.ones(len(shape), np.bool_)
+        cost = self.cost(shape)
+        return (cost <= limits.limit) & (cost < limits.wall)
+
+    def largest(self, longest: IntArray, /) -> IntArray | None:
+        most, applied = largest_of(self._base, longest), self._applied
+        if most is None or applied.refuse_nothing:
+            return most
+        return largest_within(lambda n: self._within(applied, BatchShape.of(n, longest)), len(longest), most)
+
+    def apply(self, world: World | None = None) -> None:
+        """Plan by what has been learned so far. For between epochs.
+
+        Args:
+            world: ranks that plan together: the lowest limits of all of them count. Collective.
+        """
+        numbers = self._lessons.numbers
+        if world is not None and world.size > 1:
+            lowest = world.all_max([-int(min(float(number) * COST_UNIT, NO_COST)) for number in numbers[:2]])
+            numbers[0], numbers[1] = (math.inf if n == -NO_COST else -n / COST_UNIT for n in lowest)
+        numbers[2], numbers[3] = numbers[0], numbers[1]
+
+    # What it learns.
+
+    def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
+        """A batch of this shape (one row) ran out of memory and was run again in so many parts."""
+        self.record_failed_cost(float(self.cost(shape)[0]))
+        self.record_waste(num_ooms=1, wasted_s=wasted_s, num_retries=num_retries)
+
+    def record_failed_cost(self, cost: float) -> None:
+        """The same, for a cost that ranks have agreed on."""
+        known = self.limits
+        self._lessons.move(cost, min(known.limit, self._backoff * cost), min(known.wall, cost))
+        self._lessons.calm = 0
+
+    def record_waste(self, **more: float) -> None:
+        """Count what recovery cost: ``num_ooms``, ``num_retries``, ``num_skipped``, ``wasted_s``."""
+        for name, value in more.items():
+            self._lessons.waste[name] += value
+
+    def record_pass(self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None) -> None:
+        """A batch of this shape (one row) passed, with this measured peak of the device's memory, if known."""
+        share = 0.0 if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
+        lessons, known = self._lessons, self.limits
+        lessons.num_batches += 1
+        if share <= self._full and math.isinf(known.limit):
+            return
+        cost = float(self.cost(shape)[0])
+        if share > self._full:
+            lessons.calm = 0
+            lessons.move(cost, min(cost, known.limit), known.wall)
+        elif cost >= self._backoff * known.limit:
+            lessons.calm = (lessons.calm + 1) % self._patience
+            grown = self._growth * known.limit
+            if not lessons.calm and grown < known.wall and share * self._growth <= self._full:
+                lessons.move(known.limit, grown, known.wall)
+
+    @property
+    def report(self) -> OomReport:
+        """OOMs, retries, wasted seconds and the headroom over time."""
+        lessons = self._lessons
+        return OomReport(**lessons.waste, curve=tuple((at, limit / lessons.first) for at, limit in lessons.curve))
+
+    def share_memory(self) -> LearningBudget:
+        """Keep what is learned in shared memory, so that worker processes started from now on follow it at once."""
+        import torch
+
+        if isinstance(self._lessons.numbers, list):
+            shared: Any = torch.tensor(self._lessons.numbers, dtype=torch.float64).share_memory_()
+            self._lessons.numbers = shared
+        return self
+
+    # What is saved.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learned, for a checkpoint."""
+        return sealed("LearningBudget", self._identity, self._lessons.state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what a run with the same budget had learned.
+
+        Raises:
+            StateError: the state is damaged, of another version, or of another budget: its costs have another meaning. Then
+                nothing has changed.
+        """
+        self._lessons.restore(opened(state, "LearningBudget", self._identity)[0])
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {"budget": self._named or self._base.fingerprint}
 
     @classmethod
     def within(cls, budget: Budget) -> LearningBudget | None:
@@ -234,8 +327,7 @@ class LearningBudget(Budget):
         Raises:
             StateError: what had been learned is damaged, or of another budget.
         """
-        part = cls.within(budget)
-        before = cls.saved(budget)
+        part, before = cls.within(budget), cls.saved(budget)
         learned = state.get("learned") if isinstance(state, Mapping) else None
         try:
             if part is not None and learned is not None:
@@ -245,117 +337,3 @@ class LearningBudget(Budget):
             if part is not None and before is not None:
                 part.load_state_dict(before)
             raise
-
-    @property
-    def layout(self) -> Layout:
-        return "padded" if self.budget is None else self.budget.layout
-
-    @property
-    def pad_to_multiple_of(self) -> int:
-        return 1 if self.budget is None else self.budget.pad_to_multiple_of
-
-    def padded_to(self, tokens: int, /) -> int:
-        return tokens if self.budget is None else self.budget.padded_to(tokens)
-
-    @property
-    def fingerprint(self) -> str:
-        base = "everything" if self.budget is None else self.budget.fingerprint
-        applied = self._lessons.applied
-        return base if applied.refuse_nothing else f"{base}, cost <= {applied.limit!r} and < {applied.wall!r}"
-
-    @property
-    def has_learned(self) -> bool:
-        """Whether anything speaks against any batch yet."""
-        return not self._lessons.known.refuse_nothing
-
-    @property
-    def limits(self) -> Limits:
-        """The costs that are allowed by what has been learned so far."""
-        return self._lessons.known
-
-    def fits(self, shape: BatchShape, /) -> BoolArray:
-        ok = np.ones(len(shape), dtype=np.bool_) if self.budget is None else fits_of(self.budget, shape)
-        return ok & self._within(self._lessons.applied, shape)
-
-    def allows(self, shape: BatchShape, /) -> BoolArray:
-        """Which shapes nothing learned so far speaks against, whatever the budget itself says: bool (K,)."""
-        return self._within(self._lessons.known, shape)
-
-    def apply(self, world: World | None = None) -> None:
-        """Plan by what has been learned so far. For between epochs.
-
-        Args:
-            world: ranks that plan together: the lowest limits of all of them count. Collective.
-        """
-        self._lessons.apply(world)
-
-    def _within(self, limits: Limits, shape: BatchShape) -> BoolArray:
-        return np.ones(len(shape), np.bool_) if limits.refuse_nothing else limits.allow(self.cost(shape))
-
-    def pads(self, stream: str, /) -> bool:
-        return self.budget is None or self.budget.pads(stream)
-
-    def bind(self, lengths: Streams, /) -> LearningBudget:
-        """What one learns the other knows."""
-        other = LearningBudget(None if self.budget is None else self.budget.bind(lengths))
-        other._lessons = self._lessons
-        return other
-
-    def largest(self, longest: IntArray, /) -> IntArray | None:
-        most = None if self.budget is None else largest_of(self.budget, longest)
-        applied = self._lessons.applied
-        if most is None or applied.refuse_nothing:
-            return most
-        return np.minimum(
-            most, largest_within(lambda n: self._within(applied, BatchShape.of(n, longest)), len(longest), most)
-        )
-
-    def cost(self, shape: BatchShape, /) -> FloatArray:
-        """What the budget predicts for each shape: float64 (K,), never falling when a sample is added or lengthened."""
-        return _EVERYTHING.cost(shape) if self.budget is None else cost_of(self.budget, shape)
-
-    def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
-        """A batch of this shape (one row) ran out of memory and was run again in so many parts."""
-        self.record_failed_cost(float(self.cost(shape)[0]))
-        self.record_waste(num_ooms=1, wasted_s=wasted_s, num_retries=num_retries)
-
-    def record_failed_cost(self, cost: float) -> None:
-        """The same, for a cost that ranks have agreed on."""
-        self._lessons.failed(cost)
-
-    def record_waste(self, **more: float) -> None:
-        """Count what recovery cost: ``num_ooms``, ``num_retries``, ``num_skipped``, ``wasted_s``."""
-        for name, value in more.items():
-            self._lessons.waste[name] += value
-
-    def record_pass(self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None) -> None:
-        """A batch of this shape (one row) passed, with this measured peak of the device's memory, if known."""
-        share = None if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
-        self._lessons.passed(lambda: float(self.cost(shape)[0]), share)
-
-    @property
-    def report(self) -> OomReport:
-        """OOMs, retries, wasted seconds and the headroom over time."""
-        return self._lessons.report
-
-    def share_memory(self) -> LearningBudget:
-        """Keep what is learned in shared memory, so that worker processes started from now on follow it at once."""
-        self._lessons.share_memory()
-        return self
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        return {"budget": None if self.budget is None else self.budget.fingerprint}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has been learned, for a checkpoint."""
-        return sealed("LearningBudget", self._identity, self._lessons.state())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what a run with the same budget had learned.
-
-        Raises:
-            StateError: the state is damaged, of another version, or of another budget: its costs have another meaning. Then
-                nothing has changed.
-        """
-        self._lessons.restore(opened(state, "LearningBudget", self._identity)[0])
