@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from dynagroup.budget.base import BoolArray, Budget, FloatArray
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.fits import largest_within, parsed_bytes
-from dynagroup.memory.protocols import BytesMemoryModel, LargestTable, MemoryModel
+from dynagroup.memory.protocols import BytesMemoryModel, LargestTable, MemoryModel, PaddedTokens
 from dynagroup.memory.regressor import MemoryRegressor
 from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.traced import TracedMemory
@@ -21,6 +20,9 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, sa
 from dynagroup.validation import check_int, check_number
 
 __all__ = ["MemoryBudget"]
+
+
+SHOWN = (128, 512, 2048, 8192)
 
 
 class MemoryBudget(Budget):
@@ -60,16 +62,21 @@ class MemoryBudget(Budget):
         headroom: float = 0.9,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        check_int("batch_size", batch_size)
-        units = longest if longest is None or isinstance(longest, Mapping) else {TOKENS: longest}
-        for name, value in (units or {}).items():
-            check_int(name if isinstance(longest, Mapping) else "longest", value)
+        self._batch_size = check_int("batch_size", batch_size)
+        named = isinstance(longest, Mapping)
+        self._longest = dict(longest) if named else {} if longest is None else {TOKENS: longest}
+        for name, value in self._longest.items():
+            check_int(name if named else "longest", value)
         if model is not None and not hasattr(model, "relative"):
             raise ConfigError(
                 f"`model` must predict memory, but is {type(model).__name__}; for a model of transformers: "
                 "MemoryBudget.from_model(model), or MemoryRegressor.pretrained(Workload.from_model(model))"
             )
-        self._set(_FirstBatch(batch_size, units, model or _usual(), pad_to_multiple_of), headroom, pad_to_multiple_of)
+        self._set(model or _usual(), headroom, pad_to_multiple_of)
+
+    def _set(self, model: Any, headroom: float, pad_to_multiple_of: int) -> None:
+        self._model, self._multiple = model, check_int("pad_to_multiple_of", pad_to_multiple_of)
+        self.headroom = check_number("headroom", headroom, most=1.0)
 
     @classmethod
     def from_bytes(
@@ -80,17 +87,7 @@ class MemoryBudget(Budget):
         Raises:
             ConfigError: an argument is wrong. BudgetError: static memory alone exceeds the limit.
         """
-        limit_bytes = check_int("limit_bytes", limit_bytes)
-        if not isinstance(model, BytesMemoryModel):
-            raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")
-        budget = cls.__new__(cls)
-        budget._set(_DeviceBytes(limit_bytes, model), headroom, pad_to_multiple_of)
-        if model.static_bytes >= headroom * limit_bytes:
-            raise BudgetError(
-                f"static memory ({model.static_bytes:,} bytes) alone exceeds {headroom:.0%} of limit_bytes={limit_bytes:,}; "
-                "use a smaller model, a leaner optimizer, LoRA, sharding, or more memory"
-            )
-        return budget
+        return _DeviceBudget(limit_bytes, model, headroom, pad_to_multiple_of)
 
     @classmethod
     def from_model(
@@ -131,14 +128,11 @@ class MemoryBudget(Budget):
         """
         from dynagroup.device import free_bytes
 
-        _check(headroom, pad_to_multiple_of)
+        padding = {"headroom": headroom, "pad_to_multiple_of": pad_to_multiple_of}
+        MemoryBudget(1, model=PaddedTokens(), **padding)  # what is wrong is refused before a model is traced
         limit = free_bytes() if memory is None else parsed_bytes(memory)
         traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
-        return cls.from_bytes(limit, model=traced, headroom=headroom, pad_to_multiple_of=pad_to_multiple_of)
-
-    def _set(self, limit: _DeviceBytes | _FirstBatch, headroom: float, pad_to_multiple_of: int) -> None:
-        _check(headroom, pad_to_multiple_of)
-        self._limit, self.headroom, self._multiple = limit, headroom, pad_to_multiple_of
+        return cls.from_bytes(limit, model=traced, **padding)
 
     @property
     def pad_to_multiple_of(self) -> int:
@@ -146,49 +140,70 @@ class MemoryBudget(Budget):
 
     @property
     def layout(self) -> Layout:
-        return getattr(self.model, "layout", "padded")
+        return getattr(self._model, "layout", "padded")
 
     @property
     def model(self) -> MemoryModel:
         """What predicts memory."""
-        return self._limit.model
+        return self._model
 
     @property
     def limit(self) -> str:
         """What batches are held against, in words."""
-        return str(self._limit)
+        return "the hardest batch"
 
     def bind(self, lengths: Streams, /) -> MemoryBudget:
-        bound = self._limit.bind(lengths)
-        if bound is self._limit:
+        if all(name in self._longest for name in lengths):
             return self
-        budget = type(self).__new__(type(self))
-        budget._set(bound, self.headroom, self._multiple)
-        return budget
+        longest = {name: max(int(values.max(initial=1)), 1) for name, values in lengths.items()} | self._longest
+        how = {"headroom": self.headroom, "pad_to_multiple_of": self._multiple}
+        return MemoryBudget(self._batch_size, longest=longest, model=self.model, **how)
 
     def predicted(self, shape: BatchShape, /) -> FloatArray:
         """Predicted memory as a share of the limit (a device's bytes, or what the hardest batch takes): float64 (K,)."""
-        return self._limit.static_share + self.cost(shape)
+        return self.cost(shape)
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Predicted memory that grows with the batch, as a share of the limit: float64 (K,)."""
-        return self._limit.grown_share(self._padded(shape))
+        padded = self._padded(shape)
+        return self.model.relative(padded, self._first(padded))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        return self._limit.fits(self._padded(shape), self.headroom)
+        padded = self._padded(shape)
+        first = self._first(padded)
+        inside = [padded.num_samples <= first.num_samples]
+        inside += [longest <= first.longest[name] for name, longest in padded.longest.items()]
+        return np.logical_and.reduce(inside) | self._grown(padded, first)
+
+    def _grown(self, padded: BatchShape, first: BatchShape) -> BoolArray:
+        """Shapes that are predicted to fit. A regressor is asked once, for a table; a formula is asked directly."""
+        if not isinstance(self.model, MemoryRegressor) or not self.model.tabulated or len(padded.longest) > 2:
+            return self.model.relative(padded, first) <= self.headroom
+        key = tuple(padded.longest)
+        if key not in self._tables:
+            self._tables[key] = LargestTable.of(self.model, first, self.headroom)
+        return padded.num_samples <= self._tables[key].largest(padded.longest)
+
+    @cached_property
+    def _tables(self) -> dict[Any, LargestTable]:
+        return {}
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        if self.layout == "packed" or self._limit.knows_streams:
+        if self.layout == "packed" or len(self._longest) > 1:
             return None
         return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), len(longest))
 
     @property
     def fingerprint(self) -> str:
-        about = f"{self._limit.fingerprint}, headroom={self.headroom!r}, pad_to_multiple_of={self._multiple}"
-        return f"{type(self).__qualname__}({about})"
+        about = f"{self._about}, model={described(self.model)}, headroom={self.headroom!r}"
+        return f"MemoryBudget({about}, pad_to_multiple_of={self._multiple})"
+
+    @property
+    def _about(self) -> str:
+        return f"batch_size={self._batch_size}, longest={dict(sorted(self._longest.items())) or None}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._limit}, headroom={self.headroom!r})"
+        return f"MemoryBudget({self.limit}, headroom={self.headroom!r})"
 
     def __str__(self) -> str:
         """What batches are held against and what was taken for granted, a line each, to be checked.
@@ -201,10 +216,27 @@ class MemoryBudget(Budget):
           static   3.68 MB whatever the batch
           batch    1.8 GB: samples by tokens of the longest: 434 of 128, 99 of 512, 44 of 1,024
         """
-        at_most, facts = self._limit.told(self)
+        at_most, facts = self._told()
         padding = f"to multiples of {self._multiple}" if self._multiple > 1 else ""
         lines = [f"  {name:<7}  {text}" for name, text in {**facts, "padding": padding}.items() if text]
-        return "\n".join([f"{type(self).__name__}: {at_most}", *lines])
+        return "\n".join([f"MemoryBudget: {at_most}", *lines])
+
+    def _told(self) -> tuple[str, dict[str, str]]:
+        units = " and ".join(f"{value:,} {said(name)}" for name, value in self._longest.items())
+        long = f" of {units}" if units else ", however long the longest prove to be"
+        at_most = f"{self.headroom:g} of the memory of the hardest batch, {self._batch_size:,} samples{long}"
+        batch = self._largest_batches(self._longest[TOKENS]) if len(self._longest) == 1 else ""
+        return at_most, {"model": str(self.model), "batch": batch}
+
+    def _largest_batches(self, longest: int) -> str:
+        """How many samples of some lengths fit, none longer than ``longest``; packed, how many tokens."""
+        if self.layout == "packed":
+            most = largest_within(lambda total: self.fits(BatchShape.of(1, total, total)), 1)
+            return f"{int(most[0]):,} tokens"
+        lengths = [length for length in SHOWN if length < longest][-3:] + [longest]
+        counts = largest_within(lambda count: self.fits(BatchShape.of(count, lengths)), len(lengths))
+        parts = [f"{count:,} of {length:,}" for length, count in zip(lengths, counts.tolist(), strict=True)]
+        return f"samples by tokens of the longest: {', '.join(parts)}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MemoryBudget) and self.fingerprint == other.fingerprint
@@ -216,143 +248,67 @@ class MemoryBudget(Budget):
         longest = {name: round_up(values, self._multiple) for name, values in shape.longest.items()}
         return shape if self._multiple == 1 else BatchShape(shape.num_samples, longest, shape.total)
 
+    def _first(self, padded: BatchShape) -> BatchShape:
+        """The hardest batch, in the streams that a shape has."""
+        missing = sorted(set(padded.longest) - set(self._longest))
+        if missing:
+            which = "`longest`" if not self._longest else f"how long the first batch is in {missing[0]!r}"
+            raise ConfigError(
+                f"{which} is not known: give MemoryBudget(..., longest={{{missing[0]!r}: tokens of your longest sample}}), hand "
+                "the budget to a sampler that has the lengths, or, where a stream is not padded, combine it: "
+                f"& AdditiveCap({missing[0]!r}, limit)"
+            )
+        known = {name: round_up(np.array([self._longest[name]]), self._multiple) for name in padded.longest}
+        return BatchShape.of(self._batch_size, known)
 
-def _check(headroom: float, pad_to_multiple_of: int) -> None:
-    check_int("pad_to_multiple_of", pad_to_multiple_of)
-    check_number("headroom", headroom, most=1.0)
 
+class _DeviceBudget(MemoryBudget):
+    """The limit is the bytes that a device has."""
 
-@dataclass(frozen=True)
-class _DeviceBytes:
-    """The limit is the bytes that a device has. Shapes come with their padding."""
+    _model: BytesMemoryModel
 
-    limit_bytes: int
-    model: BytesMemoryModel
-    knows_streams: ClassVar[bool] = False
+    def __init__(self, limit_bytes: int, model: BytesMemoryModel, headroom: float, pad_to_multiple_of: int) -> None:
+        self._limit_bytes, self._longest = check_int("limit_bytes", limit_bytes), {}
+        if not isinstance(model, BytesMemoryModel):
+            raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")
+        self._set(model, headroom, pad_to_multiple_of)
+        if model.static_bytes >= headroom * self._limit_bytes:
+            raise BudgetError(
+                f"static memory ({model.static_bytes:,} bytes) alone exceeds {headroom:.0%} of limit_bytes={limit_bytes:,}; "
+                "use a smaller model, a leaner optimizer, LoRA, sharding, or more memory"
+            )
 
     @property
-    def static_share(self) -> float:
-        return self.model.static_bytes / self.limit_bytes
+    def limit(self) -> str:
+        return f"{self._limit_bytes:,} bytes"
 
-    @property
-    def fingerprint(self) -> str:
-        return f"limit_bytes={self.limit_bytes}, model={described(self.model)}"
-
-    def __str__(self) -> str:
-        return f"{self.limit_bytes:,} bytes"
-
-    def bind(self, lengths: Streams) -> _DeviceBytes:
+    def bind(self, lengths: Streams, /) -> MemoryBudget:
         return self
 
-    def told(self, budget: MemoryBudget) -> tuple[str, dict[str, str]]:
-        room, model, static = budget.headroom * self.limit_bytes, self.model, self.model.static_bytes
-        traced = model if isinstance(model, TracedMemory) else None
+    def predicted(self, shape: BatchShape, /) -> FloatArray:
+        return self._model.static_bytes / self._limit_bytes + self.cost(shape)
+
+    def cost(self, shape: BatchShape, /) -> FloatArray:
+        return self._model.batch_bytes(self._padded(shape)) / self._limit_bytes
+
+    def fits(self, shape: BatchShape, /) -> BoolArray:
+        room = self.headroom * self._limit_bytes
+        return self._model.static_bytes + self._model.batch_bytes(self._padded(shape)) <= room
+
+    @property
+    def _about(self) -> str:
+        return f"limit_bytes={self._limit_bytes}"
+
+    def _told(self) -> tuple[str, dict[str, str]]:
+        room, static = self.headroom * self._limit_bytes, self._model.static_bytes
+        traced = self._model if isinstance(self._model, TracedMemory) else None
         longest = (traced.told.positions if traced else None) or max(SHOWN)
-        return f"{_gb(room)} ({budget.headroom:g} of {self.limit_bytes:,} bytes)", {
-            "model": str(model),
+        return f"{_gb(room)} ({self.headroom:g} of {self.limit})", {
+            "model": str(self._model),
             "run": traced.assumes if traced else "",
             "static": f"{_gb(static)} whatever the batch",
-            "batch": f"{_gb(room - static)}: {_largest_batches(budget, longest)}",
+            "batch": f"{_gb(room - static)}: {self._largest_batches(longest)}",
         }
-
-    def grown_share(self, padded: BatchShape) -> FloatArray:
-        return self.model.batch_bytes(padded) / self.limit_bytes
-
-    def fits(self, padded: BatchShape, headroom: float) -> BoolArray:
-        return self.model.static_bytes + self.model.batch_bytes(padded) <= headroom * self.limit_bytes
-
-
-@dataclass(frozen=True)
-class _FirstBatch:
-    """The limit is a batch that is known to fit. Shapes come with their padding."""
-
-    batch_size: int
-    longest: Mapping[str, int] | None
-    model: MemoryModel
-    pad_to_multiple_of: int
-    static_share: ClassVar[float] = 0.0
-
-    @property
-    def knows_streams(self) -> bool:
-        """Whether streams beside tokens count."""
-        return len(self._baseline.longest) > 1
-
-    @property
-    def fingerprint(self) -> str:
-        longest = None if self.longest is None else dict(sorted(self.longest.items()))
-        return f"batch_size={self.batch_size}, longest={longest}, model={described(self.model)}"
-
-    def __str__(self) -> str:
-        return "the hardest batch"
-
-    def bind(self, lengths: Streams) -> _FirstBatch:
-        known = self.longest or {}
-        if all(name in known for name in lengths):
-            return self
-        return replace(self, longest={**{name: max(int(v.max(initial=1)), 1) for name, v in lengths.items()}, **known})
-
-    def told(self, budget: MemoryBudget) -> tuple[str, dict[str, str]]:
-        known = self.longest or {}
-        units = " and ".join(f"{value:,} {said(name)}" for name, value in known.items())
-        long = f" of {units}" if known else ", however long the longest prove to be"
-        at_most = f"{budget.headroom:g} of the memory of the hardest batch, {self.batch_size:,} samples{long}"
-        batch = _largest_batches(budget, known[TOKENS]) if len(known) == 1 else ""
-        return at_most, {"model": str(self.model), "batch": batch}
-
-    def grown_share(self, padded: BatchShape) -> FloatArray:
-        return self.model.relative(padded, self._known(padded))
-
-    def fits(self, padded: BatchShape, headroom: float) -> BoolArray:
-        baseline = self._known(padded)
-        inside = [padded.num_samples <= baseline.num_samples]
-        inside += [longest <= baseline.longest[name] for name, longest in padded.longest.items()]
-        return np.logical_and.reduce(inside) | self._grown(padded, headroom)
-
-    def _grown(self, padded: BatchShape, headroom: float) -> BoolArray:
-        """Shapes that are predicted to fit. A regressor is asked once, for a table; a formula is asked directly."""
-        if not isinstance(self.model, MemoryRegressor) or not self.model.tabulated or len(padded.longest) > 2:
-            return self.grown_share(padded) <= headroom
-        tables: dict[Any, LargestTable] = self.__dict__.setdefault("_tables", {})
-        key = (tuple(padded.longest), headroom)
-        if key not in tables:
-            tables[key] = LargestTable.of(self.model, self._known(padded), headroom)
-        return padded.num_samples <= tables[key].largest(padded.longest)
-
-    def _known(self, padded: BatchShape) -> BatchShape:
-        """The first batch, in the streams that a shape has."""
-        baseline = self._baseline
-        missing = sorted(set(padded.longest) - set(baseline.longest))
-        if missing:
-            raise ConfigError(
-                f"how long the first batch is in {missing[0]!r} is not known: give MemoryBudget(..., longest={{'tokens': ..., "
-                f"{missing[0]!r}: ...}}), hand the budget to a sampler that has the lengths, or, where that stream is not "
-                f"padded, combine it: & AdditiveCap({missing[0]!r}, limit)"
-            )
-        return baseline.without([name for name in baseline.longest if name not in padded.longest])
-
-    @cached_property
-    def _baseline(self) -> BatchShape:
-        if self.longest is None:
-            raise ConfigError(
-                "`longest` is not known: give MemoryBudget(..., longest=tokens of your longest sample), "
-                "or hand the budget to a sampler that has the lengths"
-            )
-        padded = {k: round_up(np.array([v]), self.pad_to_multiple_of) for k, v in self.longest.items()}
-        return BatchShape.of(self.batch_size, padded)
-
-
-SHOWN = (128, 512, 2048, 8192)
-
-
-def _largest_batches(budget: MemoryBudget, longest: int) -> str:
-    """How many samples of some lengths fit, none longer than ``longest``; packed, how many tokens."""
-    if budget.layout == "packed":
-        most = largest_within(lambda total: budget.fits(BatchShape.of(1, total, total)), 1)
-        return f"{int(most[0]):,} tokens"
-    lengths = [length for length in SHOWN if length < longest][-3:] + [longest]
-    counts = largest_within(lambda count: budget.fits(BatchShape.of(count, lengths)), len(lengths))
-    parts = [f"{count:,} of {length:,}" for length, count in zip(lengths, counts.tolist(), strict=True)]
-    return f"samples by tokens of the longest: {', '.join(parts)}"
 
 
 def _gb(size: float) -> str:
