@@ -20,20 +20,8 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, sa
 from dynagroup.validation import check_int
 
 __all__ = [
-    "AdditiveCap",
-    "AllOf",
-    "BoolArray",
-    "Budget",
-    "FloatArray",
-    "Layout",
-    "UNLIMITED",
-    "cost_of",
-    "fits_of",
-    "largest_of",
-    "padded_squares",
-    "padded_streams",
-    "padded_tokens",
-    "real_tokens",
+    *("AdditiveCap", "AllOf", "BoolArray", "Budget", "FloatArray", "Layout", "UNLIMITED"),
+    *("cost_of", "fits_of", "largest_of", "padded_squares", "padded_streams", "padded_tokens", "real_tokens"),
 ]
 
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -121,14 +109,12 @@ def padded_streams(budget: Budget, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
-    """Tokens that a device multiplies for each shape: with padding, or without it in a packed layout; all padded streams
-    added. int64 (K,)."""
+    """Tokens that a device multiplies for each shape, of all padded streams: with padding, or packed without. int64 (K,)."""
     return real_tokens(shape, budget) if budget.layout == "packed" else shape.num_samples * sum(_widths(shape, budget))
 
 
 def padded_squares(shape: BatchShape, budget: Budget) -> IntArray:
-    """Padded tokens of each shape, each times its sample's padded length, of all padded streams: what attention costs.
-    int64 (K,)."""
+    """The same, each token times its sample's padded length: what attention costs. int64 (K,)."""
     return shape.num_samples * sum(width * width for width in _widths(shape, budget))
 
 
@@ -153,20 +139,12 @@ def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
 
 
 def cost_of(budget: Budget, shape: BatchShape) -> FloatArray:
-    """What a budget, which may be of the user's own, says that these K shapes cost: float64 (K,).
-
-    Raises:
-        ConfigError: as :func:`fits_of`, for a number for each of the shapes.
-    """
+    """What a budget says that these K shapes cost, as :func:`fits_of`: float64 (K,)."""
     return _answer(budget, "cost", shape, (len(shape),), "iuf", "shapes at once, a float array")
 
 
 def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
-    """What a budget, which may be of the user's own, says of the largest batches: int64 (K,), or None.
-
-    Raises:
-        ConfigError: as :func:`fits_of`, for an integer for each length.
-    """
+    """What a budget says of the largest batches, as :func:`fits_of`: int64 (K,), or None."""
     return _answer(budget, "largest", longest, longest.shape, "iu", "lengths at once (or None), an int array")
 
 
@@ -186,8 +164,7 @@ def _answer(budget: Budget, method: str, about: Any, size: tuple[int, ...], kind
         return None
     if getattr(answer, "shape", None) != size or np.asarray(answer).dtype.kind not in kinds:
         raise ConfigError(
-            f"{asked} must answer for all {wanted} of shape {size}: the numbers of a shape are arrays, one entry a batch "
-            f"(combine them by & and |, not by if, and, or); it gave {answer!r}"
+            f"{asked} must answer for all {wanted} of shape {size}: one entry a batch; it gave {answer!r}"
         )
     return answer
 
@@ -254,8 +231,8 @@ class AllOf(Budget):
         return [p for p in self.parts if not isinstance(p, AdditiveCap)]
 
     @property
-    def _end_to_end(self) -> frozenset[str]:
-        return frozenset(p.stream for p in self.parts if isinstance(p, AdditiveCap))
+    def _end_to_end(self) -> set[str]:
+        return {p.stream for p in self.parts if isinstance(p, AdditiveCap)}
 
     @property
     def layout(self) -> Layout:
