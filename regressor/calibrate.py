@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy.optimize import least_squares
 
-from dynagroup.memory.closed_form import CONSTANTS, ClosedForm
+from dynagroup.memory.formula import CONSTANTS, ClosedForm
 from regressor.rows import Group, draw
 
 __all__ = ["calibrate"]

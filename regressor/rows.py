@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from dynagroup.memory.measurements import Measurement, Measurements
 from dynagroup.memory.run import monomials
-from dynagroup.memory.trace.phases import peaks
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 
@@ -35,7 +34,8 @@ class Group:
     """Bytes that a simulation of the whole model says of each of ``generate.CHECK_SHAPES``, where there was one."""
 
     def bytes(self, n: NDArray, length: NDArray, target: NDArray) -> NDArray[np.float64]:
-        return peaks(self.phases, n, length, target if self.two_streams else np.zeros_like(length))
+        target = target if self.two_streams else np.zeros_like(length)
+        return (monomials(n, length, target) @ self.phases.T).max(axis=1)
 
     def shape(self, n: NDArray, length: NDArray, target: NDArray) -> BatchShape:
         return BatchShape.of(n, {"tokens": length, "target": target} if self.two_streams else {"tokens": length})

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import xgboost
 
-from dynagroup.memory.closed_form import ClosedForm
-from dynagroup.memory.features import TrainingRows, features, train_booster
+from dynagroup.memory.features import TrainingRows, describe, features, train_booster
 from dynagroup.memory.features import pairs_of as measured_pairs
+from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.regressor import PRETRAINED, MemoryRegressor, describe, member
+from dynagroup.memory.regressor import PRETRAINED, MemoryRegressor, member
 from regressor import report
 from regressor.calibrate import calibrate
 from regressor.judge import Judge

@@ -1,37 +1,26 @@
-"""The one feature function of the regressor, which training and prediction both call; its training rows and its trees."""
+"""The one feature function of the regressor, which training and prediction both call; its training rows, trees and card."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynagroup.memory.closed_form import COMPONENTS, ClosedForm
-from dynagroup.memory.extras import needed
+from dynagroup.memory.formula import COMPONENTS, ClosedForm
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import ELEMENT_BYTES
+from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, needed
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape, target_tokens
 
 if TYPE_CHECKING:
     import xgboost
 
-__all__ = [
-    "FEATURES",
-    "MIN_ROWS",
-    "MONOTONE",
-    "Features",
-    "TrainingRows",
-    "features",
-    "is_sharp",
-    "pairs_of",
-    "train_booster",
-]
-
-FloatArray = NDArray[np.float64]
+__all__ = ["CANDIDATE", "FEATURES", "FORMAT", "MONOTONE", "Features", "TrainingRows", "describe", "features", "is_sharp",
+           "pairs_of", "train_booster"]  # fmt: skip
 
 # They rise when a sample is added to the candidate or lengthened; the regressor may rise with them, never fall.
 CANDIDATE = ("closed_form", "samples", "padded_tokens", "squared_tokens", "target_tokens")
@@ -41,6 +30,7 @@ WORKLOAD = ("generates", "trains", "layers", "encoder_layers", "hidden", "heads"
             "parameter_bytes", "autocast", "eager", "checkpointing", "new_tokens")  # fmt: skip
 FEATURES = (*CANDIDATE, *BASELINE, *WORKLOAD)
 MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
+FORMAT = 2
 
 # With all of these known the closed form is about this workload, not about a usual one.
 ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
@@ -53,6 +43,14 @@ class Features:
 
     margin: FloatArray
     values: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRows:
+    """K rows: features, and the log of the true ratio."""
+
+    features: Features
+    log_ratio: FloatArray
 
 
 def is_sharp(workload: Workload) -> bool:
@@ -70,30 +68,22 @@ def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: 
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)
-    samples = n - n_b
-    candidate = [
-        ratio,
-        samples,
-        samples + length - length_b,
-        samples + 2 * (length - length_b),
-        samples + target - target_b,
-    ]
-    shares = form.shares(baseline)
-    base = [n_b, length_b, n_b + length_b, *shares.T]
-    columns = [np.broadcast_to(c, size) for c in (*candidate, *base)]
+    samples, longer = n - n_b, length - length_b
+    candidate = [ratio, samples, samples + length - length_b, samples + 2 * longer, samples + target - target_b]
+    base = [n_b, length_b, n_b + length_b, *form.shares(baseline).T]
+    known = [np.broadcast_to(c, size) for c in (*candidate, *base)]
     about = np.broadcast_to(_workload_values(workload), (size, len(WORKLOAD)))
-    return Features(np.broadcast_to(ratio, size), np.concatenate([np.stack(columns, axis=1), about], axis=1))
+    return Features(np.broadcast_to(ratio, size), np.concatenate([np.stack(known, axis=1), about], axis=1))
 
 
-def _logs(shape: BatchShape) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _logs(shape: BatchShape) -> list[FloatArray]:
     values = (shape.num_samples, shape.longest[TOKENS], target_tokens(shape))
-    n, length, target = (np.log(np.maximum(v, 1).astype(np.float64)) for v in values)
-    return n, length, target
+    return [np.log(np.maximum(v, 1).astype(np.float64)) for v in values]
 
 
 def _workload_values(w: Workload) -> FloatArray:
-    def number(value: float | None) -> float:
-        return np.nan if value is None else float(value)
+    def known(value: Any, answer: float | None = None) -> float:
+        return np.nan if value is None else float(value if answer is None else answer)
 
     def log(value: float | None) -> float:
         return np.nan if value is None else float(np.log1p(value))
@@ -101,45 +91,31 @@ def _workload_values(w: Workload) -> FloatArray:
     def share(part: int | None, whole: int | None) -> float:
         return np.nan if part is None or not whole else part / whole
 
-    def known(value: Any, answer: float) -> float:
-        return np.nan if value is None else float(answer)
-
     found = {
         "generates": known(w.mode, w.mode == "generate"), "trains": known(w.mode, w.mode == "train"),
         "layers": log(w.num_layers), "encoder_layers": log(w.num_encoder_layers), "hidden": log(w.hidden_size),
         "heads": log(w.num_heads), "kv_share": share(w.num_kv_heads, w.num_heads),
         "ffn_share": share(w.intermediate_size, w.hidden_size),
-        "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": number(w.gated_mlp),
-        "experts": log(w.experts_per_token), "dropout": number(w.dropout), "lm_head": number(w.lm_head),
-        "causal": number(w.causal), "score_bias": number(w.score_bias), "fixed_tokens": log(w.fixed_tokens),
-        "parameters": log(w.num_parameters), "trainable_share": number(w.trainable_share),
+        "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": known(w.gated_mlp),
+        "experts": log(w.experts_per_token), "dropout": known(w.dropout), "lm_head": known(w.lm_head),
+        "causal": known(w.causal), "score_bias": known(w.score_bias), "fixed_tokens": log(w.fixed_tokens),
+        "parameters": log(w.num_parameters), "trainable_share": known(w.trainable_share),
         "parameter_bytes": known(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
         "autocast": known(w.dtype, w.autocast is not None), "eager": known(w.attention, w.attention == "eager"),
-        "checkpointing": number(w.gradient_checkpointing), "new_tokens": log(w.max_new_tokens),
+        "checkpointing": known(w.gradient_checkpointing), "new_tokens": log(w.max_new_tokens),
     }  # fmt: skip
     return np.array([found[name] for name in WORKLOAD])
 
 
-MIN_ROWS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRows:
-    """K rows: features, and the log of the true ratio."""
-
-    features: Features
-    log_ratio: FloatArray
-
-
 def pairs_of(measurements: Measurements, form: ClosedForm) -> TrainingRows:
     """Every complete row against every other one as its baseline."""
-    shapes, size = measurements.shapes(), measurements.batch_bytes()
+    shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
     first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
     candidate, baseline = (
         BatchShape.of(shapes.num_samples[rows], {k: v[rows] for k, v in shapes.longest.items()})
         for rows in (second, first)
     )
-    ratio = np.log(np.maximum(size[second], 1.0)) - np.log(np.maximum(size[first], 1.0))
+    ratio = np.log(size[second]) - np.log(size[first])
     return TrainingRows(features(candidate, baseline, measurements.workload, form), ratio)
 
 
@@ -172,3 +148,26 @@ def train_booster(
     if quantile is not None:
         settings |= {"objective": "reg:quantileerror", "quantile_alpha": quantile}
     return xgboost.train(settings, data, num_boost_round=rounds)
+
+
+def describe(parts: Sequence[TrainingRows], constants: Mapping[str, float]) -> dict[str, Any]:
+    """The card of a regressor trained on these rows: what it was trained on, and between which values."""
+    xgboost = needed("xgboost", "fitting a regressor")
+    values = np.concatenate([p.features.values for p in parts])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a feature that no row knows has no range
+        lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
+    digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
+    return {
+        "format": FORMAT,
+        "features": list(FEATURES),
+        "ranges": {"lowest": _finite(lowest, -1e30), "highest": _finite(highest, 1e30)},
+        "constants": dict(constants),
+        "rows": len(values),
+        "data_hash": digest,
+        "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
+    }
+
+
+def _finite(values: FloatArray, missing: float) -> list[float]:
+    return [round(float(v), 9) if np.isfinite(v) else missing for v in values]  # the last bits differ between CPUs

@@ -25,6 +25,7 @@ __all__ = ["Fits", "parsed_bytes", "largest_within", "new_tokens_of", "token_bud
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 MOST_SAMPLES = 2**40
+WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, or more memory"
 
 
 def parsed_bytes(memory: str | int) -> int:
@@ -61,6 +62,12 @@ def largest_within(
         ok = fits(middle) & (middle < high)
         low, high = np.where(ok, middle, low), np.where(ok, high, np.minimum(middle, high))
     return low
+
+
+def _most(memory: BytesMemoryModel, room: float, longest: Any, size: int) -> IntArray:
+    """Most samples of each of ``size`` (padded) lengths, or mappings of streams to lengths, within ``room`` bytes."""
+    left = room - memory.static_bytes
+    return largest_within(lambda count: memory.batch_bytes(BatchShape.of(count, longest)) <= left, size)
 
 
 @dataclass(frozen=True)
@@ -113,27 +120,12 @@ class Fits:
         wanted = sorted(int(length) for length in lengths)
         if not wanted or wanted[0] < 1:
             raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
-        padded = round_up(np.array(wanted), pad_to_multiple_of)
-        room = headroom * limit_bytes
-        samples = largest_within(
-            lambda count: memory.static_bytes + memory.batch_bytes(BatchShape.of(count, padded)) <= room, len(wanted)
-        ).tolist()
-        possible = [length for length, count in zip(wanted, samples, strict=True) if count]
-        longest = possible[-1] if possible else 0
-        tokens = token_budget(memory, room, longest, multiple=pad_to_multiple_of, new_tokens=new_tokens)
-        return cls(
-            memory,
-            limit_bytes,
-            headroom,
-            pad_to_multiple_of,
-            tuple(wanted),
-            tuple(samples),
-            tokens,
-            code,
-            title,
-            assumes,
-            new_tokens,
-        )
+        room, multiple = headroom * limit_bytes, pad_to_multiple_of
+        samples = tuple(_most(memory, room, round_up(np.array(wanted), multiple), len(wanted)).tolist())
+        longest = max((length for length, count in zip(wanted, samples, strict=True) if count), default=0)
+        tokens = token_budget(memory, room, longest, multiple=multiple, new_tokens=new_tokens)
+        told = (tokens, code, title, assumes, new_tokens)
+        return cls(memory, limit_bytes, headroom, multiple, tuple(wanted), samples, *told)
 
     def most_samples(self, longest: int | Mapping[str, int]) -> int:
         """Most samples of a batch whose longest has so many tokens, or so many units of each padded stream.
@@ -145,20 +137,15 @@ class Fits:
         """
         units = longest if isinstance(longest, Mapping) else {TOKENS: longest}
         padded = {k: round_up(np.array([v], np.int64), self.pad_to_multiple_of) for k, v in units.items()}
-        room = self.headroom * self.limit_bytes - self.memory.static_bytes
-        return int(largest_within(lambda count: self.memory.batch_bytes(BatchShape.of(count, padded)) <= room, 1)[0])
+        return int(_most(self.memory, self.headroom * self.limit_bytes, padded, 1)[0])
 
     def rows(self) -> list[tuple[int, int, int, int]]:
         """(tokens of the longest sample, most samples, their tokens with padding and new ones, their bytes, static included)"""
         counts, lengths = np.array(self.samples), round_up(np.array(self.lengths), self.pad_to_multiple_of)
-        taken = self.memory.static_bytes + self.memory.batch_bytes(BatchShape.of(np.maximum(counts, 1), lengths))
-        tokens = counts * (lengths + self.new_tokens)
-        return [
-            (length, count, total, int(size) if count else 0)
-            for length, count, total, size in zip(
-                self.lengths, self.samples, tokens.tolist(), taken.tolist(), strict=True
-            )
-        ]
+        grown = self.memory.batch_bytes(BatchShape.of(np.maximum(counts, 1), lengths))
+        taken = np.where(counts > 0, self.memory.static_bytes + grown, 0).astype(np.int64).tolist()
+        tokens = (counts * (lengths + self.new_tokens)).tolist()
+        return list(zip(self.lengths, self.samples, tokens, taken, strict=True))
 
     @property
     def token_code(self) -> str:
@@ -168,41 +155,33 @@ class Fits:
         return f"TokenBudget({self.max_tokens}{options}{packed})"
 
     def __str__(self) -> str:
-        gb = 1e9
+        gb, prompts = 1e9, self.new_tokens > 0
         named = f"{self.title} ({self.assumes})" if self.assumes else self.title
-        prompts = self.new_tokens > 0
-        head = [
+        lines = [
             f"{named}: device {self.limit_bytes / gb:.3g} GB, headroom {self.headroom:.0%}, "
             f"static {self.memory.static_bytes / gb:.2f} GB",
             f"{'prompt' if prompts else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'GB at peak':>10}",
         ]
-        table = [f"{ln:>8}  {n:>8}  {t:>10}  {size / gb:>10.2f}" for ln, n, t, size in self.rows()]
+        lines += [f"{ln:>8}  {n:>8}  {t:>10}  {size / gb:>10.2f}" for ln, n, t, size in self.rows()]
         if not any(self.samples):
-            return "\n".join([*head, *table, "not even one sample fits; " + WAY_OUT])
+            return "\n".join([*lines, "not even one sample fits; " + WAY_OUT])
         longest = max(ln for ln, n in zip(self.lengths, self.samples, strict=True) if n)
+        told = f"that is safe up to {longest} tokens a sample"
         if prompts:
             told = f"of lengths + {self.new_tokens} (prompts with what is generated) that is safe for prompts of up to {longest}"
-        else:
-            told = f"that is safe up to {longest} tokens a sample"
-        return "\n".join([*head, *table, f"a token budget {told}: {self.token_code}", self.code])
+        return "\n".join([*lines, f"a token budget {told}: {self.token_code}", self.code])
 
     def draw(self, axes: Axes) -> None:
         """Most samples over length, on log scales, into matplotlib axes."""
         fitting = [(length, count) for length, count in zip(self.lengths, self.samples, strict=True) if count]
         axes.loglog(*zip(*fitting, strict=True), marker="o") if fitting else None
-        axes.set(
-            xlabel="tokens of the longest sample",
-            ylabel="samples that fit",
-            title="\n".join(filter(None, (self.title, self.assumes))),
-        )
+        title = "\n".join(filter(None, (self.title, self.assumes)))
+        axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit", title=title)
 
 
 def _check_headroom(headroom: float) -> None:
     if not 0 < headroom <= 1:
         raise ConfigError(f"`headroom` is the share of the device that may be used, at most 1.0, but is {headroom!r}")
-
-
-WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, or more memory"
 
 
 def what_fits(
@@ -243,7 +222,7 @@ def what_fits(
         usual_lengths(model_or_config) if lengths is None else lengths,
         headroom=headroom,
         pad_to_multiple_of=pad_to_multiple_of,
-        code=_code(named, memory, mode, headroom, pad_to_multiple_of, how),
+        code=_code(named, memory, {"mode": mode, "headroom": headroom, "pad_to_multiple_of": pad_to_multiple_of}, how),
         title=named or "model",
         assumes=traced.assumes,
         new_tokens=new_tokens_of(traced.workload),
@@ -264,19 +243,15 @@ def token_budget(memory: BytesMemoryModel, room: float, longest: int, *, multipl
     tokens.) Cost: one bisection over all lengths at once.
     """
     layout: Layout = getattr(memory, "layout", "padded")
-
-    def fits(shape: BatchShape) -> NDArray[np.bool_]:
-        return memory.static_bytes + memory.batch_bytes(shape) <= room
-
     if longest < 1:
         return 0
     if layout == "packed":  # one number says all
-        most = int(largest_within(lambda total: fits(BatchShape.of(1, total, total)), 1)[0])
-        return most // multiple * multiple
+        left = room - memory.static_bytes
+        most = largest_within(lambda total: memory.batch_bytes(BatchShape.of(1, total, total)) <= left, 1)
+        return int(most[0]) // multiple * multiple
     lengths = np.arange(1, longest + 1)
-    padded, counted = round_up(lengths, multiple), round_up(lengths + new_tokens, multiple)
-    most = largest_within(lambda count: fits(BatchShape.of(count, padded)), longest)
-    return int(((most + 1) * counted).min() - 1)
+    most = _most(memory, room, round_up(lengths, multiple), longest)
+    return int(((most + 1) * round_up(lengths + new_tokens, multiple)).min() - 1)
 
 
 def usual_lengths(model_or_config: Any) -> list[int]:
@@ -293,13 +268,12 @@ def usual_lengths(model_or_config: Any) -> list[int]:
     return [length for length in LENGTHS if length < most] + [most]
 
 
-def _code(
-    name: str | None, memory: str | int | None, mode: str, headroom: float, multiple: int, how: dict[str, Any]
-) -> str:
+_USUAL = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1}
+
+
+def _code(name: str | None, memory: str | int | None, said: Mapping[str, Any], how: Mapping[str, Any]) -> str:
     shown = [repr(name) if name is not None else "model", *([] if memory is None else [repr(memory)])]
-    said = {"mode": mode, "headroom": headroom, "pad_to_multiple_of": multiple}
-    usual = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1}
-    options = {k: v for k, v in said.items() if v != usual[k]} | {k: v for k, v in how.items() if v is not None}
+    options = {k: v for k, v in said.items() if v != _USUAL[k]} | {k: v for k, v in how.items() if v is not None}
     options = {k: str(v).removeprefix("torch.") if type(v).__module__ == "torch" else v for k, v in options.items()}
     shown += [f"{k}={'rows' if k == 'measured' else repr(v)}" for k, v in options.items() if k != "inputs"]
     return f"MemoryBudget.from_model({', '.join(shown)})"

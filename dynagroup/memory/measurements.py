@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
+from dynagroup.memory.run import FloatArray
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape
 
@@ -33,6 +34,9 @@ class Measurement:
     def peak_bytes(self) -> int | None:
         """``static_bytes + batch_bytes``."""
         return None if self.batch_bytes is None else self.static_bytes + self.batch_bytes
+
+
+_FIELDS = ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +68,6 @@ class Measurements:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __add__(self, other: Measurements) -> Measurements:
-        if self.workload != other.workload:
-            raise ConfigError("measurements of two workloads do not add up; keep them apart, in a list")
-        return Measurements(self.rows + other.rows, self.workload, self.source, self.about)
-
     @property
     def complete(self) -> tuple[Measurement, ...]:
         """The rows that did not run out of memory."""
@@ -80,7 +79,7 @@ class Measurements:
         names = rows[0].longest if rows else {TOKENS: 0}
         return BatchShape.of([r.num_samples for r in rows], {k: [r.longest[k] for r in rows] for k in names})
 
-    def batch_bytes(self) -> np.ndarray:
+    def batch_bytes(self) -> FloatArray:
         """Bytes that grow with the batch, of the complete rows: float64 (K,)."""
         return np.array([row.batch_bytes for row in self.complete], dtype=np.float64)
 
@@ -90,11 +89,11 @@ class Measurements:
         import pyarrow.parquet as pq
 
         streams = sorted({name for row in self.rows for name in row.longest})
+        sizes = ("static_bytes", "batch_bytes", "peak_bytes", "reserved_bytes")
         table = pa.table({
             "num_samples": [r.num_samples for r in self.rows],
             **{f"longest_{s}": [r.longest.get(s) for r in self.rows] for s in streams},
-            **{name: pa.array([getattr(r, name) for r in self.rows], type=pa.int64())
-               for name in ("static_bytes", "batch_bytes", "peak_bytes", "reserved_bytes")},
+            **{name: pa.array([getattr(r, name) for r in self.rows], type=pa.int64()) for name in sizes},
             "oom": [r.oom for r in self.rows],
         })  # fmt: skip
         about = {"workload": self.workload.to_json(), "source": self.source, "about": json.dumps(dict(self.about))}
@@ -116,7 +115,7 @@ class Measurements:
             about = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
             if "dynagroup.workload" not in about:
                 raise ConfigError(f"{path} holds no dynagroup measurements: its metadata lacks 'dynagroup.workload'")
-            rows = tuple(_row(values) for values in table.to_pylist())
+            rows = tuple(map(_row, table.to_pylist()))
             workload = Workload.from_json(about["dynagroup.workload"])
             return cls(rows, workload, about["dynagroup.source"], json.loads(about["dynagroup.about"]))
         except (FileNotFoundError, ConfigError):
@@ -130,14 +129,7 @@ class Measurements:
 
 def _row(values: Mapping[str, Any]) -> Measurement:
     streams = {k.removeprefix("longest_"): v for k, v in values.items() if k.startswith("longest_") and v is not None}
-    return Measurement(
-        num_samples=values["num_samples"],
-        longest=streams,
-        static_bytes=values["static_bytes"],
-        batch_bytes=values["batch_bytes"],
-        oom=values["oom"],
-        reserved_bytes=values["reserved_bytes"],
-    )
+    return Measurement(longest=streams, **{name: values[name] for name in _FIELDS})
 
 
 def _check(number: int, row: Measurement) -> None:

@@ -1,23 +1,21 @@
-"""A closed form in bytes, fitted to a handful of simulated or measured shapes of one workload."""
+"""A formula in bytes, fitted to a handful of simulated or measured shapes of one workload."""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import max_affine
-from dynagroup.shapes import TOKENS, BatchShape, IntArray
+from dynagroup.memory.run import MONOMIALS, FloatArray, columns, max_affine
+from dynagroup.shapes import TOKENS, BatchShape
 
 __all__ = ["ProfiledMemory"]
 
-FloatArray = NDArray[np.float64]
+FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2", "nLT")]
 LEAST_ROWS = 4
 
 
@@ -51,19 +49,18 @@ class ProfiledMemory:
         """The form closest to these rows. Rows that ran out of memory are left out: they only say "more than the device has".
 
         Raises:
-            ConfigError: fewer than 4 rows, or fewer than twice as many as the form has factors for two streams.
+            ConfigError: fewer than 4 rows, or fewer than 8 of two streams.
         """
         rows = measurements.complete
         streams = tuple(sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name)))
-        least = LEAST_ROWS if len(streams) < 2 else 8
+        least = LEAST_ROWS if len(streams) < 2 else 2 * LEAST_ROWS
         if len(rows) < least:
             raise ConfigError(
                 f"ProfiledMemory.fit needs at least {least} rows that did not run out of memory, but got {len(rows)}; "
                 "simulate or measure more shapes"
             )
-        columns = _columns(measurements.shapes(), streams)
-        size = np.maximum(measurements.batch_bytes(), 1.0)
-        phases, error = max_affine(columns, size)
+        known = columns(measurements.shapes())[:, FACTORS[: _width(streams)]]
+        phases, error = max_affine(known, np.maximum(measurements.batch_bytes(), 1.0))
         static = max(row.static_bytes for row in rows)
         reach = tuple(max(row.longest.get(name, 0) for row in rows) for name in streams)
         return cls(int(static), streams, tuple(tuple(map(float, p)) for p in phases), float(error), reach)
@@ -73,63 +70,38 @@ class ProfiledMemory:
         return f"a profile of rows{f' of up to {units}' if units else ''}, off by {self.error:.1%} of one at most"
 
     @property
-    def monomials(self) -> tuple[str, ...]:
-        """What each number of a phase multiplies: n samples, L tokens, T tokens of the second stream."""
-        return ("1", "n", "nL", "nL2", "nT", "nT2", "nLT")[: len(self.phases[0])]
+    def rows(self) -> tuple[tuple[float, ...], ...]:
+        """The phases with bytes for every one of ``MONOMIALS``."""
+        rows = np.zeros((len(self.phases), len(MONOMIALS)))
+        rows[:, FACTORS[: len(self.phases[0])]] = self.phases
+        return tuple(map(tuple, rows.tolist()))
 
     @property
     def fingerprint(self) -> str:
         """Changes with the form."""
-        return (
-            "profile-" + hashlib.sha256(repr((self.static_bytes, self.streams, self.phases)).encode()).hexdigest()[:12]
-        )
+        about = repr((self.static_bytes, self.streams, self.phases))
+        return "profile-" + hashlib.sha256(about.encode()).hexdigest()[:12]
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         """Bytes that grow with the batch, at the peak: float64 (K,)."""
-        self._warn_beyond(shape.longest)
-        return (_columns(shape, self.streams) @ np.array(self.phases).T).max(axis=1)
+        self._warn_beyond(shape)
+        return (columns(shape)[:, FACTORS[: _width(self.streams)]] @ np.array(self.phases).T).max(axis=1)
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
         return self.batch_bytes(shape) / np.maximum(self.batch_bytes(baseline), 1.0)
 
-    def largest(self, longest: IntArray | dict[str, IntArray], limit_bytes: float) -> IntArray:
-        """Most samples of these lengths within ``limit_bytes``, static memory included: int64 (K,), 0 where none fits.
-
-        >>> ProfiledMemory(0, ("tokens",), ((0.0, 0.0, 10.0, 0.0),), 0.0).largest(np.array([5, 500]), 1000).tolist()
-        [20, 0]
-        """
-        self._warn_beyond(longest if isinstance(longest, dict) else {TOKENS: longest})
-        size = len(next(iter(longest.values()))) if isinstance(longest, dict) else len(longest)
-        none, one = (
-            _columns(BatchShape.of(np.full(size, n), longest), self.streams) @ np.array(self.phases).T for n in (0, 1)
-        )
-        room = limit_bytes - self.static_bytes
-        with np.errstate(divide="ignore", invalid="ignore"):
-            count = np.where(one > none, (room - none) / (one - none), np.where(none <= room, np.inf, 0.0))
-        return np.floor(np.clip(count.min(axis=1) * (1 + 1e-12), 0, 2**40)).astype(np.int64)
-
-    def _warn_beyond(self, longest: Mapping[str, IntArray]) -> None:
-        if self.__dict__.get("_warned"):
-            return
+    def _warn_beyond(self, shape: BatchShape) -> None:
         for name, reach in zip(self.streams, self.reach, strict=False):
-            asked = int(np.max(longest.get(name, 0), initial=0))
-            if asked > 2 * reach:
+            asked = int(np.max(shape.longest.get(name, 0), initial=0))
+            if asked > 2 * reach and not self.__dict__.get("_warned"):
                 self.__dict__["_warned"] = True
                 warnings.warn(
                     f"this profile was fitted to samples of up to {reach} {name} and is asked about {asked}: what it says there "
                     "may be several times off; measure longer shapes, or use MemoryBudget.from_model, which traces the model",
                     stacklevel=3,
                 )
-                return
 
 
-def _columns(shape: BatchShape, streams: tuple[str, ...]) -> FloatArray:
-    n = shape.num_samples.astype(np.float64)
-    found = [np.ones_like(n), n]
-    lengths = [np.asarray(shape.longest.get(name, shape.longest[TOKENS]), dtype=np.float64) for name in streams]
-    for length in lengths:
-        found += [n * length, n * length**2]
-    if len(lengths) == 2:
-        found.append(n * lengths[0] * lengths[1])
-    return np.stack(found, axis=1)
+def _width(streams: tuple[str, ...]) -> int:
+    return 4 if len(streams) < 2 else len(FACTORS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -15,34 +14,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.closed_form import CONSTANTS, ClosedForm, columns
-from dynagroup.memory.extras import needed
 from dynagroup.memory.features import (
     CANDIDATE,
     FEATURES,
-    MIN_ROWS,
+    FORMAT,
     Features,
-    FloatArray,
-    TrainingRows,
+    describe,
     features,
     is_sharp,
     pairs_of,
     train_booster,
 )
+from dynagroup.memory.formula import CONSTANTS, ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
-from dynagroup.memory.run import MONOMIALS, Layout, Phases
+from dynagroup.memory.run import MONOMIALS, FloatArray, Layout, Phases, columns, needed
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
+from dynagroup.validation import warn_user
 
 if TYPE_CHECKING:
     import xgboost
 
-__all__ = ["LIKE", "PRETRAINED", "MemoryRegressor", "Plausible", "describe", "member"]
+__all__ = ["LIKE", "PRETRAINED", "MemoryRegressor", "Plausible", "member"]
 
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
-FORMAT = 2
+MIN_ROWS = 8
 MOST_LIFT = 5.0  # of a log ratio: no limit
 
 
@@ -52,8 +50,8 @@ class MemoryRegressor:
 
     A traced workload (:meth:`Workload.from_model`): what was traced, to the byte. One known by its sizes only: their closed
     form, lifted by trees where forms like it were found to fall short; for batches beyond the trained range never below padded
-    tokens. One of which something is unknown: a high quantile of what
-    traced models of that kind would need. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`.
+    tokens. One of which something is unknown: a high quantile of what traced models of that kind would need. Make one with
+    :meth:`pretrained`, :meth:`load` or :meth:`fit`.
 
     >>> regressor = MemoryRegressor.pretrained()
     >>> half, same = regressor.relative(BatchShape.of([4, 8], 512), BatchShape.of(8, 512))
@@ -116,17 +114,18 @@ class MemoryRegressor:
                 f"fit needs at least {MIN_ROWS} measurements of each workload that did not run out of memory, but got {least}; "
                 "simulate or measure more shapes"
             )
-        forms = [_own_form(table) for table in tables]
-        parts = [pairs_of(table, form) for table, form in zip(tables, forms, strict=True)]
+        own = [table.workload.phases or Phases(ProfiledMemory.fit(table).rows) for table in tables]
+        packed = [table.workload.phases is not None and table.workload.layout == "packed" for table in tables]
+        parts = [pairs_of(t, ClosedForm.of_phases(p, k)) for t, p, k in zip(tables, own, packed, strict=True)]
         few = {"least_weight": 1.0, "regularisation": 1.0}  # hundreds of rows, not hundreds of thousands
         booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed, **few)
         workload = tables[0].workload
-        own: dict[str, Any] = {"workload": json.loads(workload.to_json())}
+        about: dict[str, Any] = {"workload": json.loads(workload.to_json())}
         if workload.phases is None:
-            own["form"] = forms[0].phases.sum(axis=1).tolist()
+            about["form"] = own[0].rows
         else:
-            own |= {"corrects": "trace", "lift": [0.0, MOST_LIFT]}
-        return cls.of(booster, {**describe(parts, CONSTANTS), **own}, workload)
+            about |= {"corrects": "trace", "lift": [0.0, MOST_LIFT]}
+        return cls.of(booster, {**describe(parts, CONSTANTS), **about}, workload)
 
     @classmethod
     def of(cls, booster: xgboost.Booster, card: Mapping[str, Any], workload: Workload | None = None) -> MemoryRegressor:
@@ -147,12 +146,12 @@ class MemoryRegressor:
     def __str__(self) -> str:
         how = "known by its sizes" if self.sharp else "not known in full, so taken for a hungry one"
         known = assumed(self.workload)
-        return f"a regressor of a model that is {'traced' if self._traced else how}{f' ({known})' if known else ''}"
+        return f"a regressor of a model that is {how if self._traced is None else 'traced'}{f' ({known})' if known else ''}"
 
     @property
     def sharp(self) -> bool:
         """Whether the workload is known well enough to be predicted rather than bounded."""
-        return self._traced or "plausible" not in self.card or is_sharp(self.workload)
+        return self._traced is not None or "plausible" not in self.card or is_sharp(self.workload)
 
     @property
     def layout(self) -> Layout:
@@ -165,8 +164,9 @@ class MemoryRegressor:
         return self.layout == "padded"
 
     @property
-    def _traced(self) -> bool:
-        return self.workload.phases is not None and not self.card.keys() & {"form", "corrects"}
+    def _traced(self) -> Phases | None:
+        """What alone is asked of a traced workload."""
+        return None if self.card.keys() & {"form", "corrects"} else self.workload.phases
 
     @property
     def fingerprint(self) -> str:
@@ -176,20 +176,18 @@ class MemoryRegressor:
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         """Predicted memory of each of K batches as a share of the baseline's: float64 (K,)."""
-        if self._traced:
-            return self._form.relative(shape, baseline)
+        if self._traced is not None:
+            packed = self.layout == "packed"
+            return self._traced.bytes(shape, packed) / self._traced.baseline_bytes(baseline, packed)
         if not self.sharp:
             models = self._plausible(len(shape.longest) > 1)
             ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)
             return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
         found = features(shape, baseline, self.workload, self._form)
         lowest, highest = self.card.get("lift", (-np.inf, np.inf))
-        lifted = np.zeros(len(shape))
-        if highest > 0:  # clipping a rising function leaves it rising
-            values = found.values.astype(np.float32)
-            raw = _booster(self.trees).inplace_predict(values, predict_type="margin", base_margin=lifted)
-            lifted = np.clip(raw, lowest, highest)
-        return self._clamped(np.exp(found.margin + lifted), found)
+        values, lifted = found.values.astype(np.float32), np.zeros(len(shape))
+        raw = _booster(self.trees).inplace_predict(values, predict_type="margin", base_margin=lifted)
+        return self._clamped(np.exp(found.margin + np.clip(raw, lowest, highest)), found)  # clipped, it still rises
 
     def _plausible(self, two_streams: bool) -> Plausible:
         """Traced models that this one may be like."""
@@ -202,7 +200,7 @@ class MemoryRegressor:
     def _form(self) -> ClosedForm:
         own = self.card.get("form")
         if own is not None and self.workload == Workload.from_mapping(self.card["workload"]):
-            return ClosedForm.traced(Phases(own))
+            return ClosedForm.of_phases(Phases(own))
         return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
@@ -213,21 +211,16 @@ class MemoryRegressor:
             above = values > highest + 1e-6
             outside = above | (values < lowest - 1e-6)
         beyond, strange = above[:, :count].any(axis=1), outside[:, count:].any(axis=1)
-        if strange.any():
-            self._warn(FEATURES[count + int(outside[:, count:].any(axis=0).argmax())])
-        padded = values[:, CANDIDATE.index("padded_tokens")]
+        if strange.any() and not self.__dict__.get("_warned"):
+            self.__dict__["_warned"] = True
+            feature = FEATURES[count + int(outside[:, count:].any(axis=0).argmax())]
+            warn_user(
+                f"the regressor never saw a workload or first batch like this one ({feature} is outside its training range); "
+                "it predicts on the safe side. MemoryRegressor.fit(simulate(...)) makes one for your model"
+            )
         floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
-        return np.where(beyond, np.maximum(floored, np.exp(padded)), floored)
-
-    def _warn(self, feature: str) -> None:
-        if self.__dict__.setdefault("_warned", False):
-            return
-        self.__dict__["_warned"] = True
-        warnings.warn(
-            f"the regressor never saw a workload or first batch like this one ({feature} is outside its training range); "
-            "it predicts on the safe side. MemoryRegressor.fit(simulate(...)) makes one for your model",
-            stacklevel=4,
-        )
+        padded = np.exp(values[:, CANDIDATE.index("padded_tokens")])
+        return np.where(beyond, np.maximum(floored, padded), floored)
 
 
 # Fields that make memory another function of the batch. Those further behind give way first where too few models agree.
@@ -267,6 +260,7 @@ class Plausible:
 
 
 def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> list[Mapping[str, Any]]:
+    """Members that agree in the fields ``LIKE``, as long as enough do, and of these the third nearest in sizes."""
     found = [m for m in members if m["two_streams"] == two_streams]
     apart = bool(workload.fixed_tokens)
     found = [m for m in found if bool(m["workload"]["fixed_tokens"]) == apart] or list(members)
@@ -276,46 +270,13 @@ def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams:
         if value is not None and len(agreeing) >= (1 if name == "mode" else FEWEST):
             found = agreeing
     sizes = {name: getattr(workload, name) for name in NEAR if getattr(workload, name)}
-    if sizes and len(found) > FEWEST:
-        found = sorted(found, key=lambda m: _distance(sizes, m["workload"]))[: max(FEWEST, len(found) // 3)]
-    return found
+    if not sizes or len(found) <= FEWEST:
+        return found
 
+    def distance(member: Mapping[str, Any]) -> float:
+        return sum(abs(math.log(value / max(member["workload"][name] or 1, 1))) for name, value in sizes.items())
 
-def _distance(sizes: Mapping[str, int], known: Mapping[str, Any]) -> float:
-    return sum(abs(math.log(value / max(known[name] or 1, 1))) for name, value in sizes.items())
-
-
-def _own_form(table: Measurements) -> ClosedForm:
-    """What was traced, or the closed form that these rows themselves say: better than one from sizes alone."""
-    if table.workload.phases is not None:
-        return ClosedForm.of(table.workload)
-    profile = ProfiledMemory.fit(table)
-    rows = np.zeros((len(profile.phases), len(MONOMIALS)))
-    rows[:, [MONOMIALS.index(name) for name in profile.monomials]] = profile.phases
-    return ClosedForm.traced(Phases(tuple(map(tuple, rows.tolist()))))
-
-
-def describe(parts: Sequence[TrainingRows], constants: Mapping[str, float]) -> dict[str, Any]:
-    """The card of a regressor trained on these rows."""
-    xgboost = needed("xgboost", "fitting a regressor")
-    values = np.concatenate([p.features.values for p in parts])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a feature that no row knows has no range
-        lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-    digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
-    return {
-        "format": FORMAT,
-        "features": list(FEATURES),
-        "ranges": {"lowest": _finite(lowest, -1e30), "highest": _finite(highest, 1e30)},
-        "constants": dict(constants),
-        "rows": len(values),
-        "data_hash": digest,
-        "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
-    }
-
-
-def _finite(values: FloatArray, missing: float) -> list[float]:
-    return [round(float(v), 9) if np.isfinite(v) else missing for v in values]  # the last bits differ between CPUs
+    return sorted(found, key=distance)[: max(FEWEST, len(found) // 3)]
 
 
 @lru_cache(maxsize=4)
@@ -334,31 +295,21 @@ def _pretrained() -> MemoryRegressor:
 
 def _read_card(path: Path) -> dict[str, Any]:
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StateError(f"{path} is missing: a saved regressor is an .ubj file and a .json card beside it") from None
+        card = json.loads(_bytes_of(path).decode())
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path} is not JSON ({error}); save the regressor again") from error
     form = card.get("format") if isinstance(card, dict) else None
     if form != FORMAT:
         raise StateError(f"{path} has format {form!r}, expected {FORMAT}")
     if card.get("features") != list(FEATURES):
-        found = card.get("features")
-        named = set(map(str, found)) if isinstance(found, list) else set()
-        differs = sorted(named ^ set(FEATURES)) or ["their order"]
-        raise StateError(
-            f"{path}: this version of dynagroup computes other features ({', '.join(differs)}); fit it again"
-        )
+        raise StateError(f"{path}: this version of dynagroup computes other features; fit it again")
     if card.get("seal") != seal_of(card):  # constants and ranges decide what fits: no digit of them may have changed
         raise StateError(f"{path} is not as it was saved, its seal differs; save the regressor again")
     return card
 
 
 def _read_trees(path: Path, expected: str) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise StateError(f"{path} is missing: its card names it; save the regressor again") from None
+    raw = _bytes_of(path)
     if raw[:1] != b"{":  # UBJSON opens an object; refuse anything else before XGBoost reads it
         raise StateError(f"{path} is not UBJSON; a regressor is saved by MemoryRegressor.save, and never as a pickle")
     digest = hashlib.sha256(raw).hexdigest()
@@ -367,3 +318,12 @@ def _read_trees(path: Path, expected: str) -> bytes:
             f"{path} has hash {digest[:12]}, but its card says {expected[:12]}; the two do not belong together"
         )
     return raw
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise StateError(
+            f"{path} is missing: a saved regressor is an .ubj file and a .json card beside it; save it again"
+        ) from None

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.extras import needed
+from dynagroup.shapes import TOKENS, BatchShape, target_tokens
 
-__all__ = [
-    "max_affine",
-    "ELEMENT_BYTES",
-    "MASK_ALIGNMENT",
-    "MONOMIALS",
-    "Attention",
-    "Dtype",
-    "FloatArray",
-    "Layout",
-    "Mode",
-    "Phases",
-    "Run",
-    "Sharding",
-    "monomials",
-]
+__all__ = ["ELEMENT_BYTES", "MASK_ALIGNMENT", "MONOMIALS", "Attention", "Dtype", "FloatArray", "Layout", "Mode", "Phases", "Run",
+           "Sharding", "columns", "max_affine", "monomials", "needed"]  # fmt: skip
 
 FloatArray: TypeAlias = NDArray[np.float64]
 Mode: TypeAlias = Literal["train", "forward", "generate"]
@@ -34,12 +22,22 @@ Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Layout: TypeAlias = Literal["padded", "packed"]
 Sharding: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+Run: TypeAlias = Any
+"""A :class:`~dynagroup.memory.Workload`, for files that it imports itself."""
 
 ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
-
 # What a phase has bytes for (n: samples, L: tokens of the longest, T: of the longest target).
 MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
+
+
+def needed(module: str, purpose: str, extra: str = "memory") -> Any:
+    """A module of the optional packages, or a ConfigError that says how to get it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ConfigError(f"{purpose} needs {package}: pip install dynagroup[{extra}]") from error
 
 
 def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:
@@ -47,6 +45,17 @@ def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> Fl
     n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
     one = np.ones_like(n)
     return np.stack([one, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t], axis=1)
+
+
+def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
+    """The monomials of a shape; a target without lengths of its own is as long as the tokens. float64 (K, 12).
+
+    Packed, a batch is one sample as long as all of its samples together.
+    """
+    if packed:
+        total = np.maximum(shape.total[TOKENS], 1)
+        return monomials(np.ones_like(total), total, total)
+    return monomials(shape.num_samples, np.maximum(shape.longest[TOKENS], 1), np.maximum(target_tokens(shape), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,50 +86,68 @@ class Phases:
         if isinstance(self.aligned, Mapping):
             object.__setattr__(self, "aligned", Phases(**self.aligned))
 
+    def bytes(self, shape: BatchShape, packed: bool = False) -> FloatArray:
+        """Bytes that grow with each batch, at least one: float64 (K,). Memory rises with the length beyond ``until``, too."""
+        if self.until is None:
+            return _largest(self.rows, columns(shape, packed))
+        inside = {**shape.longest, TOKENS: np.minimum(shape.longest[TOKENS], self.until)}
+        within = _largest(self.rows, columns(BatchShape.of(shape.num_samples, inside)))
+        beyond = np.where(shape.longest[TOKENS] > self.until, _largest(self.after, columns(shape)), 0.0)
+        return np.maximum(within, beyond)
 
-# A :class:`~dynagroup.memory.Workload`, for files that it imports itself: what of it decides which program a model runs.
-Run: TypeAlias = Any
+    def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
+        """Bytes of batches that others are held against: float64 (K,).
+
+        A batch is taken to pad its masks, so that its share rises with the length; a baseline that does not is not.
+        """
+        least = self.bytes(baseline, packed)
+        if self.aligned is None:
+            return least
+        spared = (baseline.longest[TOKENS] % MASK_ALIGNMENT == 0) | (target_tokens(baseline) % MASK_ALIGNMENT == 0)
+        return np.where(spared, self.aligned.bytes(baseline, packed), least)
+
+
+def _largest(rows: Sequence[Sequence[float]], values: FloatArray) -> FloatArray:
+    return np.maximum((values @ np.array(rows).T).max(axis=1), 1.0)
+
 
 MOST_PHASES = 4
 STARTS = 12
 
 
-def max_affine(columns: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
+def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
     """Max-affine regression: phases (P, columns) with factors of at least 0 whose largest is close to ``size`` (K,), and how
     far off it is at most, as a share.
 
     Alternating minimisation from several starts: give every row to a phase, fit each phase to its rows by non-negative least
     squares of relative errors, give every row to its largest phase, and again. One phase more only if it helps by a fifth.
     """
-    best: tuple[float, int, FloatArray] | None = None
+    best, least = np.zeros((1, known.shape[1])), np.inf
     rng = np.random.default_rng(0)
-    orders = [columns[:, k] for k in range(1, columns.shape[1])] + [size]
+    orders = [known[:, k] for k in range(1, known.shape[1])] + [size]
     for count in range(1, MOST_PHASES + 1):
-        if best is not None and (best[0] < 1e-3 or 2 * count > len(size)):
+        if count > 1 and (least < 1e-3 or 2 * count > len(size)):
             break
         for start in range(1 if count == 1 else STARTS):
             by = orders[start] if start < len(orders) else rng.normal(size=len(size))
-            owner = (np.argsort(np.argsort(by)) * count) // len(size)
-            phases, error = _alternate(columns, size, owner, count)
-            if best is None or error < 0.8 * best[0]:
-                best = (error, count, phases)
-    assert best is not None
-    return best[2], best[0]
+            phases = _alternate(known, size, (np.argsort(np.argsort(by)) * count) // len(size), count)
+            error = float(np.abs((known @ phases.T).max(axis=1) / size - 1).max())
+            if error < 0.8 * least:
+                best, least = phases, error
+    return best, least
 
 
-def _alternate(columns: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int) -> tuple[FloatArray, float]:
+def _alternate(known: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int) -> FloatArray:
     nnls = needed("scipy.optimize", "fitting a profile").nnls
-    scale = columns.max(axis=0)
-    scale[scale == 0] = 1.0
-    phases = np.zeros((count, columns.shape[1]))
+    scale = np.where(known.max(axis=0) == 0, 1.0, known.max(axis=0))
+    phases = np.zeros((count, known.shape[1]))
     for _ in range(25):
         for k in range(count):
             mine = owner == k
             if mine.any():  # relative errors count: small batches matter as much as large ones
-                phases[k] = nnls(columns[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
-        again = (columns @ phases.T).argmax(axis=1)
+                phases[k] = nnls(known[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
+        again = (known @ phases.T).argmax(axis=1)
         if (again == owner).all():
             break
         owner = again
-    error = np.abs((columns @ phases.T).max(axis=1) / size - 1).max()
-    return phases, float(error)
+    return phases

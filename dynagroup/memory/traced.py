@@ -9,26 +9,25 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.closed_form import ClosedForm
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, Layout, Mode
+from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, FloatArray, Layout, Mode, Phases
 from dynagroup.memory.workload import Told, Workload, assumed
 from dynagroup.shapes import TOKENS, BatchShape, said
 
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
 
-__all__ = ["OPTIMIZERS", "TracedMemory", "optimizer_bytes", "positions_of"]
+__all__ = ["OPTIMIZERS", "TracedMemory", "line_above", "optimizer_bytes", "positions_of"]
 
 # Bytes of state per trainable parameter, as (parts of the parameter's own size, bytes besides).
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0), "adam": (2, 0), "adamw_8bit": (0, 2), "lion": (1, 0), "lion_8bit": (0, 1), "muon": (1, 0),
-    "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0),
-    "adamw_master": (0, 12),
+    "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0), "adamw_master": (0, 12),
 }  # fmt: skip
+# Where two workloads differ in these, neither's measurements say anything about the other's bytes.
+_SAME = ("mode", "dtype", "autocast", "attention", "layout", "gradient_checkpointing", "max_new_tokens")
 
 
 def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
@@ -56,7 +55,7 @@ class TracedMemory:
     """Bytes of any batch of one traced model, static memory apart. Make it with :meth:`of`.
 
     >>> from transformers import GPT2Config
-    >>> config = GPT2Config(n_layer=4, n_embd=64, n_head=2, vocab_size=1000)
+    >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
     >>> memory = TracedMemory.of(config, "train", dtype="bf16", gradient_checkpointing=True)
     >>> one, two = memory.batch_bytes(BatchShape.of([1, 2], 512))
     >>> bool(one < two < 2 * one + 1e6)
@@ -102,14 +101,11 @@ class TracedMemory:
         from dynagroup.memory.trace.model import as_meta_model, as_run_model
         from dynagroup.memory.trace.program import prepare, static_bytes
 
-        model = as_run_model(model_or_config, dtype=Workload(dtype=known.get("dtype")).dtype,
-                             attention=known.get("attention"), lora=lora)  # fmt: skip
-        told = Told(
-            _name_of(model_or_config),
-            _optimizer_name(optimizer, known),
-            lora,
-            positions_of(getattr(model, "config", None)),
-        )
+        dtype, attention = Workload(dtype=known.get("dtype")).dtype, known.get("attention")
+        model = as_run_model(model_or_config, dtype=dtype, attention=attention, lora=lora)
+        usual = "AdamW" if known.get("optimizer_bytes") is None else None
+        named = usual if optimizer is None else optimizer if isinstance(optimizer, str) else None
+        told = Told(_name_of(model_or_config), named, lora, positions_of(getattr(model, "config", None)))
         if optimizer is not None:
             trained = next((p.dtype for p in model.parameters() if p.requires_grad), None)
             known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained or "float32").removeprefix("torch."))
@@ -129,32 +125,25 @@ class TracedMemory:
             ConfigError: the rows are of another workload, or all of them ran out of memory.
 
         >>> from dynagroup.memory.measurements import Measurement
-        >>> from dynagroup.memory.run import Phases
         >>> ten_a_token = Workload(phases=Phases(((0, 0, 0, 10, *[0] * 8),)))
         >>> rows = [Measurement(n, {"tokens": 100}, 0, 1500 * n + 200) for n in (1, 2, 4)]
         >>> better = TracedMemory(0, ten_a_token).corrected(Measurements(tuple(rows), ten_a_token))
         >>> round(better.factor, 6), round(better.constant_bytes, 3)
         (1.5, 200.0)
         """
-        self._check(measured)
-        said, taken = self._form.batch_bytes(measured.shapes()), measured.batch_bytes()
-        factor, constant = line_above(said, taken)
-        static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
-        return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)
-
-    def _check(self, measured: Measurements) -> None:
         if not isinstance(measured, Measurements) or not measured.complete:
             raise ConfigError(
                 "`measured` must be Measurements with at least one row that did not run out of memory; see memory.measure"
             )
-        field = measured.workload.contradicts(self.workload) or next(
-            (name for name in _SAME if _differ(getattr(measured.workload, name), getattr(self.workload, name))), None
-        )
-        if field is not None:
+        name = measured.workload.contradicts(self.workload, _SAME)
+        if name is not None:
             raise ConfigError(
-                f"`measured` has {field}={getattr(measured.workload, field)!r}, but what is asked about has "
-                f"{field}={getattr(self.workload, field)!r}; measure the workload that you will run"
+                f"`measured` has {name}={getattr(measured.workload, name)!r}, but what is asked about has "
+                f"{name}={getattr(self.workload, name)!r}; measure the workload that you will run"
             )
+        factor, constant = line_above(self._bytes(measured.shapes()), measured.batch_bytes())
+        static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
+        return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)
 
     def padded_to(self, multiple: int) -> TracedMemory:
         """For batches whose lengths are rounded up to a multiple of this: masks of 16, 32, ... fit their kernel."""
@@ -168,9 +157,12 @@ class TracedMemory:
     def __str__(self) -> str:
         count = self.workload.num_parameters
         raised = f", raised by what was measured (x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB)"
-        exact = "traced" if self.workload.phases is not None else "estimated from its sizes"
         size = "" if count is None else f" of {count:,} parameters"
-        return f"{self.told.name}{size}, {exact}{raised if (self.factor, self.constant_bytes) != (1.0, 0.0) else ''}"
+        return f"{self.told.name}{size}, traced{raised if self._is_raised else ''}"
+
+    @property
+    def _is_raised(self) -> bool:
+        return (self.factor, self.constant_bytes) != (1.0, 0.0)
 
     @property
     def layout(self) -> Layout:
@@ -181,16 +173,30 @@ class TracedMemory:
     def fingerprint(self) -> str:
         """Changes with the model and how it is run."""
         about = f"{self.static_bytes} {self.pads_masks} {self.workload.to_json()}"
-        if (self.factor, self.constant_bytes) != (1.0, 0.0):
-            about += f" {self.factor!r} {self.constant_bytes!r}"
+        about += f" {self.factor!r} {self.constant_bytes!r}" if self._is_raised else ""
         return "traced-" + hashlib.sha256(about.encode()).hexdigest()[:12]
 
     @cached_property
-    def _form(self) -> ClosedForm:
-        form = ClosedForm.of(self.workload)
-        return form if self.pads_masks or form.aligned is None else form.aligned
+    def _phases(self) -> Phases:
+        found = self.workload.phases
+        if found is None:
+            raise ConfigError("`workload` was not traced; make it with TracedMemory.of(model)")
+        return found if self.pads_masks else found.aligned or found
 
-    def _check_streams(self, shape: BatchShape) -> None:
+    def _bytes(self, shape: BatchShape) -> FloatArray:
+        return self._phases.bytes(shape, self.layout == "packed")
+
+    @cached_property
+    def _knows_targets(self) -> bool:
+        short, long = self._bytes(BatchShape.of(8, {TOKENS: [64, 64], "target": [1, 4096]}))
+        return bool(long > short)
+
+    def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
+        """Bytes that grow with the batch, at the peak: float64 (K,).
+
+        Raises:
+            ConfigError: batches have a second padded stream, and the model was traced with one.
+        """
         others = [said(name) for name in shape.longest if name != TOKENS]
         if others and not self._knows_targets:
             raise ConfigError(
@@ -198,39 +204,18 @@ class TracedMemory:
                 f"length (source and target of a decoder are one sequence: their sum), or, where {others[0]!r} is not padded, "
                 f"combine the budget: & AdditiveCap({others[0]!r}, limit)"
             )
+        return self.factor * self._bytes(shape) + self.constant_bytes
 
-    @cached_property
-    def _knows_targets(self) -> bool:
-        sizes = [self._form.batch_bytes(BatchShape.of(8, {TOKENS: 64, "target": units})) for units in (1, 4096)]
-        return bool(sizes[1] > sizes[0])
-
-    def batch_bytes(self, shape: BatchShape, /) -> NDArray[np.float64]:
-        """Bytes that grow with the batch, at the peak: float64 (K,).
-
-        Raises:
-            ConfigError: batches have a second padded stream, and the model was traced with one.
-        """
-        self._check_streams(shape)
-        return self._raised(self._form.batch_bytes(shape))
-
-    def relative(self, shape: BatchShape, baseline: BatchShape, /) -> NDArray[np.float64]:
+    def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
-        return self.batch_bytes(shape) / self._raised(self._form.baseline_bytes(baseline))
-
-    def _raised(self, traced: NDArray[np.float64]) -> NDArray[np.float64]:
-        return self.factor * traced + self.constant_bytes
+        least = self._phases.baseline_bytes(baseline, self.layout == "packed")
+        return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
 
 
 def _name_of(model_or_config: Any) -> str:
     if isinstance(model_or_config, str):
         return model_or_config
     return f"{type(model_or_config).__name__} {getattr(model_or_config, 'name_or_path', None) or ''}".rstrip()
-
-
-def _optimizer_name(optimizer: str | float | None, known: Mapping[str, Any]) -> str | None:
-    if optimizer is None:
-        return "AdamW" if known.get("optimizer_bytes") is None else None
-    return optimizer if isinstance(optimizer, str) else None
 
 
 def positions_of(config: Any) -> int | None:
@@ -240,45 +225,26 @@ def positions_of(config: Any) -> int | None:
     return int(most) if most else None
 
 
-# Where two workloads differ in these, neither's measurements say anything about the other's bytes.
-_SAME = ("mode", "dtype", "autocast", "attention", "layout", "gradient_checkpointing", "max_new_tokens")
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return one is not None and other is not None and one != other
-
-
-def line_above(said: NDArray[np.float64], taken: NDArray[np.float64]) -> tuple[float, float]:
-    """The factor (at least 1) and constant (at least 0) with ``factor * said + constant >= taken`` everywhere that exceed
+def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
+    """The factor (at least 1) and constant (at least 0) with ``factor * predicted + constant >= taken`` everywhere that exceed
     ``taken`` least, as a mean of shares.
 
-    For a given factor the constant is the largest gap. What they then exceed is convex and piecewise linear in the factor,
-    with corners where two rows have the same gap, or one has none: the best factor is one of these. K log K.
+    For a given factor the constant is the largest gap, and what both exceed is convex in the factor: ternary search.
 
     >>> [round(number, 6) for number in line_above(np.array([10.0, 20.0, 40.0]), np.array([19.0, 35.0, 65.0]))]
     [1.6, 3.0]
     """
-    corners = _hull(said, taken)
-    slopes = np.diff(corners[:, 1]) / np.maximum(np.diff(corners[:, 0]), 1e-300)
-    tried = np.maximum(np.concatenate([[1.0], slopes, (corners[:, 1] / corners[:, 0])]), 1.0)
-    gaps = np.maximum((corners[None, :, 1] - tried[:, None] * corners[None, :, 0]).max(axis=1), 0.0)
-    excess = [float(np.mean((factor * said + gap) / taken)) for factor, gap in zip(tried, gaps, strict=True)]
-    best = int(np.argmin(excess))
-    return float(tried[best]), float(gaps[best])
 
+    def constant(factor: float) -> float:
+        return max(float((taken - factor * predicted).max()), 0.0)
 
-def _hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Corners of the upper convex hull, from left to right: float64 (C, 2)."""
-    corners: list[tuple[float, float]] = []
-    for point in sorted(zip(x.tolist(), y.tolist(), strict=True)):
-        while corners and (
-            corners[-1][0] == point[0] or (len(corners) > 1 and _below(corners[-1], corners[-2], point))
-        ):
-            corners.pop()
-        corners.append(point)
-    return np.array(corners)
+    def excess(factor: float) -> float:
+        return float(np.mean((factor * predicted + constant(factor)) / taken))
 
-
-def _below(middle: tuple[float, float], left: tuple[float, float], right: tuple[float, float]) -> bool:
-    over = (middle[0] - left[0]) * (right[1] - left[1]) - (middle[1] - left[1]) * (right[0] - left[0])
-    return over >= 0
+    low, high = 1.0, max(1.0, float((taken / predicted).max()))
+    tried = [low, high]
+    for _ in range(200):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, right) if excess(left) <= excess(right) else (left, high)
+    best = min([*tried, low, high], key=excess)
+    return best, constant(best)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,22 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Told", "Workload", "assumed"]
 
-_CHOICES = {
-    "mode": get_args(Mode),
-    "attention": get_args(Attention),
-    "dtype": get_args(Dtype),
-    "autocast": get_args(Dtype),
-    "layout": get_args(Layout),
-    "sharding": get_args(Sharding),
-}
+_CHOICES = {"Mode": Mode, "Attention": Attention, "Dtype": Dtype, "Layout": Layout, "Sharding": Sharding}
 # How else people write them.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_COUNTS = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size",
-           "intermediate_size", "experts_per_token", "vocabulary_size", "fixed_tokens", "num_parameters",
-           "max_new_tokens", "num_ranks")  # fmt: skip
 _MAY_BE_0 = ("num_encoder_layers", "fixed_tokens", "vocabulary_size", "max_new_tokens")
-_FLAGS = ("gated_mlp", "dropout", "lm_head", "tied_embeddings", "encoder_decoder", "causal", "score_bias",
-          "gradient_checkpointing", "ddp", "keeps_outputs")  # fmt: skip
+_SIZES = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
+          "vocabulary_size", "encoder_decoder", "num_parameters")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,44 +86,28 @@ class Workload:
     """"packed": samples lie end to end in one row, without padding; None: "padded"."""
     max_new_tokens: int | None = None
     phases: Phases | None = field(default=None, repr=False)
-    """What tracing the model found: how its memory depends on the batch shape, exactly. See ``memory.phases``."""
+    """What tracing the model found: how its memory depends on the batch shape, exactly."""
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "autocast"):
-            object.__setattr__(self, name, _dtype(getattr(self, name)))
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value is not None and value not in allowed:
-                raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, allowed))} or None, but is {value!r}")
-        for name in _COUNTS:
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, check_int(name, value, least=0 if name in _MAY_BE_0 else 1))
-        for name in _FLAGS:
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, check_flag(name, value))
-        self._check_relations()
-        if isinstance(self.phases, Mapping):
-            object.__setattr__(self, "phases", Phases(**self.phases))
-
-    def _check_relations(self) -> None:
-        share, state = self.trainable_share, self.optimizer_bytes
-        if share is not None and not 0 <= share <= 1:
-            raise ConfigError(f"`trainable_share` must be between 0 and 1 or None, but is {share!r}")
-        if state is not None and not 0 <= state <= 64:
-            raise ConfigError(f"`optimizer_bytes` must be between 0 and 64 bytes a parameter or None, but is {state!r}")
-        if self.layout == "packed" and self.mode == "generate":
-            raise ConfigError("`layout` 'packed' is for training and forward passes; generate() pads its prompts")
-        if self.layout == "packed" and self.encoder_decoder:
-            raise ConfigError(
-                "`layout` 'packed' is for models of one stack: nothing keeps the samples of an encoder and a decoder apart "
-                "without padding; leave it out, and group by both lengths"
-            )
-        if self.sharding not in (None, "ddp") and not self.num_ranks:
-            raise ConfigError(f"`sharding` {self.sharding!r} divides memory over ranks; say how many: num_ranks=8")
-        if self.num_heads and self.num_kv_heads and self.num_kv_heads > self.num_heads:
-            raise ConfigError(
-                f"`num_kv_heads` must be at most `num_heads` ({self.num_heads}), but is {self.num_kv_heads} instead"
-            )
+        for known in fields(self):
+            if (value := getattr(self, known.name)) is not None:
+                kind = str(known.type).removesuffix(" | None")
+                object.__setattr__(self, known.name, _checked(known.name, kind, value))
+        share, state, heads, kv_heads = self.trainable_share, self.optimizer_bytes, self.num_heads, self.num_kv_heads
+        packed, divided = self.layout == "packed", self.sharding not in (None, "ddp")
+        generates = self.mode == "generate"
+        refused: dict[str, Any] = {
+            f"`trainable_share` must be between 0 and 1 or None, but is {share!r}": not 0 <= (share or 0) <= 1,
+            f"`optimizer_bytes` must be between 0 and 64 bytes a parameter or None, but is {state!r}":
+                not 0 <= (state or 0) <= 64,
+            "`layout` 'packed' is for training and forward passes; generate() pads its prompts": packed and generates,
+            "`layout` 'packed' is for models of one stack: nothing keeps the samples of an encoder and a decoder apart without "
+            "padding; leave it out, and group by both lengths": packed and self.encoder_decoder,
+            f"`sharding` {self.sharding!r} divides memory over ranks; say how many: num_ranks=8": divided and not self.num_ranks,
+            f"`num_kv_heads` must be at most `num_heads` ({heads}), but is {kv_heads} instead": heads and (kv_heads or 0) > heads,
+        }  # fmt: skip
+        for message in (message for message, wrong in refused.items() if wrong):
+            raise ConfigError(message)
 
     @classmethod
     def from_model(
@@ -166,11 +140,7 @@ class Workload:
         from dynagroup.memory.trace.model import describe
 
         known = {name: _dtype(v) if name in ("dtype", "autocast") else v for name, v in known.items()}
-        names = [f.name for f in fields(cls) if f.name != "phases"]
-        unknown = sorted(set(known) - set(names))
-        if unknown:
-            raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(names)}")
-        workload = cls(**describe(model_or_config, mode, known))
+        workload = cls.from_mapping(describe(model_or_config, mode, known))
         if not trace:
             return workload
         try:
@@ -219,21 +189,16 @@ class Workload:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Workload:
         """The workload with these fields; None and absent ones are unknown."""
-        names = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - names)
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(values) - set(names))
         if unknown:
-            raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(sorted(names))}")
+            raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(names)}")
         return cls(**values)
 
-    def contradicts(self, other: Workload) -> str | None:
-        """The first architecture field on which both are known and differ, or None."""
-        described = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size",
-                     "intermediate_size", "vocabulary_size", "encoder_decoder", "num_parameters")  # fmt: skip
-        for name in described:
-            mine, its = getattr(self, name), getattr(other, name)
-            if mine is not None and its is not None and mine != its:
-                return name
-        return None
+    def contradicts(self, other: Workload, names: Sequence[str] = ()) -> str | None:
+        """The first size, or other field of ``names``, on which both are known and differ, or None."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in (*_SIZES, *names)}
+        return next((name for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]), None)
 
 
 def _dtype(value: Any) -> Any:
@@ -242,6 +207,21 @@ def _dtype(value: Any) -> Any:
         return value
     name = str(value).removeprefix("torch.")
     return _DTYPES.get(name, name)
+
+
+def _checked(name: str, kind: str, value: Any) -> Any:
+    """A field's value as its type says: ``kind`` is the annotation."""
+    if kind == "int":
+        return check_int(name, value, least=0 if name in _MAY_BE_0 else 1)
+    if kind == "bool":
+        return check_flag(name, value)
+    if kind == "Phases" and isinstance(value, Mapping):
+        return Phases(**value)
+    value = _dtype(value) if kind == "Dtype" else value
+    allowed = get_args(_CHOICES[kind]) if kind in _CHOICES else None
+    if allowed and value not in allowed:
+        raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, allowed))} or None, but is {value!r}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,37 +241,21 @@ def assumed(workload: Workload, told: Told | None = None) -> str:
 
     >>> assumed(Workload(mode="train", dtype="float32", attention="sdpa", optimizer_bytes=8), Told(optimizer="AdamW"))
     'train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter'
-    >>> shared = Workload(mode="train", dtype="bfloat16", sharding="fsdp", num_ranks=8, gradient_checkpointing=True)
-    >>> assumed(shared, Told(optimizer="lion", lora=8))
-    'train, bfloat16, LoRA of rank 8, checkpointing, lion, fsdp over 8 ranks'
     >>> assumed(Workload(mode="generate", dtype="float16", max_new_tokens=256))
     'generate, float16, 256 new tokens'
     """
-    told = told or Told()
-    said = [workload.mode, workload.dtype, workload.autocast and f"autocast to {workload.autocast}"]
-    said += [workload.attention and f"{workload.attention} attention", workload.layout == "packed" and "packed"]
-    said += [workload.mode == "generate" and f"{workload.max_new_tokens} new tokens", _adapters(workload, told)]
-    if workload.mode == "train":
-        said += ["checkpointing" if workload.gradient_checkpointing else "no checkpointing", _optimizer(workload, told)]
-        said += [workload.keeps_outputs is False and "logits let go before the backward pass", _ranks(workload)]
-    return ", ".join(filter(None, said))
-
-
-def _adapters(workload: Workload, told: Told) -> str:
+    told, w = told or Told(), workload
+    said = [w.mode, w.dtype, w.autocast and f"autocast to {w.autocast}", w.attention and f"{w.attention} attention"]
+    said += [w.layout == "packed" and "packed", w.mode == "generate" and f"{w.max_new_tokens} new tokens"]
     if told.lora:
-        return f"LoRA of rank {16 if told.lora is True else getattr(told.lora, 'r', told.lora)}"
-    share = workload.trainable_share
-    return (
-        f"{share:.2%} of the parameters trained" if workload.mode == "train" and share is not None and share < 1 else ""
-    )
-
-
-def _optimizer(workload: Workload, told: Told) -> str:
-    if workload.optimizer_bytes is None:
-        return told.optimizer or ""
-    return f"{told.optimizer or 'an optimizer'} of {workload.optimizer_bytes:g} bytes a trained parameter"
-
-
-def _ranks(workload: Workload) -> str:
-    many = "" if workload.num_ranks is None else f" over {workload.num_ranks} ranks"
-    return f"{workload.sharding}{many}" if workload.sharding else "ddp" if workload.ddp else ""
+        said += [f"LoRA of rank {16 if told.lora is True else getattr(told.lora, 'r', told.lora)}"]
+    elif w.mode == "train" and w.trainable_share is not None and w.trainable_share < 1:
+        said += [f"{w.trainable_share:.2%} of the parameters trained"]
+    if w.mode == "train":
+        state = None if w.optimizer_bytes is None else f" of {w.optimizer_bytes:g} bytes a trained parameter"
+        many = "" if w.num_ranks is None else f" over {w.num_ranks} ranks"
+        said += ["checkpointing" if w.gradient_checkpointing else "no checkpointing"]
+        said += [f"{told.optimizer or 'an optimizer'}{state}" if state else told.optimizer]
+        said += [w.keeps_outputs is False and "logits let go before the backward pass"]
+        said += [f"{w.sharding}{many}" if w.sharding else w.ddp and "ddp"]
+    return ", ".join(filter(None, said))

@@ -73,7 +73,7 @@ def test_a_cache_that_slides_stops_growing():
     """The cache of six layers of seven holds 111 positions, whatever the length."""
     found = workload_of("gemma generating")[1].phases
     assert found.until == 112 - 40
-    at_border, beyond, without = (ClosedForm.traced(p) for p in (found, Phases(found.after), Phases(found.rows)))
+    at_border, beyond, without = (ClosedForm.of_phases(p) for p in (found, Phases(found.after), Phases(found.rows)))
     short, long = BatchShape.of(16, 20), BatchShape.of(16, 140)
     assert at_border.batch_bytes(short) == without.batch_bytes(short) < beyond.batch_bytes(short)
     assert at_border.batch_bytes(long) == beyond.batch_bytes(long) <= without.batch_bytes(long)

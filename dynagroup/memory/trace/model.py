@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.extras import needed
-from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run
+from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
 from dynagroup.memory.trace.adapters import fold_on_meta, with_adapters
 from dynagroup.shapes import TOKENS
 

@@ -23,7 +23,7 @@ from dynagroup.memory.trace.kernels import BLOCK, LiveBytes
 from dynagroup.memory.trace.model import ALIKE_LAYERS, as_meta_model, stacks
 from dynagroup.memory.trace.program import MakeInputs, as_gathered, prepare, trace
 
-__all__ = ["peaks", "trace_phases"]
+__all__ = ["trace_phases"]
 
 Probe: TypeAlias = "tuple[int, int, int]"  # samples, tokens, tokens of the target
 Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # bytes alive after each allocation
@@ -66,11 +66,6 @@ def trace_phases(
             return found
         spared = _phases(replace(padded, aligned=True))
     return found if spared == found else replace(found, aligned=spared)
-
-
-def peaks(phases: FloatArray, n: np.ndarray, length: np.ndarray, target: np.ndarray) -> FloatArray:
-    """Batch bytes of each shape: the largest phase. float64 (K,)."""
-    return (monomials(n, length, target) @ phases.T).max(axis=1)
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,18 @@ constants (how many copies of the hidden states a layer keeps, and so on) are fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, MONOMIALS, Phases, monomials
+from dynagroup.memory.run import ELEMENT_BYTES, MONOMIALS, FloatArray, Phases, columns
 from dynagroup.memory.workload import Workload
-from dynagroup.shapes import TOKENS, BatchShape, target_tokens
+from dynagroup.shapes import BatchShape
 
-__all__ = ["COMPONENTS", "CONSTANTS", "ClosedForm", "columns"]
+__all__ = ["COMPONENTS", "CONSTANTS", "ClosedForm"]
 
-FloatArray = NDArray[np.float64]
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
 ONE, N, NL, NL2, NT, T2, NT2, NLT = map(MONOMIALS.index, ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT"))
@@ -48,7 +46,7 @@ USUAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Memory of one workload: the largest of its phases.
+    """Memory of one workload by components: the largest of its phases.
 
     >>> form = ClosedForm.of(Workload(mode="train", hidden_size=896, num_layers=24))
     >>> one, two = form.batch_bytes(BatchShape.of([1, 2], 1024))
@@ -58,12 +56,8 @@ class ClosedForm:
 
     phases: FloatArray
     """float64 (phases, components, monomials), bytes."""
-    until: float = np.inf
-    """Tokens of the longest sample for which ``phases`` hold."""
-    after: FloatArray | None = None
-    """Phases beyond that."""
-    aligned: ClosedForm | None = None
-    """The form of lengths whose masks need no padding, where that is another one."""
+    traced: Phases | None = None
+    """What was traced or fitted, which is then asked; its components are not known and all count as activations."""
     packed: bool = False
     """Whether a batch is one row of all its tokens."""
 
@@ -72,43 +66,20 @@ class ClosedForm:
         """What was traced of the model, or else what its sizes say."""
         packed = workload.layout == "packed"
         if workload.phases is not None:
-            return replace(cls.traced(workload.phases), packed=packed)
+            return cls.of_phases(workload.phases, packed)
         return cls(np.stack(_Builder(workload, constants).phases()), packed=packed)
 
     @classmethod
-    def traced(cls, phases: Phases) -> ClosedForm:
-        """From phases whose components nobody knows: they all count as activations."""
-        aligned = None if phases.aligned is None else cls.traced(phases.aligned)
-        if phases.until is None:
-            return cls(_spread(phases.rows), aligned=aligned)
-        return cls(_spread(phases.rows), phases.until, _spread(phases.after), aligned)
+    def of_phases(cls, traced: Phases, packed: bool = False) -> ClosedForm:
+        phases = np.zeros((len(traced.rows), len(COMPONENTS), len(MONOMIALS)))
+        phases[:, COMPONENTS.index("activations")] = traced.rows
+        return cls(phases, traced, packed)
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
         """Bytes that grow with the batch, at least one: float64 (K,)."""
-        if self.after is None:
-            return np.maximum(_largest(self.phases, columns(shape, self.packed)), 1.0)
-        # Beyond the border never less than at it, so that memory rises with the length everywhere.
-        inside = {**shape.longest, TOKENS: np.minimum(shape.longest[TOKENS], int(self.until))}
-        within = _largest(self.phases, columns(BatchShape.of(shape.num_samples, inside)))
-        beyond = np.where(shape.longest[TOKENS] > self.until, _largest(self.after, columns(shape)), 0.0)
-        return np.maximum(np.maximum(within, beyond), 1.0)
-
-    def relative(self, shape: BatchShape, baseline: BatchShape) -> FloatArray:
-        """Bytes of each batch as a share of the baseline's: float64 (K,)."""
-        return self.batch_bytes(shape) / self.baseline_bytes(baseline)
-
-    def baseline_bytes(self, baseline: BatchShape) -> FloatArray:
-        """Bytes of a batch that others are held against: float64 (K,).
-
-        A batch is taken to pad its masks, so that its share rises with the length; a baseline that does not is not.
-        """
-        least = self.batch_bytes(baseline)
-        if self.aligned is not None:
-            spared = np.logical_or.reduce(
-                [longest % MASK_ALIGNMENT == 0 for longest in (baseline.longest[TOKENS], target_tokens(baseline))]
-            )
-            least = np.where(spared, self.aligned.batch_bytes(baseline), least)
-        return least
+        if self.traced is not None:
+            return self.traced.bytes(shape, self.packed)
+        return np.maximum((columns(shape, self.packed) @ self.phases.sum(axis=1).T).max(axis=1), 1.0)
 
     def shares(self, shape: BatchShape) -> FloatArray:
         """Of the largest phase of each shape: the share of each component, and of what is quadratic in length. (K, 6)."""
@@ -118,27 +89,6 @@ class ClosedForm:
         total = np.maximum(terms.sum(axis=(1, 2)), 1.0)
         quadratic = terms[:, :, QUADRATIC].sum(axis=(1, 2))
         return np.concatenate([terms.sum(axis=2), quadratic[:, None]], axis=1) / total[:, None]
-
-
-def _spread(rows: Sequence[Sequence[float]]) -> FloatArray:
-    phases = np.zeros((len(rows), len(COMPONENTS), len(MONOMIALS)))
-    phases[:, COMPONENTS.index("activations")] = rows
-    return phases
-
-
-def _largest(phases: FloatArray, values: FloatArray) -> FloatArray:
-    return (values @ phases.sum(axis=1).T).max(axis=1)
-
-
-def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
-    """The monomials of a shape; a target without lengths of its own is as long as the tokens.
-
-    Packed, a batch is one sample as long as all of its samples together.
-    """
-    if packed:
-        total = np.maximum(shape.total[TOKENS], 1)
-        return monomials(np.ones_like(total), total, total)
-    return monomials(shape.num_samples, np.maximum(shape.longest[TOKENS], 1), np.maximum(target_tokens(shape), 1))
 
 
 def _filled(workload: Workload) -> dict[str, Any]:
@@ -156,6 +106,26 @@ def _filled(workload: Workload) -> dict[str, Any]:
     return known
 
 
+def _unit(column: int, value: float = 1.0) -> FloatArray:
+    row = np.zeros(len(MONOMIALS))
+    row[column] = value
+    return row
+
+
+NOTHING = np.zeros(len(MONOMIALS))
+
+
+def _powers(one: int, two: int, offset: float) -> tuple[FloatArray, FloatArray]:
+    """A length and its square, as columns of a phase, of samples that have ``offset`` positions more."""
+    first = _unit(one) + _unit(N, offset)
+    return first, _unit(two) + _unit(one, 2 * offset) + _unit(N, offset**2)
+
+
+def _phase(weights: float = 0.0, **parts: FloatArray | float) -> FloatArray:
+    rows = [_unit(ONE, weights), *(parts.get(name, NOTHING) for name in COMPONENTS[1:])]
+    return np.stack([row if isinstance(row, np.ndarray) else NOTHING for row in rows])
+
+
 class _Builder:
     """Writes the phases down from a workload's fields."""
 
@@ -164,22 +134,14 @@ class _Builder:
         self.c = constants
         self.element = ELEMENT_BYTES[workload.autocast or w["dtype"]]
         self.parameter = ELEMENT_BYTES[w["dtype"]]
-        self.query = w["num_heads"] * w["head_size"]
-        self.kv = w["num_kv_heads"] * w["head_size"]
+        self.query, self.kv = (w[name] * w["head_size"] for name in ("num_heads", "num_kv_heads"))
         self.ffn = w["intermediate_size"] * w["experts_per_token"]
-        self.fixed = float(w["fixed_tokens"])
-        two_stacks = w["encoder_decoder"]
-        speech = two_stacks and self.fixed > 0
-        target = (NT, NT2) if two_stacks else (NL, NL2)
+        fixed, two_stacks = float(w["fixed_tokens"]), w["encoder_decoder"]
+        speech = two_stacks and fixed > 0
         # Tokens, tokens squared, of the decoder (or only stack) and of the encoder, as columns of a phase.
-        offset = 0.0 if two_stacks else self.fixed
-        self.words, self.words2 = self._powers(target[0], target[1], offset)
-        self.read, self.read2 = self._powers(NL, NL2, 0.0)
-        if speech:
-            self.read, self.read2 = self._unit(N, self.fixed), self._unit(N, self.fixed**2)
-        self.cross = self.fixed * self.words if speech else self._unit(NLT)
-        # A decoder beside an encoder knows no padding: its mask is the same for every sample.
-        self.mask_of = {NT2: self._unit(T2)} if two_stacks else {}
+        self.words, self.words2 = _powers(NT, NT2, 0.0) if two_stacks else _powers(NL, NL2, fixed)
+        self.read, self.read2 = (_unit(N, fixed), _unit(N, fixed**2)) if speech else _powers(NL, NL2, 0.0)
+        self.cross = fixed * self.words if speech else _unit(NLT)
         # Models that have no dropout any more normalise their scores in float32.
         self.wide_scores = self.element < 4 and not w["dropout"] and not two_stacks
         # BART and its kin drop hidden states only.
@@ -187,25 +149,8 @@ class _Builder:
         self.layers = float(w["num_layers"])
         self.encoders = float(w["num_encoder_layers"] or (w["num_layers"] if two_stacks else 0))
 
-    @staticmethod
-    def _unit(column: int, value: float = 1.0) -> FloatArray:
-        row = np.zeros(len(MONOMIALS))
-        row[column] = value
-        return row
-
-    def _powers(self, one: int, two: int, offset: float) -> tuple[FloatArray, FloatArray]:
-        first = self._unit(one) + self._unit(N, offset)
-        second = self._unit(two) + self._unit(one, 2 * offset) + self._unit(N, offset**2)
-        return first, second
-
     def phases(self) -> list[FloatArray]:
-        if self.w["mode"] == "train":
-            return self._training()
-        return self._generation() if self.w["mode"] == "generate" else self._forward()
-
-    def _phase(self, **parts: FloatArray | float) -> FloatArray:
-        rows = [parts.get(name, 0.0) for name in COMPONENTS]
-        return np.stack([np.asarray(r) if np.ndim(r) else self._unit(ONE, float(r)) for r in rows])  # type: ignore[arg-type]
+        return {"train": self._training, "generate": self._generation, "forward": self._forward}[self.w["mode"]]()
 
     def _layer_keeps(self) -> float:
         """Bytes that a layer keeps for its backward pass, per token."""
@@ -225,14 +170,13 @@ class _Builder:
             if self.dropped_scores:  # kept before and after dropout, and its mask of one byte
                 copies = per_score * (2 + 1 / self.element)
             return self.element * (copies * w["num_heads"] + per_mask) * squared
-        shared = self._shared(squared)
         if w["score_bias"]:
-            return self.element * c["score_bias"] * w["num_heads"] * shared
-        return self.element * per_mask * shared if w["attention"] == "sdpa" else 0.0 * squared
+            return self.element * c["score_bias"] * w["num_heads"] * self._shared(squared)
+        return self.element * per_mask * self._shared(squared) if w["attention"] == "sdpa" else NOTHING
 
     def _shared(self, squared: FloatArray) -> FloatArray:
-        """The pairs of which a mask or bias has one entry each."""
-        return next((unit for column, unit in self.mask_of.items() if squared[column] > 0), squared)
+        """The pairs of which a mask or bias has one entry each: a decoder beside an encoder has one mask for all samples."""
+        return _unit(T2) if self.w["encoder_decoder"] and squared[NT2] > 0 else squared
 
     def _training(self) -> list[FloatArray]:
         w, c = self.w, self.c
@@ -242,37 +186,31 @@ class _Builder:
         if w["encoder_decoder"]:
             decoder = (1 + c["keep_cross"]) * decoder[0], decoder[1] + keep(self.cross)
         stored = self._stored(decoder, self.layers, self.words, self.words2)
-        below = (
-            self._stored(encoder, self.encoders, self.read, self.read2)
-            if self.encoders
-            else (0 * stored[0], 0 * stored[1])
-        )
-        all_stored, all_scores = stored[0] + below[0], stored[1] + below[1]
+        below = self._stored(encoder, self.encoders, self.read, self.read2) if self.encoders else (NOTHING, NOTHING)
+        activations, scores = stored[0] + below[0], stored[1] + below[1]
         trains_all = w["trainable_share"] >= 0.5
         table = c["weight_grad"] * w["vocabulary_size"] * w["hidden_size"] * self.parameter if trains_all else 0.0
         cast = self._cast_weights()
-        head = w["vocabulary_size"] * self.words if w["lm_head"] else np.zeros(len(MONOMIALS))
+        head = w["vocabulary_size"] * self.words if w["lm_head"] else NOTHING
         copies = c["logits_train"] * self.element  # and in causal models a copy in float32
         copies += 4 * c["logits_wide"] if w["causal"] and self.element < 4 else 0.0
         output = self.element * head  # what the model returned lives as long as its caller holds it
         first = self.element * w["hidden_size"] * (self.words + (self.read if self.encoders else 0.0))
+        kept = {"activations": activations, "attention": scores}
         phases = [
-            self._phase(weights=cast, activations=all_stored, attention=all_scores, logits=copies * head),
-            self._phase(
-                weights=cast + table, activations=all_stored, attention=all_scores, logits=c["logits_grad"] * output
-            ),
-            self._phase(weights=cast + table * c["table_grad"], activations=first, logits=output),
+            _phase(cast, **kept, logits=copies * head),
+            _phase(cast + table, **kept, logits=c["logits_grad"] * output),
+            _phase(cast + table * c["table_grad"], activations=first, logits=output),
         ]
-        stacks = [(all_stored, all_scores, decoder, self.words, self.words2)]
-        if self.encoders:
-            stacks.append((*below, encoder, self.read, self.read2))
-        for kept, scores, layer, tokens, squared in stacks:
+        stacks = [(activations, scores, decoder, self.words, self.words2)]
+        stacks += [(*below, encoder, self.read, self.read2)] if self.encoders else []
+        for stored_here, scores_here, layer, tokens, squared in stacks:
             run = self.element * (c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn) * tokens
             extra = self._scores(squared, c["score_run"], c["mask_run"])
             if w["gradient_checkpointing"]:
                 run, extra = run + layer[0], extra + layer[1]
-            parts = {"activations": kept + run, "attention": scores + extra, "logits": output}
-            phases.append(self._phase(weights=cast + table, **parts))
+            parts = {"activations": stored_here + run, "attention": scores_here + extra, "logits": output}
+            phases.append(_phase(cast + table, **parts))
         return phases
 
     def _stored(
@@ -299,30 +237,23 @@ class _Builder:
         Attention widens the mask (or the bias of every head) to what its kernel reads, or holds the scores in several
         copies; the feed-forward layer is wide, and beside it only what attention returned is left.
         """
-        w, c = self.w, self.c
-        fused = w["attention"] != "eager"
+        w, c, e = self.w, self.c, self.element
+        fused, masked = w["attention"] != "eager", w["attention"] == "sdpa"
         wide = c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
         if w["experts_per_token"] > 1:
             wide += c["run_expert"] * w["experts_per_token"] * w["hidden_size"]
         narrow = c["bias_hidden"] * w["hidden_size"] + c["bias_query"] * self.query + c["bias_kv"] * self.kv
-        if w["attention"] == "sdpa" and self.kv < self.query:
+        if masked and self.kv < self.query:
             narrow += 2 * self.query  # the kernel that takes a mask has no grouped heads
-        scores = 0.0
-        if fused and w["attention"] == "sdpa":
-            scores = c["bias_scores"] * w["num_heads"] if w["score_bias"] else c["bias_mask"]
-        elif not fused:
+        scores = (c["bias_scores"] * w["num_heads"] if w["score_bias"] else c["bias_mask"]) if masked else 0.0
+        left = c["mask_pass"] if masked else 0.0
+        if not fused:
             copies = c["score_pass_wide"] if self.wide_scores else c["score_pass"]
-            scores = copies * w["num_heads"] + c["mask_pass"]
-        left = c["mask_pass"] if w["attention"] == "sdpa" else 0.0 if fused else w["num_heads"] + c["mask_pass"]
-        kept = held.pop("activations", 0.0)
-        squared = self._shared(squared) if fused else squared
+            scores, left = copies * w["num_heads"] + c["mask_pass"], w["num_heads"] + c["mask_pass"]
+        kept, squared = held.pop("activations", 0.0), self._shared(squared) if fused else squared
         return [
-            self._phase(
-                activations=kept + self.element * narrow * tokens, attention=self.element * scores * squared, **held
-            ),
-            self._phase(
-                activations=kept + self.element * wide * tokens, attention=self.element * left * squared, **held
-            ),
+            _phase(activations=kept + e * narrow * tokens, attention=e * scores * squared, **held),
+            _phase(activations=kept + e * wide * tokens, attention=e * left * squared, **held),
         ]
 
     def _forward(self) -> list[FloatArray]:
@@ -330,36 +261,32 @@ class _Builder:
         head = self.element * (w["vocabulary_size"] if w["lm_head"] else 0) * self.words
         hidden = self.element * w["hidden_size"]
         per_layer = c["cache"] * 2 * self.kv * self.element * self.layers  # models return it unless told otherwise
-        cache = per_layer * self.words if w["causal"] or w["encoder_decoder"] else np.zeros(len(MONOMIALS))
-        phases, encoded = [], np.zeros(len(MONOMIALS))
+        cache = per_layer * self.words if w["causal"] or w["encoder_decoder"] else NOTHING
+        phases, encoded = [], NOTHING
         if self.encoders:
             phases += self._running(self.read, self.read2)
             cache, encoded = cache + per_layer * self.read, hidden * self.read
         phases += self._running(self.words, self.words2, cache=cache, activations=encoded)
-        return [
-            *phases,
-            self._phase(activations=encoded + hidden * self.words, logits=c["logits_run"] * head, cache=cache),
-        ]
+        last = _phase(activations=encoded + hidden * self.words, logits=c["logits_run"] * head, cache=cache)
+        return [*phases, last]
 
     def _generation(self) -> list[FloatArray]:
         w, c = self.w, self.c
         two_stacks = bool(w["encoder_decoder"])
         prompt, squared = (self.read, self.read2) if two_stacks else (self.words, self.words2)
-        new = self._unit(N, float(w["max_new_tokens"]))
         per_layer = c["cache"] * 2 * self.kv * self.element
-        held = per_layer * (prompt + new)
+        held = per_layer * (prompt + _unit(N, float(w["max_new_tokens"])))
         if two_stacks:
             held = held + self.element * w["hidden_size"] * prompt / max(self.layers, 1.0)
-        filled = np.zeros(len(MONOMIALS)) if two_stacks else self.layers * per_layer * prompt
-        last = self._unit(N, c["last_logits"] * 4.0 * w["vocabulary_size"])
-        step = self._unit(N, self.element * self.ffn * 2.0)
+        filled = self.layers * per_layer * prompt
+        last = _unit(N, c["last_logits"] * 4.0 * w["vocabulary_size"])
+        step = _unit(N, self.element * self.ffn * 2.0)
         grown = self.layers * held + c["cache_layer"] * held
-        mask = np.zeros(len(MONOMIALS))  # of one new token: fused kernels need none
+        mask = NOTHING  # of one new token: fused kernels need none
         if w["attention"] == "eager":
-            mask = self._scores(self._unit(N) + prompt, c["score_pass"], c["mask_pass"])
-        encoded = self.element * w["hidden_size"] * prompt
+            mask = self._scores(_unit(N) + prompt, c["score_pass"], c["mask_pass"])
         return [
-            *self._running(prompt, squared, cache=filled),
-            self._phase(activations=encoded, cache=self.layers * per_layer * prompt, logits=last),
-            self._phase(activations=step, attention=mask, cache=grown, logits=last),
+            *self._running(prompt, squared, cache=NOTHING if two_stacks else filled),
+            _phase(activations=self.element * w["hidden_size"] * prompt, cache=filled, logits=last),
+            _phase(activations=step, attention=mask, cache=grown, logits=last),
         ]
