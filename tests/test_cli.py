@@ -1,50 +1,104 @@
-"""The command line says what the library says, and a user's mistake in one line."""
+"""The command line says what the library says, and a user's mistake in one line; never a traceback."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 import dynagroup
-from dynagroup.budget.memory import MemoryBudget
-from dynagroup.budget.tokens import TokenBudget
+from dynagroup import BatchPlan, LengthAwareBatchSampler, MemoryBudget, TokenBudget, Work
 from dynagroup.cli import main
 from dynagroup.demo import train_tokenizer
 from dynagroup.lengths import measure_lengths
-from dynagroup.plan.cost import Work
+from dynagroup.memory import Measurements, Workload, simulate, what_fits
 from dynagroup.plan.report import compare
-from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from tests import models
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
+TEXTS = ["a few words", "to learn from, and some more words, all of them", "some", "words"]
 
 
-@pytest.fixture
-def lengths_file(tmp_path):
-    np.save(tmp_path / "lengths.npy", LENGTHS)
-    return str(tmp_path / "lengths.npy")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where commands run: lengths, texts, a table, a tokenizer, a model, and what is none of them; no hub."""
+    path = tmp_path_factory.mktemp("cli")
+    np.save(path / "lengths.npy", LENGTHS)
+    (path / "texts.txt").write_text("some text\nmore of it\n")
+    (path / "many.txt").write_text("one text\n" * 8)
+    (path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    (path / "table.csv").write_text("id,text,length\n" + "".join(f"{i},t,{n}\n" for i, n in enumerate(LENGTHS)))
+    train_tokenizer(["a few words to learn from, and some more"] * 4, vocabulary=300).save_pretrained(path / "tokens")
+    own = {"n_positions": 96, "bos_token_id": None, "eos_token_id": None}
+    models.gpt2(vocab=500, width=64, layers=1, dropout=0.1, **own).save_pretrained(path / "model")
+    for name, config in (("unknown", '{"model_type": "nosuch"}'), ("cut_off", '{"model_type": '), ("empty", None)):
+        (path / name).mkdir()
+        if config is not None:
+            (path / name / "config.json").write_text(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.chdir(path)
+        yield path
 
 
-def test_plan_prints_the_plans_report(lengths_file, capsys):
-    assert main(["plan", lengths_file, "--max-tokens", "800", "--world-size", "4"]) == 0
-    expected = LengthAwareBatchSampler(LENGTHS, TokenBudget(800), rank=0, world_size=4).plan.report()
-    assert capsys.readouterr().out == expected + "\n"
+def said(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of one command, in this process."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(out), warnings.catch_warnings():
+        warnings.simplefilter("default")
+        try:
+            status = main(arguments)
+        except SystemExit as stopped:  # argparse's own refusal
+            status = int(stopped.code or 0)
+    return status, out.getvalue(), error.getvalue()
 
 
-def test_plan_prints_figures_for_machines(lengths_file, capsys):
-    arguments = ["--max-tokens", "800", "--shuffle", "--epoch", "3", "--samples-per-update", "32", "--json"]
-    assert main(["plan", lengths_file, *arguments]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["num_samples"] == 200
-    assert figures["num_updates"] == 7
+def answer(*arguments: str) -> str:
+    status, out, error = said(*arguments)
+    assert status == 0, error
+    return out
+
+
+def figures(*arguments: str):
+    return json.loads(answer(*arguments, "--json"))
+
+
+def refusal(*arguments: str) -> str:
+    status, _, error = said(*arguments)
+    assert (status, error.count("\n")) == (2, 1), error
+    assert error.startswith(f"dynagroup {arguments[0]}: ")
+    return error
+
+
+def plan_of(lengths, max_tokens: int, **options) -> BatchPlan:
+    return LengthAwareBatchSampler(lengths, TokenBudget(max_tokens), rank=0, **{"world_size": 1, **options}).plan
+
+
+# Files
+
+
+def write(path, kind, columns):
+    table = Dataset.from_dict(columns)
+    if kind == "npz":
+        np.savez(path, **{name: values for name, values in columns.items() if not isinstance(values[0], str)})
+    elif kind == "json":
+        path.write_text(json.dumps(table.to_list()))
+    elif kind in ("csv", "tsv"):
+        table.to_csv(str(path), index=False, sep="," if kind == "csv" else "\t")
+    else:
+        {"jsonl": table.to_json, "parquet": table.to_parquet, "saved": table.save_to_disk}[kind](str(path))
 
 
 def write_lengths(path, kind):
@@ -52,111 +106,64 @@ def write_lengths(path, kind):
     ids = [[7] * int(n) for n in LENGTHS]
     if kind == "npy":
         np.save(path, LENGTHS)
-    elif kind == "npz":
-        np.savez(path, tokens=LENGTHS, target=LENGTHS)
     elif kind == "txt":
         np.savetxt(path, LENGTHS, fmt="%d")
-    elif kind == "csv":
-        path.write_text("\n".join(["name,length", *(f"a,{n}" for n in LENGTHS)]))
-    elif kind == "jsonl":
-        path.write_text("\n".join(json.dumps({"input_ids": row}) for row in ids))
-    elif kind == "json":
-        path.write_text(json.dumps([{"input_ids": row} for row in ids]))
-    elif kind == "parquet":
-        Dataset.from_dict({"input_ids": ids, "label": [0] * len(ids)}).to_parquet(str(path))
-    else:
+    elif kind == "saved":
         DatasetDict({"train": Dataset.from_dict({"length": LENGTHS})}).save_to_disk(str(path))
-
-
-@pytest.mark.parametrize("kind", ["npy", "npz", "txt", "csv", "jsonl", "json", "parquet", "folder"])
-def test_lengths_come_in_several_kinds_of_files(tmp_path, kind, capsys):
-    path = tmp_path / ("saved" if kind == "folder" else f"lengths.{kind}")
-    write_lengths(path, kind)
-    capsys.readouterr()
-    assert main(["plan", str(path), "--batch-size", "32", "--max-length", "50", "--json"]) == 0
-    target = LENGTHS.sum() if kind == "npz" else 0  # --max-length is of the first stream
-    assert json.loads(capsys.readouterr().out)["real_tokens"] == int(np.minimum(LENGTHS, 50).sum() + target)
-
-
-@pytest.mark.parametrize("kind", ["npz", "csv", "jsonl", "json", "parquet", "folder"])
-def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_path, kind, capsys):
-    path, target, columns = tmp_path / f"pairs.{kind}", LENGTHS[::-1], {}
-    columns = {
-        "name": ["x"] * 200,
-        "source": LENGTHS.tolist(),
-        "target": target.tolist(),
-        "chars": (4 * LENGTHS).tolist(),
-    }
-    table = Dataset.from_dict(columns)
-    if kind == "npz":
-        np.savez(path, **{name: values for name, values in columns.items() if name != "name"})
-    elif kind == "json":
-        path.write_text(json.dumps(table.to_list()))
+    elif kind in ("csv", "tsv"):
+        write(path, kind, {"name": ["a"] * 200, "length": LENGTHS.tolist()})
     else:
-        save = {"csv": table.to_csv, "jsonl": table.to_json, "parquet": table.to_parquet, "folder": table.save_to_disk}
-        save[kind](str(path))
-    capsys.readouterr()
-    assert main(["plan", str(path), "--column", "source,target", "--max-tokens", "800"]) == 0
-    first, report = capsys.readouterr().out.split("\n", 1)
+        write(path, kind, {"tokens": LENGTHS} if kind == "npz" else {"input_ids": ids, "label": [0] * 200})
+
+
+KINDS = ["npy", "npz", "txt", "csv", "tsv", "jsonl", "json", "parquet", "saved"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_come_in_several_kinds_of_files(tmp_path, kind):
+    write_lengths(path := tmp_path / f"lengths.{kind}" if kind != "saved" else tmp_path / "saved", kind)
+    found = figures("plan", str(path), "--batch-size", "32", "--max-length", "50")
+    assert found["real_tokens"] == int(np.minimum(LENGTHS, 50).sum())
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv", "jsonl", "json", "parquet", "saved"])
+def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_path, kind):
+    path, target = tmp_path / (f"pairs.{kind}" if kind != "saved" else kind), LENGTHS[::-1]
+    columns = {"name": ["x"] * 200, "source": LENGTHS.tolist(), "target": target.tolist()}
+    write(path, kind, {**columns, "chars": (4 * LENGTHS).tolist()})
+    first, report = answer("plan", str(path), "--column", "source,target", "--max-tokens", "800").split("\n", 1)
     assert first.startswith("padded streams: source, target (")
-    streams = {"source": LENGTHS, "target": target}
-    assert report == LengthAwareBatchSampler(streams, TokenBudget(800), rank=0, world_size=1).plan.report() + "\n"
-    assert main(["plan", str(path), "--column", "source", "--max-tokens", "800"]) == 0
-    assert "streams:" not in capsys.readouterr().out
+    assert report == plan_of({"source": LENGTHS, "target": target}, 800).report() + "\n"
+    assert "streams:" not in answer("plan", str(path), "--column", "source", "--max-tokens", "800")
 
 
 @pytest.mark.parametrize("command", ["plan", "compare", "doctor"])
-def test_arrays_that_were_not_chosen_are_told_of(tmp_path, command, capsys):
+def test_arrays_that_were_not_chosen_are_told_of(tmp_path, command):
     np.savez(tmp_path / "a.npz", words=LENGTHS, tokens=LENGTHS, chars=LENGTHS)
-    size = ["--max-tokens" if command == "plan" else "--batch-size", "800"]
-    assert main([command, str(tmp_path / "a.npz"), *size]) == 0
-    assert capsys.readouterr().out.startswith("padded streams: words, tokens, chars (")
-    assert main([command, str(tmp_path / "a.npz"), *size, "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)
-    assert err.startswith("padded streams: words, tokens, chars (")
+    arguments = [command, str(tmp_path / "a.npz"), "--max-tokens" if command == "plan" else "--batch-size", "800"]
+    assert answer(*arguments).startswith("padded streams: words, tokens, chars (")
+    status, out, error = said(*arguments, "--json")
+    assert (status, json.loads(out) is not None) == (0, True)
+    assert error.startswith("padded streams: words, tokens, chars (")
 
 
-def test_both_sides_may_be_texts(tmp_path, tokenizer, capsys):
-    table = Dataset.from_dict({"source": TEXTS, "target": TEXTS[::-1]})
-    table.to_parquet(str(tmp_path / "pairs.parquet"))
-    capsys.readouterr()
-    arguments = ["--column", "source,target", "--tokenizer", tokenizer, "--max-tokens", "1k", "--json"]
-    assert main(["plan", str(tmp_path / "pairs.parquet"), *arguments]) == 0
-    counts = measure_lengths(TEXTS, AutoTokenizer.from_pretrained(tokenizer))
-    assert json.loads(capsys.readouterr().out)["real_tokens"] == 2 * int(counts.sum())
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(["a few words to learn from, and some more"] * 4, vocabulary=300).save_pretrained(folder)
-    return str(folder)
-
-
-TEXTS = ["a few words", "to learn from, and some more words, all of them", "some", "words"]
-
-
-@pytest.mark.parametrize("kind", ["txt", "csv", "tsv", "jsonl", "parquet", "folder"])
-def test_texts_are_measured_with_the_tokenizer(tmp_path, tokenizer, kind, capsys):
-    path = tmp_path / ("saved" if kind == "folder" else f"texts.{kind}")
-    table = Dataset.from_dict({"id": ["x"] * 4, "body": TEXTS})
+@pytest.mark.parametrize("kind", ["txt", "csv", "tsv", "jsonl", "parquet", "saved"])
+def test_texts_are_measured_with_the_tokenizer(tmp_path, folder, kind):
+    path = tmp_path / (f"texts.{kind}" if kind != "saved" else kind)
+    counts = measure_lengths(TEXTS, AutoTokenizer.from_pretrained(folder / "tokens")).tolist()
     if kind == "txt":
         path.write_text("\n".join(TEXTS))
-    elif kind in ("csv", "tsv"):
-        table.to_csv(str(path), index=False, sep="," if kind == "csv" else "\t")
-    elif kind == "jsonl":
-        table.to_json(str(path))
     else:
-        table.save_to_disk(str(path)) if kind == "folder" else table.to_parquet(str(path))
-    column = [] if kind == "txt" else ["--column", "body"]
-    capsys.readouterr()
-    assert main(["plan", str(path), *column, "--tokenizer", tokenizer, "--max-tokens", "1k", "--json"]) == 0
-    counts = measure_lengths(TEXTS, AutoTokenizer.from_pretrained(tokenizer))
-    assert json.loads(capsys.readouterr().out)["real_tokens"] == int(counts.sum())
+        write(path, kind, {"id": ["x"] * 4, "body": TEXTS, "other": TEXTS[::-1], "n": [100, 107, 100, 107]})
+    arguments = ["plan", str(path), "--tokenizer", "tokens", "--max-tokens", "1k"]
+    for column, tokens in (("body", sum(counts)), ("body,other", 2 * sum(counts)), ("body,n", sum(counts) + 414)):
+        if kind != "txt" or column == "body":
+            chosen = [] if kind == "txt" else ["--column", column]
+            assert figures(*arguments, *chosen)["real_tokens"] == tokens
 
 
 CHATS = b'{"c": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}\n'
+TOKENIZED = ["--tokenizer", "tokens"]
 
 
 @pytest.mark.parametrize(
@@ -169,53 +176,37 @@ CHATS = b'{"c": [{"role": "user", "content": "one"}, {"role": "assistant", "cont
         ("x.txt", b"", [], "holds no samples"),
         ("x.txt", b"3\nfour\n", [], "say which `--tokenizer`"),
         ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
+        ("x.txt", b"3\n4\n", ["--column", "c"], "`--column` is of a table, and there are no columns in 'x.txt'"),
+        ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no tokenizer found for 'no/such/tokenizer"),
         ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose one with `--column`"),
-        ("x.csv", b"a,length\n1,2\n3\n", [], "row 2 of"),
+        ("x.csv", b"a,b\n1,2\n", ["--column", "a,c"], "must be one of ['a', 'b'] in"),
         ("x.csv", b"id,b\n" + b"".join(b"%d,7\n" % i for i in range(9)), ["--column", "id"], "that is an index"),
-        ("x.jsonl", b"".join(b'{"nr": %d}\n' % i for i in (3, 9, 4, 10, 5, 8, 7, 6)), [], "numbers its rows (3 to 10"),
         ("x.csv", b"", ["--column", "c"], "has no columns: it is empty"),
         ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "row 2 of 'x.csv' has 3 values, but the header names 2 columns"),
-        ("x.TSV", b"a\tlength\n1\t2\n3\n", [], "row 2 of 'x.TSV' has 1 values"),
         ("x.csv", b'a,length\n1,"2\n3,4\n', [], "cannot be read as .csv: unexpected end of data"),
-        ("x.csv", b"length,length\n1,2\n", [], "the name 'length' stands twice in 'x.csv'"),
         ("x.csv", b"length,a,a\n1,2,3\n", [], "the name 'a' stands twice in 'x.csv'"),
+        ("x.TSV", b"a\tlength\n1\t2\n3\n", [], "row 2 of 'x.TSV' has 1 values"),
+        ("x.jsonl", b"".join(b'{"nr": %d}\n' % i for i in (3, 9, 4, 10, 5, 8, 7, 6)), [], "numbers its rows (3 to 10"),
         ("x.jsonl", b'{"length": 3, "length": 4}\n', [], "the name 'length' stands twice in an object"),
-        ("x.json", b'[{"length": 3, "length": 4}]', [], "the name 'length' stands twice in an object"),
-        ("x.txt", b"3\n4\n", ["--column", "c"], "`--column` is of a table, and there are no columns in 'x.txt'"),
         ("x.jsonl", CHATS, ["--column", "c"], "sample 0 is a chat"),
-        (
-            "x.jsonl",
-            CHATS,
-            ["--column", "c", "--tokenizer", "TOKENIZER"],
-            "apply_chat_template(messages, tokenize=False)",
-        ),
-        ("x.json", b'["one", "\\ud800"]', ["--tokenizer", "TOKENIZER"], "text 1 has a lone surrogate at character 0"),
-        ("x.csv", b"a,b\n1,2\n", ["--column", "c"], "must be one of ['a', 'b']"),
-        ("x.csv", b"a,b\n1,2\n", ["--column", "a,c"], "must be one of ['a', 'b'] in"),
+        ("x.jsonl", CHATS, ["--column", "c", *TOKENIZED], "apply_chat_template(messages, tokenize=False)"),
         ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "no JSON in line 2"),
         ("x.jsonl", b'{"length": 3}\n{"size": 3}\n', [], "sample 1 of"),
+        ("x.json", b'[{"length": 3, "length": 4}]', [], "the name 'length' stands twice in an object"),
+        ("x.json", b'["one", "\\ud800"]', TOKENIZED, "text 1 has a lone surrogate at character 0"),
         ("x.json", b'{"length": 3}', [], "must hold a list"),
         ("x.json", b"[null, 4]", [], "must be a whole number from 0"),
-        ("x.docx", b"", [], "unknown ending"),
-        ("x.npy", b"no array", ["--tokenizer", "t"], "cannot be read as .npy"),
-        ("x.json", b"[3, 4]", ["--tokenizer", "t"], "holds no texts"),
+        ("x.json", b"[3, 4]", TOKENIZED, "holds no texts"),
         ("x.json", b"[" * 100_000, [], "cannot be read as .json"),
-        ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no tokenizer found for 'no/such/tokenizer"),
-        ("x.txt", b"some text", ["--tokenizer", "nosuch"], "no tokenizer found for 'nosuch'"),
-        (None, b"", [], "cannot be read as a folder saved by datasets"),
+        ("x.docx", b"", [], "unknown ending"),
+        ("empty", None, [], "cannot be read as a folder saved by datasets"),
+        ("nowhere.npy", None, [], "there is no file 'nowhere.npy'"),
     ],
 )
-def test_a_wrong_file_is_one_line(tmp_path, name, content, arguments, message, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    if name is not None:
-        (tmp_path / name).write_bytes(content)
-    arguments = [tokenizer if a == "TOKENIZER" else a for a in arguments]
-    assert main(["plan", name or ".", "--max-tokens", "8", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("dynagroup plan: ")
-    assert error.count("\n") == 1
+def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
+    if content is not None:
+        (folder / name).write_bytes(content)
+    assert message in refusal("plan", name, "--max-tokens", "8", *arguments)
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -229,178 +220,44 @@ def test_a_wrong_file_is_one_line(tmp_path, name, content, arguments, message, t
         ("x.json", b"[3, 4]"),
     ],
 )
-def test_a_mark_of_utf_8_changes_nothing(tmp_path, name, content, mark, capsys):
+def test_a_mark_of_utf_8_changes_nothing(tmp_path, name, content, mark):
     (tmp_path / name).write_bytes(mark + content)
-    assert main(["plan", str(tmp_path / name), "--max-tokens", "8", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["real_tokens"] == 7
+    assert figures("plan", str(tmp_path / name), "--max-tokens", "8")["real_tokens"] == 7
 
 
-def test_a_text_ends_with_its_line_alone(tmp_path, tokenizer, capsys):
+def test_a_text_ends_with_its_line_alone(tmp_path, folder):
     (tmp_path / "x.txt").write_text("one\u2028two\x0cthree\nfour\n", encoding="utf-8")
-    assert main(["plan", str(tmp_path / "x.txt"), "--max-tokens", "80", "--tokenizer", tokenizer, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_samples"] == 2
+    assert figures("plan", str(tmp_path / "x.txt"), "--max-tokens", "80", *TOKENIZED)["num_samples"] == 2
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["plan"], ["plan", "x.npy"], ["doctor", "x.npy"], ["fit"], ["plan", "--what"], ["x"]]
-)
-def test_missing_and_unknown_arguments_are_one_line(arguments, lengths_file, capsys):
-    arguments = [lengths_file if a == "x.npy" else a for a in arguments]
-    try:
-        status = main(arguments)
-    except SystemExit as stopped:
-        status = stopped.code
-    error = capsys.readouterr().err
-    assert (status, error.count("\n")) == (2, 1)
-    assert error.startswith("dynagroup")
+# What commands say
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("16k", 16384), ("4096", 4096), ("1.5k", 1536), ("16_384", 16384)])
-def test_tokens_are_written_as_people_write_them(text, tokens, lengths_file, capsys):
-    assert main(["plan", lengths_file, "--max-tokens", text, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fingerprint"] == expected_fingerprint(tokens)
-
-
-def expected_fingerprint(tokens):
-    return LengthAwareBatchSampler(LENGTHS, TokenBudget(tokens), rank=0, world_size=1).plan.fingerprint
-
-
-@pytest.mark.parametrize("text", ["many", "16kk", "k", "", "1e3"])
-def test_what_is_no_number_of_tokens_is_refused(text, lengths_file, capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", lengths_file, "--max-tokens", text])
-    assert "such as 16384 or 16k" in capsys.readouterr().err
-
-
-def test_the_version_is_shown(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert (stopped.value.code, capsys.readouterr().out) == (0, f"dynagroup {dynagroup.__version__}\n")
-
-
-def test_plan_saves_a_picture(lengths_file, tmp_path):
-    picture = tmp_path / "a new folder" / "plan.png"
-    assert main(["plan", lengths_file, "--max-tokens", "800", "--picture", str(picture)]) == 0
+def test_plan_says_what_the_plan_says(folder):
+    arguments = ["plan", "lengths.npy", "--max-tokens", "800"]
+    picture = folder / "a new folder" / "plan.png"
+    shown = answer(*arguments, "--world-size", "4", "--picture", str(picture))
+    assert shown == f"{plan_of(LENGTHS, 800, world_size=4).report()}\npicture: {picture}\n"
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert figures(*arguments, "--shuffle", "--epoch", "3", "--samples-per-update", "32")["num_updates"] == 7
+    for text, tokens in (("16k", 16384), ("1.5k", 1536), ("16_384", 16384)):
+        found = figures("plan", "lengths.npy", "--max-tokens", text)["fingerprint"]
+        assert found == plan_of(LENGTHS, tokens).fingerprint
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.npy", "--max-tokens", "8"], "there is no file 'nowhere.npy'"),
-        (["LENGTHS", "--max-tokens", "-8"], "`max_tokens` must be"),
-        (["LENGTHS", "--max-tokens", "800", "--picture", "a.nothing"], "cannot be a picture"),
-    ],
-)
-def test_mistakes_are_one_line_and_status_2(lengths_file, arguments, message, capsys):
-    arguments = [lengths_file if a == "LENGTHS" else a for a in arguments]
-    assert main(["plan", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("dynagroup plan: ")
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_a_missing_package_is_named_with_what_to_install(lengths_file, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plan", lengths_file, "--max-tokens", "800", "--picture", "x.png"]) == 2
-    assert "install dynagroup[viz]" in capsys.readouterr().err
-
-
-@pytest.fixture
-def model_folder(tmp_path):
-    config = models.gpt2(
-        vocab=500, width=64, layers=1, dropout=0.1, n_positions=96, bos_token_id=None, eos_token_id=None
+def test_compare_says_what_compare_says(folder):
+    picture = folder / "new" / "compare.png"
+    arguments = ["compare", "lengths.npy", "--batch-size", "8", "--world-size", "2"]
+    assert (
+        answer(*arguments, "--picture", str(picture))
+        == compare(LENGTHS, 8, world_size=2).report() + f"\npicture: {picture}\n"
     )
-    config.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
+    work = Work.of(AutoConfig.from_pretrained(folder / "model"))
+    assert figures(*arguments, "--model", "model") == compare(LENGTHS, 8, world_size=2, work=work).figures()
 
 
-def test_profile_prints_what_fits_and_the_line_that_decides_the_same_and_saves_a_picture(
-    model_folder, tmp_path, capsys
-):
-    from dynagroup import MemoryBudget
-    from dynagroup.memory import what_fits
-
-    picture = tmp_path / "a new folder" / "profile.png"
-    arguments = ["--gpu-memory", "2GB", "--dtype", "bfloat16", "--picture", str(picture)]
-    assert main(["profile", model_folder, "--mode", "generate", "--max-new-tokens", "8", *arguments]) == 0
-    found = what_fits(model_folder, "2GB", mode="generate", dtype="bfloat16", max_new_tokens=8)
-    shown = capsys.readouterr().out
-    assert shown == f"{found}\npicture: {picture}\n"
-    (code,) = (line for line in shown.splitlines() if line.startswith("MemoryBudget.from_model("))
-    budget = eval(code, {"MemoryBudget": MemoryBudget})
-    assert budget.largest(np.array(found.lengths)).tolist() == list(found.samples)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_profile_says_what_simulate_says_of_given_shapes(model_folder, tmp_path, capsys):
-
-    from dynagroup.memory import Measurements, Workload, simulate
-
-    saved, picture = tmp_path / "found.parquet", str(tmp_path / "profile.png")
-    arguments = ["--shapes", "2x32", "4x64", "--dtype", "bfloat16", "--output", str(saved), "--picture", picture]
-    assert main(["profile", model_folder, *arguments]) == 0
-    config = AutoConfig.from_pretrained(model_folder)
-    expected = simulate(config, Workload.from_model(config, "train", dtype="bfloat16"), [(2, 32), (4, 64)])
-    assert list(Measurements.from_parquet(saved))[:2] == list(expected)
-    table = capsys.readouterr().out
-    assert "4 x 64" in table
-    assert "peak GiB" in table
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu-memory", "lots"], "80GB or 24GiB, or a number of bytes, but is 'lots'"),
-        (["--headroom", "1.5"], "at most 1.0, but is 1.5"),
-        (["--dtype", "int3"], "`dtype` must be one of"),
-    ],
-)
-def test_profile_refuses_what_makes_no_sense(model_folder, arguments, message, capsys):
-    assert main(["profile", model_folder, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_profile_without_a_device_to_measure_on_says_so(model_folder, capsys):
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert main(["profile", model_folder, "--measure"]) == 2
-    assert "needs a CUDA device" in capsys.readouterr().err
-
-
-def test_a_shape_is_samples_x_tokens(capsys):
-    with pytest.raises(SystemExit):
-        main(["profile", "x", "--shapes", "8by512"])
-    assert "such as 8x512, but is '8by512'" in capsys.readouterr().err
-
-
-def test_python_m_dynagroup_runs():
-    shown = subprocess.run([sys.executable, "-m", "dynagroup", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in shown.stdout for command in ("plan", "profile", "demo"))
-
-
-def test_compare_shows_every_way_and_its_picture(lengths_file, tmp_path, capsys):
-    picture = tmp_path / "new" / "compare.png"
-    arguments = [lengths_file, "--batch-size", "8", "--world-size", "2"]
-    assert main(["compare", *arguments, "--picture", str(picture)]) == 0
-    assert capsys.readouterr().out == compare(LENGTHS, 8, world_size=2).report() + f"\npicture: {picture}\n"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["compare", *arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == compare(LENGTHS, 8, world_size=2).figures()
-
-
-def test_compare_predicts_time_for_a_model(lengths_file, model_folder, capsys):
-    assert main(["compare", lengths_file, "--batch-size", "8", "--model", model_folder, "--json"]) == 0
-    work = Work.of(AutoConfig.from_pretrained(model_folder))
-    assert json.loads(capsys.readouterr().out) == compare(LENGTHS, 8, work=work).figures()
-
-
-def test_doctor_says_it_in_five_lines(lengths_file, capsys):
-    assert main(["doctor", lengths_file, "--batch-size", "8", "--world-size", "4"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_doctor_says_it_in_five_lines(folder):
+    lines = answer("doctor", "lengths.npy", "--batch-size", "8", "--world-size", "4").splitlines()
     assert [line.split()[0] for line in lines] == ["waste", "ranks", "memory", "change", "gain"]
     found = compare(LENGTHS, 8, world_size=4)
     assert f"{found.ways[0].padding:.0%} of the tokens" in lines[0]
@@ -408,104 +265,189 @@ def test_doctor_says_it_in_five_lines(lengths_file, capsys):
     assert f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=32" in lines[3]
 
 
-def test_doctor_has_nothing_to_change_where_lengths_are_equal(tmp_path, capsys):
-    (tmp_path / "equal.txt").write_text("64\n" * 200)
-    assert main(["doctor", str(tmp_path / "equal.txt"), "--batch-size", "8"]) == 0
-    assert "nothing: lengths vary too little" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("memory", "message"), [("1MB", "do not fit 1MB: 0 do"), ("80GB", "fit 80GB, and")])
-def test_doctor_asks_whether_the_largest_batch_fits(lengths_file, model_folder, memory, message, capsys):
-    arguments = ["--batch-size", "8", "--max-length", "96", "--model", model_folder, "--gpu-memory", memory]
-    assert main(["doctor", lengths_file, *arguments]) == 0
-    out = capsys.readouterr().out
-    assert message in out
-    assert "(train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter)" in out
-
-
-def test_doctor_asks_about_all_streams(tmp_path, capsys):
-    """Answers of up to 90 tokens beside questions of up to 500: what fits is what the memory budget lets fit."""
-    source = 500
-    config = models.t5(vocab=900, width=64, layers=1, heads=4, d_kv=16)
-    config.save_pretrained(tmp_path / "t5")
-    np.savez(tmp_path / "pairs.npz", source=[source, 5, 7] * 20, target=[3, 90, 4] * 20)
-    arguments = ["--batch-size", "8", "--model", str(tmp_path / "t5"), "--gpu-memory", "400MB"]
-    assert main(["doctor", str(tmp_path / "pairs.npz"), *arguments]) == 0
-    out = capsys.readouterr().out
-    found = re.search(
-        r"8 samples of (\d+) source and 90 target fit 400MB, and (\d+) would .* safe: ([\d,]+) tokens", out
-    )
-    assert found, out
-    most, tokens = int(found[2]), int(found[3].replace(",", ""))
-    budget = MemoryBudget.from_model(config, "400MB")
-    longest = {"tokens": source, "target": 90}
-    assert budget.fits(BatchShape.of([most, most + 1], longest)).tolist() == [True, False]
-    assert most < budget.largest(np.array([90]))[0]
-    of_budget = np.array([[tokens // (s + t), s, t] for s in (1, 50, source) for t in (1, 45, 90)]).T
-    assert budget.fits(BatchShape.of(of_budget[0], {"tokens": of_budget[1], "target": of_budget[2]})).all()
-
-
-def test_doctor_advises_no_update_too_small_to_sort(tmp_path, capsys):
-    (tmp_path / "two.txt").write_text("10\n1000\n" * 200)
-    assert main(["doctor", str(tmp_path / "two.txt"), "--batch-size", "2"]) == 0
-    shown = capsys.readouterr().out
+def test_doctor_advises_nothing_that_does_not_pay_or_fit(folder):
+    (folder / "equal.txt").write_text("64\n" * 200)
+    assert "nothing: lengths vary too little" in answer("doctor", "equal.txt", "--batch-size", "8")
+    (folder / "two.txt").write_text("10\n1000\n" * 200)
+    shown = answer("doctor", "two.txt", "--batch-size", "2")
     assert "the same updates in 0.99 of the time" in shown
     assert "samples_per_update=" not in shown
-    assert "updates as large as fit, or more samples an update" in shown
-
-
-def test_doctor_advises_no_budget_that_does_not_fit(lengths_file, model_folder, capsys):
-    arguments = ["doctor", lengths_file, "--batch-size", "8", "--max-length", "96", "--model", model_folder]
-    assert main([*arguments, "--gpu-memory", "1MB"]) == 0
-    shown = capsys.readouterr().out
+    arguments = ["doctor", "lengths.npy", "--batch-size", "8", "--max-length", "96", "--model", "model", "--gpu-memory"]
+    shown = answer(*arguments, "1MB")
     safe = int(shown.split("a budget that is safe: ")[1].split(" tokens")[0].replace(",", ""))
+    assert "do not fit 1MB: 0 do" in shown
     assert f"TokenBudget({max(safe, 1)})" in shown
+    assert "fit 80GB, and" in (shown := answer(*arguments, "80GB"))
+    assert "(train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter)" in shown
 
 
-def test_a_column_of_numbers_beside_texts_holds_lengths(tmp_path, capsys, tokenizer):
-    rows = "\n".join(f"some words of text,{100 + 7 * (i % 5)}" for i in range(12))
-    (tmp_path / "mix.csv").write_text("text,target\n" + rows)
-    arguments = ["plan", str(tmp_path / "mix.csv"), "--column", "text,target", "--tokenizer", tokenizer]
-    assert main([*arguments, "--max-tokens", "1000", "--json"]) == 0
-    targets = sum(100 + 7 * (i % 5) for i in range(12))
-    texts = int(measure_lengths(["some words of text"], AutoTokenizer.from_pretrained(tokenizer))[0])
-    assert json.loads(capsys.readouterr().out)["real_tokens"] == targets + 12 * texts
+def test_doctor_asks_about_all_streams(folder):
+    """Answers of up to 90 tokens beside questions of up to 500: what fits is what the memory budget lets fit."""
+    config = models.t5(vocab=900, width=64, layers=1, heads=4, d_kv=16)
+    config.save_pretrained(folder / "t5")
+    np.savez(folder / "pairs.npz", source=[500, 5, 7] * 20, target=[3, 90, 4] * 20)
+    out = answer("doctor", "pairs.npz", "--batch-size", "8", "--model", "t5", "--gpu-memory", "400MB")
+    found = re.search(r"8 samples of 500 source and 90 target fit 400MB, and (\d+) would .* safe: ([\d,]+) tokens", out)
+    assert found, out
+    most, tokens = int(found[1]), int(found[2].replace(",", ""))
+    budget = MemoryBudget.from_model(config, "400MB")
+    assert budget.fits(BatchShape.of([most, most + 1], {"tokens": 500, "target": 90})).tolist() == [True, False]
+    counts, source, target = np.array([[tokens // (s + t), s, t] for s in (1, 50, 500) for t in (1, 45, 90)]).T
+    assert budget.fits(BatchShape.of(counts, {"tokens": source, "target": target})).all()
 
 
-def test_doctor_needs_the_model_to_know_what_fits(lengths_file, capsys):
-    assert main(["doctor", lengths_file, "--batch-size", "8", "--gpu-memory", "24GB"]) == 2
-    assert "`--gpu-memory` needs `--model`" in capsys.readouterr().err
+def test_fit_and_profile_say_what_what_fits_says(folder):
+    told = {"fit": {"lengths": [32, 96]}, "profile": {"mode": "generate", "max_new_tokens": 8}}
+    options = {"fit": ["--lengths", "32", "96"], "profile": ["--mode", "generate", "--max-new-tokens", "8"]}
+    for command in told:
+        picture = folder / "new" / f"{command}.png"
+        arguments = [command, "model", "--gpu-memory", "2GB", "--dtype", "bfloat16", *options[command]]
+        expected = what_fits("model", "2GB", dtype="bfloat16", **told[command])
+        shown = answer(*arguments, "--picture", str(picture))
+        assert shown == f"{expected}\npicture: {picture}\n"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        (code,) = (line for line in shown.splitlines() if line.startswith("MemoryBudget.from_model("))
+        budget = eval(code, {"MemoryBudget": MemoryBudget})
+        assert budget.largest(np.array(expected.lengths)).tolist() == list(expected.samples)
+    found = figures(*arguments)
+    assert list(found["samples"].values()) == list(expected.samples)
+    assert found["code"] == expected.code
 
 
-def test_fit_says_what_what_fits_says(model_folder, tmp_path, capsys):
-    from dynagroup.memory.fits import what_fits
-
-    picture = tmp_path / "new" / "fit.png"
-    arguments = ["--gpu-memory", "2GB", "--dtype", "bfloat16", "--lengths", "32", "96"]
-    assert main(["fit", model_folder, *arguments, "--picture", str(picture)]) == 0
-    expected = what_fits(model_folder, "2GB", lengths=[32, 96], dtype="bfloat16")
-    assert capsys.readouterr().out == f"{expected}\npicture: {picture}\n"
-    assert main(["fit", model_folder, *arguments, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["samples"] == {"32": expected.samples[0], "96": expected.samples[1]}
-    assert figures["code"] == expected.code
+def test_profile_says_what_simulate_says_of_given_shapes(folder):
+    arguments = ["--shapes", "2x32", "4x64", "--dtype", "bfloat16", "--output", "new/found.parquet"]
+    table = answer("profile", "model", *arguments)
+    config = AutoConfig.from_pretrained("model")
+    expected = simulate(config, Workload.from_model(config, "train", dtype="bfloat16"), [(2, 32), (4, 64)])
+    assert list(Measurements.from_parquet("new/found.parquet"))[:2] == list(expected)
+    assert "4 x 64" in table
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_fit_knows_sharding_and_adapters(model_folder, capsys):
-    arguments = ["--gpu-memory", "2GB", "--lengths", "96", "--json"]
-    static = []
-    for extra in ([], ["--fsdp", "8"], ["--lora"]):
-        assert main(["fit", model_folder, *arguments, *extra]) == 0
-        static.append(json.loads(capsys.readouterr().out)["static_bytes"])
-    assert static[1] < static[0]
-    assert static[2] < static[0]
+def test_fit_knows_sharding_and_adapters(folder):
+    arguments = ["fit", "model", "--gpu-memory", "2GB", "--lengths", "96"]
+    whole, sharded, adapted = (figures(*arguments, *more)["static_bytes"] for more in ([], ["--fsdp", "8"], ["--lora"]))
+    assert max(sharded, adapted) < whole
 
 
-def test_fit_refuses_what_makes_no_sense(model_folder, capsys):
-    assert main(["fit", model_folder, "--gpu-memory", "lots"]) == 2
-    assert "'lots'" in capsys.readouterr().err
-    assert main(["fit", "no/such/model/here"]) == 2
-    error = capsys.readouterr().err
-    assert "no/such/model/here" in error
-    assert error.count("\n") == 1
+def test_python_m_dynagroup_runs():
+    shown = subprocess.run([sys.executable, "-m", "dynagroup", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in shown.stdout for command in ("plan", "profile", "demo"))
+    assert said("--version") == (0, f"dynagroup {dynagroup.__version__}\n", "")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("line", ["", "plan", "plan lengths.npy", "doctor lengths.npy", "fit", "plan --what", "x"])
+def test_missing_and_unknown_arguments_are_one_line(line, folder):
+    status, _, error = said(*line.split())
+    assert (status, error.count("\n")) == (2, 1)
+    assert error.startswith("dynagroup")
+
+
+@pytest.mark.parametrize("command", ["fit", "profile"])
+@pytest.mark.parametrize("model", ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", "\0"])
+def test_what_is_no_model_is_refused_in_one_line(command, model, folder):
+    assert refusal(command, model).startswith(f"dynagroup {command}: no config found for {model!r}")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        *(
+            (f"plan lengths.npy --max-tokens={text}", "such as 16384 or 16k")
+            for text in ("many", "16kk", "k", "", "1e3")
+        ),
+        ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
+        ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
+        ("profile m --picture /", "cannot be a picture"),
+        ("profile x --shapes 8by512", "such as 8x512, but is '8by512'"),
+        ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
+        ("profile model --headroom 1.5", "at most 1.0, but is 1.5"),
+        ("profile model --dtype int3", "`dtype` must be one of"),
+        ("profile model --measure", "needs a CUDA device"),
+        ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
+        ("doctor lengths.npy --batch-size 8 --model nosuch", "no config found for 'nosuch'"),
+        ("demo --texts nowhere.txt", "`texts` must be a text file"),
+        ("demo --texts bytes.txt", "`texts` must be a text file"),
+        ("demo --texts .", "`texts` must be a text file"),
+        ("demo --texts texts.txt", "at least 4 texts, but found 2"),
+        ("demo --texts many.txt --tokenizer nosuch", "no tokenizer found for 'nosuch'"),
+        ("demo --texts many.txt --device nosuch", "`device` must be a device of this machine"),
+        ("demo --texts many.txt --picture x.nothing", "cannot be a picture"),
+        ("demo --texts many.txt --samples 0", "`samples` must be an int of at least 1"),
+        ("demo --texts many.txt --seconds nan", "`seconds` must be"),
+    ],
+)
+def test_mistakes_of_every_command_are_one_line(line, message, folder):
+    assert message in refusal(*line.split(" "))
+
+
+def test_a_missing_package_is_named_with_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "install dynagroup[viz]" in refusal("plan", "lengths.npy", "--max-tokens", "800", "--picture", "x.png")
+
+
+# Anything at all
+
+
+def assert_runs_or_says_why(arguments: list[str]) -> None:
+    status, _, error = said(*arguments)
+    lines = [line for line in error.splitlines() if ": warning: " not in line and not line.startswith((" ", "usage:"))]
+    assert status in (0, 2), error
+    assert "Traceback" not in error
+    assert not status or (len(lines) == 1 and lines[0].startswith(f"dynagroup {arguments[0]}: ")), error
+
+
+NUMBERS = ["0", "-1", "1", "2", "64", "1k", "1.5", "0.5", "1e3", "nan", "inf", "-inf", "", "x", "9" * 30]
+WORDS = ["length", "id", "text", "", "nowhere", "padded", "packed", "24GB", "0"]
+DATA = ["lengths.npy", "texts.txt", "table.csv", "nowhere.npy", "", ".", "\0", "lengths.npy/x"]
+COMMON = "--pad-to-multiple-of --world-size --seed --max-length --max-tokens --batch-size --layout --column --json"
+OWN = {
+    "plan": "--max-samples --headroom --window --samples-per-update --epoch --split --shuffle",
+    "compare": "--accumulation",
+    "doctor": "--accumulation --gpu-memory",
+}
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    command = draw(st.sampled_from(sorted(OWN)))
+    names = draw(st.lists(st.sampled_from(f"{COMMON} {OWN[command]}".split()), max_size=4, unique=True))
+    line = [command, draw(st.sampled_from(DATA[:1] * 8 + DATA))]
+    needed = "--max-tokens" if command == "plan" else "--batch-size"
+    if needed not in names and draw(st.integers(0, 9)):
+        line += [needed, "64"]
+    values = lambda name: WORDS if name in ("--layout", "--column", "--split", "--gpu-memory") else NUMBERS  # noqa: E731
+    return line + [
+        name if name in ("--shuffle", "--json") else f"{name}={draw(st.sampled_from(values(name)))}" for name in names
+    ]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(line=command_lines())
+def test_any_command_line_runs_or_says_what_is_wrong_in_one_line(line, folder):
+    assert_runs_or_says_why(line)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=60) | st.text(max_size=40).map(str.encode), kind=st.sampled_from(KINDS[:-1]))
+def test_any_bytes_under_any_ending_are_read_or_refused_in_one_line(content, kind, tmp_path):
+    (path := tmp_path / f"data.{kind}").write_bytes(content)
+    assert_runs_or_says_why(["plan", str(path), "--max-tokens", "64"])
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_a_file_cut_off_anywhere_is_one_line(kind, tmp_path):
+    write_lengths(whole := tmp_path / f"whole.{kind}", kind)
+    content = whole.read_bytes()
+    for share in (0, 3, len(content) // 2, len(content) - 1):
+        (broken := tmp_path / f"broken.{kind}").write_bytes(content[:share])
+        assert_runs_or_says_why(["plan", str(broken), "--max-tokens", "64"])
+
+
+def test_a_traceback_would_be_noticed(monkeypatch, folder):
+    monkeypatch.setattr(LengthAwareBatchSampler, "set_epoch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        assert_runs_or_says_why(["plan", "lengths.npy", "--max-tokens", "64"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -22,25 +21,8 @@ from dynagroup.lengths import as_streams, measure_lengths
 
 MOST = 2**31 - 1
 DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "O"]
-EDGES = [
-    0,
-    1,
-    127,
-    2048,
-    MOST - 127,
-    MOST,
-    MOST + 1,
-    2**32,
-    2**63,
-    65504.0,
-    -1,
-    0.5,
-    -0.0,
-    1e30,
-    math.inf,
-    -math.inf,
-    math.nan,
-]
+EDGES = [0, 1, 127, 2048, MOST - 127, MOST, MOST + 1, 2**32, 2**63, 65504.0, -1, 0.5, -0.0, 1e30]
+EDGES += [math.inf, -math.inf, math.nan]
 
 
 @given(st.lists(st.sampled_from(EDGES) | st.integers(0, 70_000), min_size=1, max_size=5), st.sampled_from(DTYPES))
@@ -85,37 +67,18 @@ def test_one_number_a_sample(values):
         as_streams(values)
 
 
-def test_streams_of_unequal_length_name_the_first_missing_sample():
-    with pytest.raises(ConfigError, match=r"{'tokens': 3, 'patches': 2} samples: sample 2 is missing"):
-        as_streams({"tokens": [1, 2, 3], "patches": [1, 2]})
-
-
-def test_the_first_of_streams_with_other_names_is_what_is_called_tokens():
+def test_streams_have_as_many_samples_and_the_first_is_called_tokens():
     streams = as_streams({"source": [3, 4], "target": [1, 2]})
     assert {name: values.tolist() for name, values in streams.items()} == {"tokens": [3, 4], "target": [1, 2]}
+    with pytest.raises(ConfigError, match=r"{'tokens': 3, 'patches': 2} samples: sample 2 is missing"):
+        as_streams({"tokens": [1, 2, 3], "patches": [1, 2]})
     with pytest.raises(ConfigError, match="but has no stream"):
         as_streams({})
 
 
 TEXTS = ["one two three", "", "one", "two two two two two", "three one"]
 COUNTS = [4, 1, 2, 6, 3]  # a token in front of every text
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A real fast tokenizer: a word a token, and one special token in front."""
-    raw = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "[BOS]": 2, "one": 3, "two": 4, "three": 5}, "[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    raw.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-        single="[BOS] $A", special_tokens=[("[BOS]", 2)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", bos_token="[BOS]")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return word_tokenizer()
-
-
+ROWS = [[1, 2], [], [3]]
 TABLE = pd.DataFrame({"text": TEXTS, "n": range(5)}, index=range(5, 0, -1))
 DATA = Dataset.from_dict({"text": TEXTS, "label": [0, 1, 2, 3, 4]})
 HOLDERS: dict[str, tuple[Any, str | None]] = {
@@ -131,6 +94,21 @@ HOLDERS: dict[str, tuple[Any, str | None]] = {
 }
 
 
+def word_tokenizer(kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A real fast tokenizer: a word a token, and one special token in front."""
+    raw: Any = Tokenizer(
+        models.WordLevel({"[PAD]": 0, "[UNK]": 1, "[BOS]": 2, "one": 3, "two": 4, "three": 5}, "[UNK]")
+    )
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 2)])
+    return kind(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", bos_token="[BOS]")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer()
+
+
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_texts_are_as_long_as_the_tokenizer_says(tokenizer, holder):
     data, column = HOLDERS[holder]
@@ -140,14 +118,16 @@ def test_texts_are_as_long_as_the_tokenizer_says(tokenizer, holder):
     assert measure_lengths(data, tokenizer, column, max_length=3).tolist() == [min(n, 3) for n in COUNTS]
 
 
-def test_rows_of_ids_are_counted():
-    rows = [[1, 2], [], [3]]
-    for data in (rows, [{"input_ids": row} for row in rows], Dataset.from_dict({"input_ids": rows})):
-        assert measure_lengths(data).tolist() == [2, 0, 1]
-        assert measure_lengths(data, max_length=10**30).tolist() == [2, 0, 1]  # a tokenizer's limit that nobody set
-        assert measure_lengths(data, max_length=1).tolist() == [1, 0, 1]
+@pytest.mark.parametrize("data", [ROWS, [{"input_ids": row} for row in ROWS], Dataset.from_dict({"input_ids": ROWS})])
+def test_rows_of_ids_are_counted(data):
+    assert measure_lengths(data).tolist() == [2, 0, 1]
+    assert measure_lengths(data, max_length=10**30).tolist() == [2, 0, 1]  # a tokenizer's limit that nobody set
+    assert measure_lengths(data, max_length=1).tolist() == [1, 0, 1]
+
+
+def test_ids_may_have_another_name_and_rows_be_chosen():
     assert measure_lengths([{"ids": torch.arange(4)}], column="ids").tolist() == [4]
-    assert measure_lengths(Dataset.from_dict({"mine": rows}).select([2, 0]), column="mine").tolist() == [1, 2]
+    assert measure_lengths(Dataset.from_dict({"mine": ROWS}).select([2, 0]), column="mine").tolist() == [1, 2]
 
 
 def test_processes_measure_the_same(tokenizer):
@@ -155,16 +135,9 @@ def test_processes_measure_the_same(tokenizer):
 
 
 def test_no_samples_no_lengths(tokenizer):
-    empty = [
-        measure_lengths([], tokenizer),
-        measure_lengths([]),
-        measure_lengths([], length_of=len),
-        as_streams([])["tokens"],
-    ]
-    assert all(
-        (found.dtype, found.shape) == (np.int32, (0,))
-        for found in [*empty, measure_lengths(DATA.select([]), tokenizer)]
-    )
+    whole = [measure_lengths([], tokenizer), measure_lengths([]), measure_lengths([], length_of=len)]
+    for found in (*whole, as_streams([])["tokens"], measure_lengths(DATA.select([]), tokenizer)):
+        assert (found.dtype, found.shape) == (np.int32, (0,))
 
 
 def test_datasets_caches_the_lengths(tmp_path):
@@ -178,7 +151,7 @@ def test_datasets_caches_the_lengths(tmp_path):
 
     def measure(max_length: int) -> list[int]:
         asked.clear()
-        fresh = Counting(tokenizer_object=copy.deepcopy(word_tokenizer().backend_tokenizer), pad_token="[PAD]")
+        fresh = word_tokenizer(Counting)
         return measure_lengths(load_from_disk(tmp_path / "data"), fresh, max_length=max_length).tolist()
 
     first = measure(4)
@@ -203,34 +176,34 @@ def pixels(sample: dict[str, Any]) -> int:
 @pytest.mark.parametrize("num_proc", [None, 2])
 def test_any_map_style_dataset_with_a_length_function(num_proc):
     assert measure_lengths(Squares(), length_of=pixels, num_proc=num_proc).tolist() == [i * i for i in range(150)]
-
-
-def test_a_length_function_may_name_several_streams_and_max_length_is_of_the_text():
-    streams = measure_lengths(
-        Squares(), length_of=lambda s: {"tokens": s["words"], "patches": s["pixels"]}, max_length=2
-    )
-    assert {name: values.dtype for name, values in streams.items()} == {"tokens": np.int32, "patches": np.int32}
-    assert (streams["tokens"][3], streams["patches"][3]) == (2, 9)
     assert measure_lengths(TABLE["text"], length_of=len).tolist() == list(map(len, TEXTS))
 
 
+def test_a_length_function_may_name_several_streams_and_max_length_is_of_the_text():
+    both = lambda sample: {"tokens": sample["words"], "patches": sample["pixels"]}  # noqa: E731
+    streams = measure_lengths(Squares(), length_of=both, max_length=2)
+    assert {name: values.dtype for name, values in streams.items()} == {"tokens": np.int32, "patches": np.int32}
+    assert (streams["tokens"][3], streams["patches"][3]) == (2, 9)
+
+
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-LONE = "one \ud800 two"
 
 
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
         (None, "text 1005 must be a string, but is None"),
-        (7, "text 1005 must be a string, but is 7"),
         (b"bytes", "text 1005 must be a string, but is b'bytes'"),
         (["nested"], r"text 1005 must be a string, but is \['nested'\]"),
         (CHAT, r"sample 1005 is a chat .*apply_chat_template\(messages, tokenize=False\) makes a text of it"),
-        (LONE, r"text 1005 has a lone surrogate at character 4 \('\\ud800'\).*encode\('utf-8', 'replace'\)"),
+        (
+            "one \ud800 two",
+            r"text 1005 has a lone surrogate at character 4 \('\\ud800'\).*encode\('utf-8', 'replace'\)",
+        ),
     ],
 )
 def test_what_is_no_text_is_named(tokenizer, bad, said):
-    texts = [*["one"] * 1005, bad, "two"]
+    texts: list[Any] = [*["one"] * 1005, bad, "two"]
     for data, column, num_proc in ((texts, None, 2), ([{"text": text} for text in texts], "text", None)):
         with pytest.raises(ConfigError, match=said):
             measure_lengths(data, tokenizer, column, num_proc=num_proc)
@@ -239,74 +212,71 @@ def test_what_is_no_text_is_named(tokenizer, bad, said):
             measure_lengths(Dataset.from_dict({"text": texts}), tokenizer)
 
 
-def test_missing_ids_are_named():
-    with pytest.raises(ConfigError, match="sample 1 of column 'input_ids' is None"):
-        measure_lengths(Dataset.from_dict({"input_ids": [[1], None]}))
-    with pytest.raises(ConfigError, match="sample 1 must be a mapping with 'input_ids'"):
-        measure_lengths([{"input_ids": [1]}, {"other": [1]}])
-
-
-NO_ROWS = {
+NO_ROWS: dict[str, Any] = {
     "ids and label": ([5, 6, 7], 1),
     "TensorDataset": (torch.arange(7),),
-    "a tokenizer's batch of one": {"input_ids": torch.ones(1, 7)},
-    "the same as lists": {"input_ids": [[5, 6, 7]]},
+    "a tokenizer's batch of one": torch.ones(1, 7),
+    "the same as lists": [[5, 6, 7]],
     "two arrays": (np.arange(7), np.arange(7)),
     "texts": ["a", "text"],
+    "a text": "one",
+    "none": None,
 }
 
 
-@pytest.mark.parametrize("sample", NO_ROWS.values(), ids=NO_ROWS)
-def test_what_is_no_row_of_ids_is_not_counted_as_one(sample):
+@pytest.mark.parametrize("row", NO_ROWS.values(), ids=NO_ROWS)
+def test_what_is_no_row_of_ids_is_not_counted_as_one(row):
     """Its len() is 1 or 2, whatever its tokens are."""
-    said = "sample 1 must be one row of ids, .*`length_of`"
+    for samples in ([[5, 6], row], [{"input_ids": [5, 6]}, {"input_ids": row}]):
+        with pytest.raises(ConfigError, match="sample 1 must be one row of ids, .*give the `tokenizer`.*`length_of`"):
+            measure_lengths(samples)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        *((bad, "not lists of ids; .*apply_chat_template") for bad in ([CHAT], [[], CHAT], [["a"]], [[[5, 6]]], ["x"])),
+        ([[1], None], "sample 1 of column 'a' is None"),
+    ],
+)
+def test_a_column_that_holds_no_ids_is_not_counted(values, said):
     with pytest.raises(ConfigError, match=said):
-        measure_lengths([[5, 6], sample])
+        measure_lengths(Dataset.from_dict({"a": values}), column="a")
 
 
-@pytest.mark.parametrize("values", [[CHAT], [[], CHAT], [["a", "b"]], [[[5, 6, 7]]]])
-def test_a_column_of_lists_that_are_no_ids_is_not_counted(values):
-    with pytest.raises(ConfigError, match="not lists of ids; .*apply_chat_template"):
-        measure_lengths(Dataset.from_dict({"messages": values}), column="messages")
+def some_of(count: int) -> Any:
+    left = iter(range(count))
+    return lambda sample: next(left)
 
 
-def test_chats_are_not_counted_by_their_messages():
-    with pytest.raises(ConfigError, match="sample 0 is a chat .*apply_chat_template"):
-        measure_lengths([CHAT])
-
-
-@pytest.mark.parametrize("bad", [-1, 2.5, float("nan")])
-def test_a_length_function_that_gives_no_length_is_named(bad):
-    with pytest.raises(ConfigError, match=r"\['tokens'\]\[1\] must be a whole number"):
-        measure_lengths([0, 1], length_of=lambda sample: bad if sample else 3)
-
-
-def test_a_stray_stop_iteration_does_not_shorten_the_lengths() -> None:
-    some = iter(range(70))
-    with pytest.raises(ConfigError, match="64 of 100 samples were measured"):
-        measure_lengths(list(range(100)), length_of=lambda sample: next(some))
+ONE, TWO = Dataset.from_dict({"a": ["x"]}), Dataset.from_dict({"a": ["x"], "b": ["y"]})
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda t: measure_lengths([CHAT]), "sample 0 is a chat .*apply_chat_template"),
+        (
+            lambda t: measure_lengths([{"input_ids": [1]}, {"other": [1]}]),
+            "sample 1 must be a mapping with 'input_ids'",
+        ),
+        (lambda t: measure_lengths([{"text": "one"}, "one"], t, "text"), "sample 1 must be a mapping with 'text'"),
         (lambda t: measure_lengths("one text", t), "is one str; put it into a list"),
         (lambda t: measure_lengths((x for x in TEXTS), t), "must have a length, but is generator.*OnlineDataLoader"),
-        (lambda t: measure_lengths(TEXTS), "sample 0 must be one row of ids.*give the `tokenizer`"),
+        (lambda t: measure_lengths({"text": TEXTS}, t), "is a whole dict; give one column of it"),
+        (lambda t: measure_lengths(TABLE, t), "is a whole DataFrame; give one column of it"),
+        (lambda t: measure_lengths(TABLE, t, "b"), r"`column` must be one of \['text', 'n'\], but is 'b'"),
+        (lambda t: measure_lengths(ONE, t, "b"), r"one of \['a'\], but is 'b'"),
+        (lambda t: measure_lengths(TWO, t), r"2 text columns \(\['a', 'b'\]\)"),
         (lambda t: measure_lengths(TEXTS, t, length_of=len), "give one of them"),
         (lambda t: measure_lengths(TEXTS, t, max_length=0), "`max_length` must be an int of at least 1, but is 0"),
         (lambda t: measure_lengths(TEXTS, t, num_proc=-1), "`num_proc` must be an int of at least 1, but is -1"),
-        (lambda t: measure_lengths(Dataset.from_dict({"a": ["x"], "b": ["y"]}), t), r"2 text columns \(\['a', 'b'\]\)"),
-        (lambda t: measure_lengths(Dataset.from_dict({"a": ["x"]}), t, "b"), r"one of \['a'\], but is 'b'"),
-        (lambda t: measure_lengths(Dataset.from_dict({"a": ["x"]}), column="a"), "holds string, not lists of ids"),
-        (lambda t: measure_lengths([{"text": "one"}, "one"], t, "text"), "sample 1 must be a mapping with 'text'"),
-        (lambda t: measure_lengths([{"text": "one"}, {"a": 1}], t, "text"), "sample 1 must be a mapping with 'text'"),
-        (lambda t: measure_lengths(TABLE, t), "is a whole DataFrame; give one column of it"),
-        (lambda t: measure_lengths(TABLE, t, "b"), r"`column` must be one of \['text', 'n'\], but is 'b'"),
+        (lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5), r"\['tokens'\]\[0\] must be a whole number"),
         (
-            lambda t: measure_lengths([1, 2], length_of=lambda s: {"tokens": 1} if s == 1 else {"other": 1}),
-            "for sample 0, but .* for sample 1",
+            lambda t: measure_lengths(["a", "b"], length_of=lambda s: {"tokens": 1} if s == "a" else {"x": 1}),
+            "for sample 1",
         ),
+        (lambda t: measure_lengths(list(range(100)), length_of=some_of(70)), "64 of 100 samples were measured"),
     ],
 )
 def test_messages_say_the_way_out(tokenizer, call, message):
