@@ -15,66 +15,60 @@ ALLOC = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40000
 
 accelerator_error = getattr(torch, "AcceleratorError", RuntimeError)  # torch 2.8 and later
 
+SAID = [  # what RuntimeErrors say
+    "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity)",
+    "HIP out of memory. Tried to allocate 2.00 GiB",
+    "XPU out of memory. Tried to allocate 2.00 GiB (GPU 0; 15.91 GiB total capacity)",
+    "MPS backend out of memory (MPS allocated: 17.96 GB, other allocations: 1.01 MB, max allowed: 18.13 GB)",
+    "NPU out of memory. Tried to allocate 2.00 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA driver error: out of memory",
+    "HIP error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "NCCL error: unhandled cuda error, NCCL version 2.21.5\nLast error:\nCuda failure 2 'out of memory'",
+    "NCCL error in: ProcessGroupNCCL.cpp:1269\nLast error:\nCuda failure 'out of memory'",
+    "RCCL: HIP failure 'out of memory'",
+    f"[enforce fail at alloc_cpu.cpp:117] err == 0. {ALLOC}",
+    "[enforce fail at alloc_cpu.cpp:80] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
+    "unable to mmap 1024 bytes from file </torch_12_34>: Cannot allocate memory (12)",
+    "cudaMalloc failed: out of memory",
+    "hipHostMalloc: out of memory",
+    "std::bad_alloc",
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16777216 bytes.",
+    "Resource exhausted: Failed to allocate request for 1.00GiB (1073741824B) on device ordinal 0",
+    "RESOURCE_EXHAUSTED: Attempting to reserve 3.22G at the bottom of memory. That was not possible.",
+]
 OUT_OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB"),
-    torch.OutOfMemoryError("any text"),
-    RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity)"),
-    RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB (GPU 0; 15.91 GiB total capacity)"),
-    RuntimeError(
-        "MPS backend out of memory (MPS allocated: 17.96 GB, other allocations: 1.01 MB, max allowed: 18.13 GB)"
-    ),
-    RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError(
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
-    ),
+    *map(RuntimeError, SAID),
     accelerator_error("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."),
-    RuntimeError("CUDA driver error: out of memory"),
-    RuntimeError("HIP error: out of memory"),
-    RuntimeError("Triton Error [CUDA]: out of memory"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
-    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
-    RuntimeError("NCCL error: unhandled cuda error, NCCL version 2.21.5\nLast error:\nCuda failure 2 'out of memory'"),
-    RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1269\nLast error:\nCuda failure 'out of memory'"),
-    RuntimeError("RCCL: HIP failure 'out of memory'"),
-    RuntimeError(f"[enforce fail at alloc_cpu.cpp:117] err == 0. {ALLOC}"),
-    RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:80] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."
-    ),
-    RuntimeError("unable to mmap 1024 bytes from file </torch_12_34>: Cannot allocate memory (12)"),
-    RuntimeError("cudaMalloc failed: out of memory"),
-    RuntimeError("hipHostMalloc: out of memory"),
-    RuntimeError("std::bad_alloc"),
-    RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16777216 bytes."),
-    RuntimeError("Resource exhausted: Failed to allocate request for 1.00GiB (1073741824B) on device ordinal 0"),
-    RuntimeError("RESOURCE_EXHAUSTED: Attempting to reserve 3.22G at the bottom of memory. That was not possible."),
+    torch.OutOfMemoryError("any text"),
     MemoryError(),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
 ]
-
+SAID_OF_OTHERS = [
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuFFT error: CUFFT_INTERNAL_ERROR",
+    "nonzero is not supported for tensors with more than INT_MAX elements",
+    "out of resource: shared memory, Required: 264192, Hardware limit: 232448. Reducing block sizes may help.",
+    "CUDA error: too many resources requested for launch",
+    "DataLoader worker (pid 17) is killed by signal: Killed.",
+    "RESOURCE_EXHAUSTED: Received message larger than max (5000000 vs. 4194304)",
+    "unable to write to file </torch_12_34>: No space left on device (28)",
+    "expected channels_last memory format",
+    "index out of range in self",
+]
 LOOK_ALIKES = [
-    RuntimeError(
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
-    ),
-    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    *map(RuntimeError, SAID_OF_OTHERS),
     accelerator_error("CUDA error: device-side assert triggered"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-    RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
-    RuntimeError("nonzero is not supported for tensors with more than INT_MAX elements"),
-    RuntimeError(
-        "out of resource: shared memory, Required: 264192, Hardware limit: 232448. Reducing block sizes may help."
-    ),
-    RuntimeError("CUDA error: too many resources requested for launch"),
-    RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed."),
-    RuntimeError("RESOURCE_EXHAUSTED: Received message larger than max (5000000 vs. 4194304)"),
-    RuntimeError("unable to write to file </torch_12_34>: No space left on device (28)"),
-    RuntimeError("expected channels_last memory format"),
-    RuntimeError("index out of range in self"),
     ValueError("CUDA out of memory"),
     KeyError("CUDA out of memory"),
     OSError(errno.ENOSPC, "No space left on device"),
@@ -83,50 +77,26 @@ LOOK_ALIKES = [
 ]
 
 
-def name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:60]
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *LOOK_ALIKES], ids=lambda e: f"{type(e).__name__}: {e}"[:60])
+def test_out_of_memory_is_told_from_what_looks_alike(error: BaseException) -> None:
+    assert is_out_of_memory(error) == (error in OUT_OF_MEMORY)
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=name)
-def test_out_of_memory_is_recognised(error: BaseException) -> None:
-    assert is_out_of_memory(error)
+def raised(error: BaseException, cause: BaseException | None, context: BaseException | None = None) -> BaseException:
+    error.__cause__, error.__context__ = cause, context or cause
+    return error
 
 
-@pytest.mark.parametrize("error", LOOK_ALIKES, ids=name)
-def test_look_alikes_are_not(error: BaseException) -> None:
-    assert not is_out_of_memory(error)
-
-
-def raised(error: BaseException, cause: BaseException | None) -> BaseException:
-    try:
-        raise error from cause
-    except BaseException as caught:
-        return caught
-
-
-def test_a_stated_cause_counts() -> None:
-    assert is_out_of_memory(raised(RuntimeError("worker failed"), torch.OutOfMemoryError("x")))
-
-
-def test_dynagroups_own_verdict_is_final_even_when_raised_from_one() -> None:
-    verdict = raised(BudgetError("sample 0 does not fit"), torch.OutOfMemoryError("x"))
+def test_a_stated_cause_counts_and_dynagroups_own_verdict_is_final() -> None:
+    reason = torch.OutOfMemoryError("x")
+    assert is_out_of_memory(raised(RuntimeError("worker failed"), reason))
+    verdict = raised(BudgetError("sample 0 does not fit"), reason)
     assert not is_out_of_memory(verdict)
     assert not is_out_of_memory(raised(RuntimeError("outer"), verdict))
-
-
-def test_an_error_while_handling_one_is_another_error() -> None:
-    clumsy = KeyError("clean-up is broken")
-    clumsy.__context__ = torch.OutOfMemoryError("x")
-    assert not is_out_of_memory(clumsy)
-    clumsy = RuntimeError("clean-up is broken")
-    clumsy.__context__ = torch.OutOfMemoryError("x")
-    assert not is_out_of_memory(clumsy)
-
-
-def test_a_chain_that_bites_its_tail_ends() -> None:
-    first, second = RuntimeError("a"), RuntimeError("b")
-    first.__cause__, second.__cause__ = second, first
-    assert not is_out_of_memory(first)
+    for clumsy in (KeyError("clean-up is broken"), RuntimeError("clean-up is broken")):  # while handling one
+        assert not is_out_of_memory(raised(clumsy, None, reason))
+    circle = RuntimeError("a")
+    assert not is_out_of_memory(raised(circle, raised(RuntimeError("b"), circle)))
 
 
 def test_a_real_allocation_that_cannot_be_met() -> None:
