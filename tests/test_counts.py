@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.faults.data import collate
+from benchmarks.data import collate
 from dynagroup import (
     LengthAwareBatchSampler,
     MemoryBudget,

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.campaign import FAULTS, RARE, draws, run_case
+from benchmarks.faults.__main__ import FAULTS, RARE, draws, run_case
 from benchmarks.faults.case import Case
-from benchmarks.faults.data import Seen, value_of
 from benchmarks.faults.memory import gradient_of
-from benchmarks.faults.oracle import judged, over_budget
+from benchmarks.faults.oracle import Seen, judged, over_budget, value_of
 from dynagroup.oom import storage
 from dynagroup.oom.train import Update
 from tests.garbage import little_to_collect as little_to_collect

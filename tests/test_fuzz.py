@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.faults.data import Numbered, collate
-from benchmarks.faults.states import mutated
+from benchmarks.data import Numbered, collate
+from benchmarks.faults.loaders import mutated
 from dynagroup import LearningBudget, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import Measurement, Measurements, MemoryRegressor, Workload

@@ -8,6 +8,5 @@ budget; updates weighed, and their gradients summed, as one process would; after
 would have done without it; results on disk complete and right, and what was finished not done again; errors are the
 library's own (or the user's, where the user's code raised). A hang is a case that does not end in ten minutes.
 
-``data`` (samples that show what happened to them) and ``oracle`` import nothing of the library; ``case`` draws the
-configurations; the other files are the faults.
+``oracle`` imports nothing of the library; ``case`` draws the configurations; the other files are the faults.
 """

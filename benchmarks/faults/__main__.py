@@ -7,14 +7,71 @@ import gc
 import json
 import logging
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 
-from benchmarks.faults.campaign import FAULTS, campaign, draws, run_case
+from benchmarks.faults import disks, loaders, memory, processes
 from benchmarks.faults.case import Case
 from benchmarks.record import RESULTS, save
+from dynagroup import BudgetError, ConfigError
+
+__all__ = ["FAULTS", "RARE", "draws", "main", "run_case"]
+
+HANG_S = 600.0
+RARE = {**loaders.RARE, **processes.RARE, **memory.RARE}
+FAULTS: dict[str, Callable[[Case], list[str]]] = {**loaders.FAULTS, **memory.FAULTS, **disks.FAULTS, **RARE}
+
+
+def run_case(case: Case) -> list[str]:
+    """What the case found wrong; a hang is a finding, too."""
+    found: list[list[str]] = []
+
+    def run() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found.append(FAULTS[case.fault](case))
+        except (ConfigError, BudgetError) as error:
+            asked = "samples_per_update" in str(error) or "at least the number of ranks" in str(error)
+            found.append([] if asked else [f"{type(error).__name__}: {error}"])
+        except Exception as error:  # noqa: BLE001 - that is the finding
+            found.append([f"{type(error).__name__}: {error}"[:500]])
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    return found[0] if found else ["hang"]
+
+
+def draws(first: int) -> Iterator[tuple[int, str]]:
+    """Seeds with their faults, each fault in turn; the rare ones every fourth round."""
+    seed, turn = first, 0
+    while True:
+        for fault in FAULTS:
+            if fault not in RARE or turn % 4 == 0:
+                yield seed, fault
+                seed += 1
+        turn += 1
+
+
+def campaign(cases: int, first: int) -> dict[str, Any]:
+    """Counts by fault, and the seeds of what was found."""
+    counts: Counter[str] = Counter()
+    findings: dict[int, list[str]] = {}
+    for seed, fault in islice(draws(first), cases):
+        counts[fault] += 1
+        if wrong := run_case(Case(seed, fault)):
+            findings[seed] = [fault, *wrong]
+            print(f"seed {seed}, {fault}: {'; '.join(wrong)}")
+    by_fault = {fault: counts[fault] for fault in FAULTS if counts[fault]}
+    return {"cases": cases, "first_seed": first, "by_fault": by_fault, "findings": findings}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

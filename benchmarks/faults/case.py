@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from benchmarks.faults.data import Numbered, Seen, collate
-from benchmarks.faults.oracle import judged, over_budget
+from benchmarks.data import Numbered, collate
+from benchmarks.faults.oracle import Seen, judged, over_budget
 from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup.testing import run_ranks
 
-__all__ = ["Case", "epoch_of"]
+__all__ = ["Case", "seen", "seen_in"]
+
+
+def seen(loader: Iterable[Any], most: int | None = None) -> list[Seen]:
+    """The steps of an epoch, or its first ones."""
+    return [Seen.of(step) for step in islice(loader, most)] if most != 0 else []
+
+
+def seen_in(steps: Iterable[Seen]) -> Counter[int]:
+    """How often each sample came."""
+    return Counter(i for step in steps for i in step.samples)
 
 
 @dataclass
@@ -60,17 +72,18 @@ class Case:
             options.pop(name, None)
         return PlannedDataLoader(data, self.lengths if lengths is None else lengths, budget, **options)
 
-    def everything(self, epochs: int = 1) -> Counter[int]:
-        return Counter({i: epochs for i in range(len(self.lengths))})
+    def epoch(self, dataset: Any = None, **more: Any) -> list[list[Seen]]:
+        """One epoch of a new loader on every rank."""
+        return run_ranks(self.ranks, lambda world: seen(self.loader(world, dataset, **more)))
+
+    @property
+    def everything(self) -> Counter[int]:
+        return Counter(range(len(self.lengths)))
 
     def other_ranks(self) -> int:
         return self.rng.choice([1, 2, 3, 5])
 
     def judged(self, ranks: Sequence[Sequence[Seen]], expected: Counter[int] | None = None) -> list[str]:
         """What is wrong with an epoch whose lengths were told truly; by default every sample should have come once."""
-        wrong = judged(self.lengths, ranks, self.everything() if expected is None else expected)
+        wrong = judged(self.lengths, ranks, self.everything if expected is None else expected)
         return wrong + over_budget(self.lengths, ranks, self.max_tokens, packed=self.packed)
-
-
-def epoch_of(loader: Any) -> list[Seen]:
-    return [Seen.of(step) for step in loader]

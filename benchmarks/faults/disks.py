@@ -8,37 +8,20 @@ import random
 import resource
 import signal
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.data import word_tokenizer
 from benchmarks.faults.case import Case
 from benchmarks.faults.processes import KILLED, forked
-from dynagroup import TokenBudget, generate_dataset
-from dynagroup.errors import StateError
+from benchmarks.machine import build
+from dynagroup import StateError, TokenBudget, generate_dataset
 
-__all__ = ["disk_full", "journal_damaged", "killed_while_writing"]
+__all__ = ["FAULTS"]
 
 NEW = 3
-
-
-@cache
-def _toys() -> tuple[Any, Any]:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *(f"w{i}" for i in range(300))])}
-    raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]")
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval(), tokenizer
 
 
 class Job:
@@ -58,11 +41,11 @@ class Job:
         return [" ".join([f"w{i}"] * NEW) for i in range(len(self.texts))]
 
     def run(self) -> list[str]:
-        model, tokenizer = _toys()
+        model = build("tiny").eval()
         model.generate = self._generate
         budget = TokenBudget(self.max_tokens + 80 * NEW)
         options: dict[str, Any] = {"max_new_tokens": NEW, "progress": False}
-        return generate_dataset(model, tokenizer, self.texts, budget=budget, output=self.output, **options)
+        return generate_dataset(model, word_tokenizer(300), self.texts, budget=budget, output=self.output, **options)
 
     def _generate(self, **batch: Any) -> torch.Tensor:
         ids = batch["input_ids"]
@@ -164,3 +147,10 @@ def _damaged(data: bytes, rng: random.Random) -> bytes:
         data + data[place:],
     ]
     return rng.choice(ways)
+
+
+FAULTS = {
+    "disk full": disk_full,
+    "killed while writing results": killed_while_writing,
+    "journal cut or damaged": journal_damaged,
+}

@@ -1,29 +1,20 @@
-"""Faults of loops and data, on ranks that are threads: early breaks, broken items, slow ranks, lies, restarts."""
+"""Faults of loops, data and states, on ranks that are threads: early breaks, broken items, lies, restarts, damaged states."""
 
 from __future__ import annotations
 
 import json
+import random
 import time
-from collections import Counter
 from itertools import islice
 from typing import Any
 
-from benchmarks.faults.case import Case, epoch_of
-from benchmarks.faults.data import Numbered, Seen
-from benchmarks.faults.oracle import judged, wrong_gradients
+from benchmarks.data import Numbered
+from benchmarks.faults.case import Case, seen, seen_in
+from benchmarks.faults.oracle import Seen, judged, wrong_gradients
+from dynagroup import AlignmentError, BudgetError, ConfigError, StateError
 from dynagroup.testing import run_ranks
 
-__all__ = [
-    "breaks_and_iterates_again",
-    "item_raises",
-    "lengths_lie",
-    "nothing_happens",
-    "slow_rank",
-    "stop_and_resume_alike",
-    "stop_and_resume_elsewhere",
-    "worker_killed",
-    "workers_and_resume",
-]
+__all__ = ["FAULTS", "RARE", "mutated"]
 
 
 def nothing_happens(case: Case) -> list[str]:
@@ -31,7 +22,7 @@ def nothing_happens(case: Case) -> list[str]:
 
     def three(world: Any) -> list[list[Seen]]:
         loader = case.loader(world)
-        return [epoch_of(loader) for _ in range(3)]
+        return [seen(loader) for _ in range(3)]
 
     epochs = zip(*run_ranks(case.ranks, three), strict=True)
     return [fault for ranks in epochs for fault in case.judged(ranks)]
@@ -43,9 +34,8 @@ def breaks_and_iterates_again(case: Case) -> list[str]:
 
     def again(world: Any) -> list[Seen]:
         loader = case.loader(world)
-        for _ in islice(loader, stop):
-            pass
-        return epoch_of(loader)
+        seen(loader, stop)
+        return seen(loader)
 
     return case.judged(run_ranks(case.ranks, again))
 
@@ -53,13 +43,12 @@ def breaks_and_iterates_again(case: Case) -> list[str]:
 def item_raises(case: Case) -> list[str]:
     """The user's error reaches every rank; a loader of sound data then goes on."""
     broken = case.rng.randrange(len(case.lengths))
-    data = Numbered(case.lengths, broken=broken)
     try:
-        run_ranks(case.ranks, lambda world: epoch_of(case.loader(world, data)))
+        case.epoch(Numbered(case.lengths, broken=broken))
     except Exception as error:  # noqa: BLE001 - any, as long as it tells
         if f"{broken}" not in str(error):
             return [f"the error does not name the broken record: {error!r}"]
-        return case.judged(run_ranks(case.ranks, lambda world: epoch_of(case.loader(world))))
+        return case.judged(case.epoch())
     return ["a broken record went unnoticed"]
 
 
@@ -71,8 +60,7 @@ def slow_rank(case: Case) -> list[str]:
         steps = []
         for step in case.loader(world):
             steps.append(Seen.of(step))
-            if world.rank == slow:
-                time.sleep(0.001)
+            time.sleep(0.001 if world.rank == slow else 0.0)
         return steps
 
     return case.judged(run_ranks(case.ranks, run))
@@ -82,13 +70,11 @@ def lengths_lie(case: Case) -> list[str]:
     """Lengths (or hints) are wrong by up to ten times: every sample still comes once, weighed by the truth."""
     told = [max(1, int(n * case.rng.choice([0.1, 1, 10]))) for n in case.lengths]
     if case.online:  # it measures what it is told about, so its batches keep to their budget all the same
-        case.options["length_hint"] = told
-        return case.judged(run_ranks(case.ranks, lambda world: epoch_of(case.loader(world))))
-    ranks = run_ranks(case.ranks, lambda world: epoch_of(case.loader(world, lengths=told)))
-    return judged(case.lengths, ranks, case.everything())
+        return case.judged(case.epoch(length_hint=told))
+    return judged(case.lengths, case.epoch(lengths=told), case.everything)
 
 
-def stop_and_resume_alike(case: Case) -> list[str]:
+def stop_and_resume(case: Case) -> list[str]:
     return _stop_and_resume(case, ranks_after=case.ranks)
 
 
@@ -98,8 +84,7 @@ def stop_and_resume_elsewhere(case: Case) -> list[str]:
 
 def _stop_and_resume(case: Case, *, ranks_after: int) -> list[str]:
     """An epoch stopped after a random step, saved as JSON, and continued on so many ranks by fresh loaders."""
-    alike = ranks_after == case.ranks
-    whole = run_ranks(case.ranks, lambda world: epoch_of(case.loader(world)))
+    alike, whole = ranks_after == case.ranks, case.epoch()
     stop = case.rng.randint(0, len(whole[0]))
     if not alike and stop < len(whole[0]):
         while stop and not whole[0][stop - 1].ends:
@@ -107,8 +92,7 @@ def _stop_and_resume(case: Case, *, ranks_after: int) -> list[str]:
 
     def first_half(world: Any) -> tuple[list[Seen], Any]:
         loader = case.loader(world)
-        steps = [Seen.of(step) for step in islice(loader, stop)] if stop else []
-        return steps, json.loads(json.dumps(loader.state_dict()))
+        return seen(loader, stop), json.loads(json.dumps(loader.state_dict()))
 
     begun = run_ranks(case.ranks, first_half)
     states = [state for _, state in begun]
@@ -116,25 +100,27 @@ def _stop_and_resume(case: Case, *, ranks_after: int) -> list[str]:
     def second_half(world: Any) -> list[Seen]:
         loader = case.loader(world)
         loader.load_state_dict(states[world.rank] if alike else states)
-        return epoch_of(loader)
+        return seen(loader)
 
     rest = run_ranks(ranks_after, second_half)
     if stop == len(whole[0]):  # the epoch was used up: the next one comes
         return case.judged(rest)
-    done = Counter(i for steps, _ in begun for step in steps for i in step.samples)
-    left = case.judged(rest, case.everything() - done)
+    left = case.judged(rest, case.everything - seen_in(step for steps, _ in begun for step in steps))
     if not alike:
         return left
     both = [a + b for (a, _), b in zip(begun, rest, strict=True)]  # the update that was cut in two is judged as one
-    return wrong_gradients(case.lengths, both) + [fault for fault in left if "gradient" not in fault]
+    return wrong_gradients(case.lengths, both) + _but_gradients(left)
+
+
+def _but_gradients(wrong: list[str]) -> list[str]:
+    return [fault for fault in wrong if "gradient" not in fault]
 
 
 def worker_killed(case: Case) -> list[str]:
     """A worker process dies: an error on every rank, and no hang."""
-    case.ranks = 1
     data = Numbered(case.lengths, deadly=case.rng.randrange(len(case.lengths)))
     try:
-        epoch_of(case.loader(None, data, num_workers=1))
+        seen(case.loader(None, data, num_workers=1))
     except RuntimeError as error:
         return [] if "worker" in str(error).lower() else [f"the error does not speak of a worker: {error}"]
     return ["a killed worker went unnoticed"]
@@ -142,14 +128,92 @@ def worker_killed(case: Case) -> list[str]:
 
 def workers_and_resume(case: Case) -> list[str]:
     """Real worker processes that prefetch; what was prefetched and not used comes again."""
-    case.ranks = 1
-    stop = case.rng.randint(1, 4)
-    loader = case.loader(None, num_workers=2)
-    begun = [Seen.of(step) for step in islice(loader, stop)]
-    state = json.loads(json.dumps(loader.state_dict()))
-    after = case.loader(None, num_workers=2)
-    after.load_state_dict(state)
-    rest = epoch_of(after)
-    done = Counter(i for step in begun for i in step.samples)
-    expected = case.everything() - done or case.everything()
-    return [fault for fault in case.judged([rest], expected) if "gradient" not in fault]
+    loader, after = (case.loader(None, num_workers=2) for _ in range(2))
+    begun = seen(loader, case.rng.randint(1, 4))
+    after.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    return _but_gradients(case.judged([seen(after)], case.everything - seen_in(begun) or case.everything))
+
+
+JUNK: list[Any] = [None, -1, 10**12, 2**80, 1.5, "", "x", [], {}, True, float("nan"), [[]], {"a": 1}]
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """``value`` with one part of it damaged."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
+        if rng.random() < 0.15:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: mutated(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        place = rng.randrange(len(value))
+        if rng.random() < 0.2:
+            return value[:place]
+        return [*value[:place], mutated(rng, value[place]), *value[place + 1 :]]
+    if isinstance(value, str) and value and rng.random() < 0.6:
+        place = rng.randrange(len(value))
+        return value[:place] + rng.choice("Aa0=é") + value[place + 1 :]
+    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.5:
+        return value + rng.choice([-1, 1, 7, -1000, 10**9])
+    return rng.choice(JUNK)
+
+
+def _saved(case: Case, steps: int) -> Any:
+    loader = case.loader(None)
+    seen(loader, steps)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def damaged_state(case: Case) -> list[str]:
+    """A damaged state is refused by StateError and changes nothing; or what it says is carried out whole."""
+    state = _saved(case, case.rng.randint(0, 3))
+    return [fault for _ in range(10) for fault in _after(case, mutated(case.rng, state))]
+
+
+def _after(case: Case, damaged: Any) -> list[str]:
+    victim, doing = case.loader(None), "ends in"
+    try:
+        victim.load_state_dict(damaged)
+        doing = "was accepted and then ends in"
+        steps = list(islice(victim, 5000))
+    except StateError:
+        same = doing != "ends in" or seen(victim) == seen(case.loader(None))
+        return [] if same else ["a refused state changed the loader"]
+    except Exception as error:  # noqa: BLE001 - that is the finding
+        ours = doing != "ends in" and isinstance(error, (AlignmentError, BudgetError, ConfigError))
+        return [] if ours else [f"a damaged state {doing} {type(error).__name__}: {error}"[:300]]
+    if len(steps) >= 5000:
+        return ["a damaged state was accepted and makes an endless epoch"]
+    if max(seen_in(map(Seen.of, steps)).values(), default=1) > 1:
+        return ["a damaged state was accepted and repeats samples"]
+    return []
+
+
+def foreign_state(case: Case) -> list[str]:
+    """A state of a run with other settings is refused, and changes nothing."""
+    state = _saved(case, 1)
+    changeable = ["seed", *({"samples_per_update", "accumulation", "window"} & set(case.options))]
+    changes: list[dict[str, Any]] = [{name: case.options[name] + 1} for name in sorted(changeable)]
+    changes += [{"drop_last": True}] if "samples_per_update" in case.options else []
+    change = case.rng.choice(changes)
+    stranger, twin = case.loader(None, **change), case.loader(None, **change)
+    try:
+        stranger.load_state_dict(state)
+    except StateError as error:
+        wrong = [] if next(iter(change)) in str(error) else [f"the refusal does not name {change}: {error}"]
+        return wrong + ([] if seen(stranger) == seen(twin) else ["it changed the loader"])
+    return [f"a state of another run was accepted: {change}"]
+
+
+FAULTS = {
+    "none": nothing_happens,
+    "early break, iterated again": breaks_and_iterates_again,
+    "item raises": item_raises,
+    "slow rank": slow_rank,
+    "lengths lie by ten times": lengths_lie,
+    "stop and resume": stop_and_resume,
+    "stop and resume on other ranks": stop_and_resume_elsewhere,
+    "state damaged": damaged_state,
+    "state of another run": foreign_state,
+}
+RARE = {"worker killed": worker_killed, "workers prefetch, stop and resume": workers_and_resume}
+"""They start processes, so a campaign has fewer of them."""

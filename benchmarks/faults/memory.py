@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.data import Numbered, collate, numbers_of
 from benchmarks.faults.case import Case
-from benchmarks.faults.data import Numbered, collate, value_of
+from benchmarks.faults.oracle import value_of
 from benchmarks.faults.processes import on_processes
 from dynagroup import OomSafeBackward, run_with_oom_retry
 from dynagroup.testing import run_ranks
 
-__all__ = ["storm_in_calls", "storm_in_training", "storm_on_ranks"]
+__all__ = ["FAULTS", "RARE", "gradient_of"]
 
 LIKELY = 0.35
 """A pass of several samples fails in its forward with this probability, and in its backward again."""
@@ -34,8 +35,7 @@ def storm_in_calls(case: Case) -> list[str]:
         return rows[:, 0].clone()
 
     batch = collate([Numbered(case.lengths)[i] for i in range(min(len(case.lengths), 40))])
-    parts = run_with_oom_retry(fragile, batch)
-    found = torch.cat(list(parts)).tolist()
+    found = torch.cat(list(run_with_oom_retry(fragile, batch))).tolist()
     return [] if found == list(range(len(batch["input_ids"]))) else [f"results are {found}"]
 
 
@@ -91,7 +91,7 @@ def trained(case: Case, world: Any, wrap: Any) -> list[dict[str, Any]]:
     members: list[int] = []
     for step in case.loader(world):
         backward.step(lambda batch: wrapped(batch["labels"]), step)
-        members += [] if step.idle else step.batch["input_ids"][:, 0].tolist()
+        members += [] if step.idle else numbers_of(step.batch)
         if step.ends_update:
             parameters = (model.weight, model.scale, model.bias)
             found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -116,7 +116,6 @@ def wrong_updates(case: Case, ranks: Sequence[Sequence[dict[str, Any]]]) -> list
 
 def storm_in_training(case: Case) -> list[str]:
     """Forward and backward passes fail at random on one process."""
-    case.ranks = 1
     return wrong_updates(case, [trained(case, None, lambda model: model)])
 
 
@@ -135,3 +134,7 @@ def storm_on_ranks(case: Case) -> list[str]:
     if bad := [report for report in reports if not isinstance(report, list)]:
         return [f"a rank ended with {bad[0]}"]
     return wrong_updates(case, reports)
+
+
+FAULTS = {"out-of-memory storm in calls": storm_in_calls, "out-of-memory storm in training": storm_in_training}
+RARE = {"out-of-memory storm on DDP ranks": storm_on_ranks}

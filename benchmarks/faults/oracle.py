@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.faults.data import Seen, value_of
+from benchmarks.data import numbers_of
 
-__all__ = ["judged", "lost_or_repeated", "over_budget", "wrong_gradients"]
+__all__ = ["Seen", "judged", "over_budget", "value_of", "wrong_gradients"]
+
+
+def value_of(sample: int) -> float:
+    """The made-up loss of each token of a sample."""
+    return math.sin(1.0 + sample)
+
+
+@dataclass
+class Seen:
+    """One step as the training loop saw it."""
+
+    samples: list[int]
+    loss: float
+    """Factor times the batch's mean loss over its predicted tokens."""
+    ends: bool
+
+    @classmethod
+    def of(cls, step: Any) -> Seen:
+        samples = [] if step.idle else numbers_of(step.batch)
+        counts = [] if step.idle else (step.batch["labels"][:, 1:] != -100).sum(dim=1).tolist()
+        total = sum(counts)
+        mean = sum(n * value_of(i) for n, i in zip(counts, samples, strict=True)) / total if total else 0.0
+        return cls(samples, step.loss_scale * mean, step.ends_update)
 
 
 def judged(lengths: Sequence[int], ranks: Sequence[Sequence[Seen]], expected: Counter[int]) -> list[str]:
     """What is wrong with the steps of all ranks; empty if nothing."""
     if len({len(steps) for steps in ranks}) > 1:
         return [f"unequal steps: {[len(steps) for steps in ranks]}"]
-    wrong = lost_or_repeated(Counter(i for steps in ranks for step in steps for i in step.samples), expected)
+    found, wrong = Counter(i for steps in ranks for step in steps for i in step.samples), []
+    for what, samples in (("lost", expected - found), ("repeated", found - expected)):
+        if samples:
+            wrong.append(f"{samples.total()} samples {what}, such as {sorted(samples)[:5]}")
     if any(len({step.ends for step in row}) > 1 for row in zip(*ranks, strict=True)):
         wrong.append("updates end at different steps")
     return wrong + wrong_gradients(lengths, ranks)
-
-
-def lost_or_repeated(found: Counter[int], expected: Counter[int]) -> list[str]:
-    wrong = []
-    if lost := expected - found:
-        wrong.append(f"{lost.total()} samples lost, such as {sorted(lost)[:5]}")
-    if extra := found - expected:
-        wrong.append(f"{extra.total()} samples repeated, such as {sorted(extra)[:5]}")
-    return wrong
 
 
 def wrong_gradients(lengths: Sequence[int], ranks: Sequence[Sequence[Seen]]) -> list[str]:

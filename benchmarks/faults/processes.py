@@ -12,16 +12,16 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.case import Case, epoch_of
-from benchmarks.faults.data import Seen
-from dynagroup.errors import AlignmentError
+from benchmarks.faults.case import Case, seen
+from benchmarks.faults.oracle import Seen
+from dynagroup import AlignmentError
 from dynagroup.testing import run_ranks
 
-__all__ = ["forked", "on_processes", "rank_killed", "terminated_and_resumed"]
+__all__ = ["KILLED", "RARE", "forked", "on_processes"]
 
 PATIENCE_S = 500.0
 KILLED = f"exit code {-signal.SIGKILL}"
@@ -52,10 +52,15 @@ def _run(function: Callable[[int, Path], Any], rank: int, folder: Path) -> None:
         report = f"{type(error).__name__}: {error}"[:2000]
         if not isinstance(error, (AlignmentError, OSError)):
             traceback.print_exc(file=sys.stderr)
-    part = folder / f"report-{rank}.part"
-    part.write_text(json.dumps(report), encoding="utf-8")
-    part.replace(folder / f"report-{rank}.json")
+    _write(folder / f"report-{rank}.json", report)
     os._exit(0)
+
+
+def _write(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value), encoding="utf-8")
+    part.replace(path)
 
 
 def _report(process: Any, path: Path) -> Any:
@@ -81,92 +86,72 @@ def on_processes(ranks: int, function: Callable[[Any, Path], Any], folder: Path)
     return forked(ranks, run, folder)
 
 
-class Checkpoints:
-    """After every update each rank saves its state, and which samples it has seen; as files, which outlive it."""
+def _interrupted(case: Case, notices: Mapping[int, int], number_of_signal: int, folder: Path) -> list[Any]:
+    """Every rank's report of an epoch in which each of these ranks gets the signal at its step.
 
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self.folder, self.ranks = folder, ranks
+    After every update all save their states and which samples they have seen, as files, which outlive them. Ranks that were
+    told to end agree to stop at the end of an update.
+    """
 
-    def save(self, rank: int, update: int, state: Any, seen: list[int]) -> None:
-        part = self.folder / f"part-{rank}"
-        part.write_text(json.dumps({"state": state, "seen": seen}), encoding="utf-8")
-        part.replace(self.folder / f"{update}-{rank}.checkpoint")
+    def run(world: Any, folder: Path) -> Any:
+        told: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+        loader, samples, updates, number = case.loader(world), [], 0, 0
+        for number, step in enumerate(loader, start=1):
+            samples += Seen.of(step).samples
+            if number == notices.get(world.rank):
+                os.kill(os.getpid(), number_of_signal)
+            if step.ends_update:
+                updates += 1
+                saved = {"state": loader.state_dict(), "seen": samples}
+                _write(folder / f"{updates}-{world.rank}.checkpoint", saved)
+                if number_of_signal == signal.SIGTERM and world.all_max([len(told)])[0]:
+                    break
+        return {"steps": number}
 
-    def newest(self) -> list[dict[str, Any]]:
-        """Every rank's part of the newest checkpoint that all of them finished; empty if there is none."""
-        found = Counter(int(path.name.split("-")[0]) for path in self.folder.glob("*.checkpoint"))
-        whole = [update for update, count in found.items() if count == self.ranks]
-        if not whole:
-            return []
-        names = [self.folder / f"{max(whole)}-{rank}.checkpoint" for rank in range(self.ranks)]
-        return [json.loads(path.read_text(encoding="utf-8")) for path in names]
+    return on_processes(case.ranks, run, folder)
 
 
-def _resumed(case: Case, saved: list[dict[str, Any]]) -> list[str]:
-    """Other ranks go on where the checkpoint is: what it has not seen comes once, or the next epoch whole."""
-    ranks = case.other_ranks()
-    states = [part["state"] for part in saved]
+def _resumed(case: Case, folder: Path) -> list[str]:
+    """Other ranks go on from the newest checkpoint that all finished: what it has not seen comes once, or a whole epoch."""
+    updates = Counter(int(path.name.split("-")[0]) for path in folder.glob("*.checkpoint"))
+    newest = max((update for update, count in updates.items() if count == case.ranks), default=0)
+    saved = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{newest}-*.checkpoint"))]
 
     def rest(world: Any) -> list[Seen]:
         loader = case.loader(world)
-        if states:
-            loader.load_state_dict(states)
-        return epoch_of(loader)
+        if saved:
+            loader.load_state_dict([part["state"] for part in saved])
+        return seen(loader)
 
-    remaining = case.everything() - Counter(i for part in saved for i in part["seen"])
-    return case.judged(run_ranks(ranks, rest), remaining or case.everything())
+    remaining = case.everything - Counter(i for part in saved for i in part["seen"])
+    return case.judged(run_ranks(case.other_ranks(), rest), remaining or case.everything)
 
 
 def rank_killed(case: Case) -> list[str]:
     """A rank is killed at a random step. The others raise AlignmentError (or had no more to exchange); other ranks resume."""
     case.ranks = max(2, case.ranks)
-    steps = len(run_ranks(case.ranks, lambda world: epoch_of(case.loader(world)))[0])
+    steps = len(case.epoch()[0])
     stop, victim = case.rng.randint(1, steps), case.rng.randrange(case.ranks)
-
-    def run(world: Any, folder: Path) -> Any:
-        kept, loader, seen, updates = Checkpoints(folder, case.ranks), case.loader(world), [], 0
-        number = 0
-        for number, step in enumerate(loader, start=1):
-            seen += Seen.of(step).samples
-            if world.rank == victim and number == stop:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if step.ends_update:
-                updates += 1
-                kept.save(world.rank, updates, loader.state_dict(), seen)
-        return {"steps": number}
-
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        reports = on_processes(case.ranks, run, folder)
+        reports = _interrupted(case, {victim: stop}, signal.SIGKILL, Path(name))
         wrong = [] if reports[victim] == KILLED else [f"the rank to be killed ended with {reports[victim]}"]
         for rank, report in enumerate(reports):
             fine = report == {"steps": steps} or (isinstance(report, str) and report.startswith("AlignmentError"))
             if rank != victim and not fine:
                 wrong.append(f"rank {rank} ended with {report}")
-        return wrong + _resumed(case, Checkpoints(folder, case.ranks).newest())
+        return wrong + _resumed(case, Path(name))
 
 
 def terminated_and_resumed(case: Case) -> list[str]:
-    """Ranks get SIGTERM at steps of their own, agree at the end of an update to stop, save, and others resume."""
-    steps = len(run_ranks(case.ranks, lambda world: epoch_of(case.loader(world)))[0])
-    notices = [case.rng.randint(1, steps) for _ in range(case.ranks)]
-
-    def run(world: Any, folder: Path) -> Any:
-        told: list[int] = []
-        signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-        loader, seen, number = case.loader(world), [], 0
-        for number, step in enumerate(loader, start=1):
-            seen += Seen.of(step).samples
-            if number == notices[world.rank]:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if step.ends_update and world.all_max([len(told)])[0]:
-                break
-        Checkpoints(folder, case.ranks).save(world.rank, 0, loader.state_dict(), seen)
-        return {"stopped": number}
-
+    """Ranks get SIGTERM at steps of their own, agree at the end of an update to stop, and others resume."""
+    steps = len(case.epoch()[0])
+    notices = {rank: case.rng.randint(1, steps) for rank in range(case.ranks)}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        reports = on_processes(case.ranks, run, folder)
+        reports = _interrupted(case, notices, signal.SIGTERM, Path(name))
         if not all(isinstance(report, dict) and report == reports[0] for report in reports):
             return [f"ranks ended with {reports}"]
-        return _resumed(case, Checkpoints(folder, case.ranks).newest())
+        return _resumed(case, Path(name))
+
+
+RARE = {"rank killed, others resume": rank_killed, "SIGTERM, other ranks resume": terminated_and_resumed}
