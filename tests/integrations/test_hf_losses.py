@@ -36,12 +36,31 @@ class MeanLoss:
         return (loss, outputs) if return_outputs else loss
 
 
+class SumLoss:
+    """A mean only where it is not told the number of items."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        items = labels[:, 1:].ne(-100).sum()
+        total = mean_of_tokens(outputs.logits, labels) * items
+        return total / (items if num_items_in_batch is None else num_items_in_batch)
+
+
 class PlainMean(MeanLoss, Trainer):
+    pass
+
+
+class PlainSum(SumLoss, Trainer):
     pass
 
 
 class OursMean(DynagroupTrainerMixin, PlainMean):
     """The loss is below ours in the order of classes."""
+
+
+class OursSum(DynagroupTrainerMixin, PlainSum):
+    pass
 
 
 class MeanOurs(MeanLoss, DynagroupTrainer):
@@ -67,51 +86,34 @@ def test_a_compute_loss_that_returns_a_mean_counts_once_an_update(cls, config, t
     assert plain.state.log_history[-1]["train_loss"] == pytest.approx(ours.state.log_history[-1]["train_loss"])
 
 
-class SumLoss(Trainer):
-    """A mean only where it is not told the number of items."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs["labels"]
-        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        items = labels[:, 1:].ne(-100).sum()
-        total = mean_of_tokens(outputs.logits, labels) * items
-        return total / (items if num_items_in_batch is None else num_items_in_batch)
-
-
-class OursSum(DynagroupTrainerMixin, SumLoss):
-    pass
-
-
 def test_a_compute_loss_that_divides_by_the_items_counts_once_an_update(tmp_path, monkeypatch):
     changes = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}
-    plain, ours = (trained(cls, tmp_path, monkeypatch, **changes) for cls in (SumLoss, OursSum))
+    plain, ours = (trained(cls, tmp_path, monkeypatch, **changes) for cls in (PlainSum, OursSum))
     assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
 
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_loss_function_that_returns_a_mean_counts_once_an_update(counts, tmp_path):
     """``compute_loss_func``; with and without a key ``labels``, from which the Trainer counts items."""
+    targets = []
 
     def collate(rows):
         batch = toys.collate(rows)
         return batch if counts else {"targets" if k == "labels" else k: v for k, v in batch.items()}
 
     def loss(outputs, labels, num_items_in_batch=None):
-        return mean_of_tokens(outputs.logits, labels if counts else loss.targets)
+        return mean_of_tokens(outputs.logits, labels if counts else targets.pop())
+
+    def note(module, args, kwargs):
+        targets.append(kwargs.pop("targets", None))
+        return args, kwargs
 
     found = []
     for fits in (False, True):
         config = {} if counts else {"weigh": lambda batch: float(batch["targets"][:, 1:].ne(-100).sum())}
         run = trainer("causal", tmp_path, fits=fits, config=config, **ONCE)
         run.data_collator, run.compute_loss_func = collate, loss
-        if not counts:
-            forward = run.model.forward
-
-            def keeping(*args, targets=None, forward=forward, **kwargs):
-                loss.targets = targets
-                return forward(*args, **kwargs)
-
-            run.model.forward = keeping
+        run.model.register_forward_pre_hook(note, with_kwargs=True)
         run.train()
         found.append(parameters(run.model))
     assert (found[0] - found[1]).abs().max() < 1e-8
@@ -132,42 +134,30 @@ class Failing(MeanLoss):
 
 @pytest.mark.parametrize(("loss", "why"), [(Undecided, "neither halves nor stays"), (Failing, "does not require grad")])
 def test_a_loss_that_cannot_be_asked_is_refused_with_the_way_out(loss, why, tmp_path, monkeypatch):
-    cls = type("Mine", (loss, DynagroupTrainer), {})
     with pytest.raises(ConfigError, match=f"{why}.*`loss_is_scaled_for_ga` to False"):
-        trained(cls, tmp_path, monkeypatch)
+        trained(type("Mine", (loss, DynagroupTrainer), {}), tmp_path, monkeypatch)
     cls = type("Mine", (loss, DynagroupTrainer), {"loss_is_scaled_for_ga": False})
     if loss is Failing:
-        plain = trained(PlainMean, tmp_path, monkeypatch)
-        assert (parameters(plain.model) - parameters(trained(cls, tmp_path, monkeypatch).model)).abs().max() < 1e-8
+        plain, ours = trained(PlainMean, tmp_path, monkeypatch), trained(cls, tmp_path, monkeypatch)
+        assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
 
 
-def test_a_batch_without_labels_does_not_decide(tmp_path, monkeypatch):
-    """The first batch has nothing to predict, so its loss, 0 / 0, says nothing."""
+def test_asking_leaves_no_trace_and_a_batch_without_labels_does_not_decide(tmp_path):
+    """Random numbers and training modes stay. The first batch has nothing to predict, so its loss, 0 / 0, says nothing."""
 
     class Blank(MeanOurs):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            if self.asked < 2:
-                self.asked += 1
-                return torch.tensor(float("nan"))
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * (torch.nan if self.asked <= 2 else 1.0)
 
-    run = trainer("causal", tmp_path, fits=True, **ONCE)
-    run.__class__ = Blank
-    batch = toys.collate(toys.samples("causal", 2))
-    run.get_train_dataloader()
-    assert is_a_mean(run, run.model, batch, SingleProcess()) is None
-    assert is_a_mean(run, run.model, batch, SingleProcess()) is True
-
-
-def test_asking_leaves_no_trace(tmp_path, monkeypatch):
-    """Random numbers, training mode."""
     run = trainer("causal", tmp_path, fits=True, model=toys.with_dropout(toys.causal_lm()), **ONCE)
-    run.__class__ = MeanOurs
-    run.get_train_dataloader()
+    run.__class__ = Blank
     run.model.train()
     run.model.transformer.h[0].eval()
-    before, modes = torch.get_rng_state(), [m.training for m in run.model.modules()]
     run.model.register_forward_hook(lambda *_: (torch.rand(1), None)[1])
-    assert is_a_mean(run, run.model, toys.collate(toys.samples("causal", 2)), SingleProcess())
+    before, modes = torch.get_rng_state(), [m.training for m in run.model.modules()]
+    batch = toys.collate(toys.samples("causal", 2))
+    assert is_a_mean(run, run.model, batch, SingleProcess()) is None
+    assert is_a_mean(run, run.model, batch, SingleProcess()) is True
     assert torch.equal(before, torch.get_rng_state())
     assert modes == [m.training for m in run.model.modules()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+import datasets  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
 from dynagroup import BudgetError, ConfigError, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget  # noqa: E402
+from dynagroup.integrations.sentence_transformers import batches_that_fit  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import arguments, parameters  # noqa: E402
@@ -19,30 +22,20 @@ from tests.integrations.jobs import arguments, parameters  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
 
+class AxolotlTrainer(Trainer):
+    def __init__(self, *args, bench_data_collator=None, eval_data_collator=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
 @pytest.fixture
 def axolotl(monkeypatch):
     """Axolotl does not install beside this torch; these are the names of its documented interface that the plugin uses."""
-
-    class BasePlugin:
-        pass
-
-    class AxolotlTrainer(Trainer):
-        def __init__(self, *args, bench_data_collator=None, eval_data_collator=None, **kwargs):
-            super().__init__(*args, **kwargs)
-
-    for name, holds in (
-        ("axolotl", {}),
-        ("axolotl.core", {}),
-        ("axolotl.core.trainers", {"AxolotlTrainer": AxolotlTrainer}),
-        ("axolotl.integrations", {}),
-        ("axolotl.integrations.base", {"BasePlugin": BasePlugin}),
-    ):
+    names = {"core": {}, "core.trainers": {"AxolotlTrainer": AxolotlTrainer}, "integrations": {}}
+    names["integrations.base"] = {"BasePlugin": type("BasePlugin", (), {})}
+    for name, holds in {"axolotl": {}, **{f"axolotl.{name}": holds for name, holds in names.items()}}.items():
         module = ModuleType(name)
         vars(module).update(holds)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "dynagroup.integrations.axolotl", raising=False)
-    import importlib
-
     yield importlib.import_module("dynagroup.integrations.axolotl")
     sys.modules.pop("dynagroup.integrations.axolotl", None)
 
@@ -52,54 +45,18 @@ def test_axolotls_plugin_gives_its_trainer_batches_that_fit(axolotl, tmp_path):
     name, _, cls = plugin.get_input_args().rpartition(".")
     keys = getattr(sys.modules[name], cls)(dynagroup_max_tokens=512)
     cfg = SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False)
-    trainer_cls = plugin.get_trainer_cls(cfg)
-    assert issubclass(trainer_cls, Trainer)
-    run = trainer_cls(
+    run = plugin.get_trainer_cls(cfg)(
         toys.causal_lm(), args=arguments(tmp_path, max_steps=2), train_dataset=toys.samples("causal", 40),
         data_collator=toys.collate, bench_data_collator=None,
     )  # fmt: skip
     run.train()
+    assert isinstance(run, AxolotlTrainer)
     assert run.update_loader.stats.update_samples == 32
     assert run.update_loader.budget == TokenBudget(512)
-
-
-@pytest.mark.parametrize("name", ["sample_packing", "rl", "pad_to_sequence_len"])
-def test_axolotls_plugin_refuses_what_makes_batches_of_its_own(axolotl, name):
-    plugin = axolotl.DynagroupPlugin()
-    with pytest.raises(ConfigError, match=name):
-        plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=512, **{name: True}))
-    assert plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=None, **{name: True})) is None
-
-
-def test_lhotse_samples_never_exceed_the_budget():
-    pytest.importorskip("lhotse")
-    from lhotse.dataset.sampling.dynamic import DurationBatcher
-
-    from dynagroup.integrations.lhotse import BudgetConstraint
-
-    class Sample(int):
-        pass
-
-    bounds = [8, 16, 40]
-    constraint = BudgetConstraint(80, bounds, length_of=int)
-    for low, high in ((1, 8), (9, 16), (17, 40)):
-        samples = [Sample(low + (7 * i) % (high - low + 1)) for i in range(50)]
-        constraint.reset()
-        count = 0
-        for sample in samples:  # as lhotse's batchers do
-            constraint.add(sample)
-            count += 1
-            assert not constraint.exceeded()
-            if constraint.close_to_exceeding():
-                assert count == 80 // high
-                constraint.reset()
-                count = 0
-        assert constraint.select_bucket(bounds[:-1], example_len=high) == bounds.index(high)
-    with pytest.raises(ConfigError, match="`bounds` end at 40"):
-        constraint.add(Sample(41))
-    with pytest.raises(BudgetError, match="a sample of 40 does not fit even alone"):
-        BudgetConstraint(30, bounds)
-    assert DurationBatcher([], constraint=constraint.copy()).constraint.budget == TokenBudget(80)
+    for name in ("sample_packing", "rl", "pad_to_sequence_len"):
+        with pytest.raises(ConfigError, match=name):
+            plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=512, **{name: True}))
+        assert plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=None, **{name: True})) is None
 
 
 @pytest.mark.filterwarnings("ignore:You are using DynamicBucketingSampler")
@@ -114,13 +71,11 @@ def test_lhotses_own_sampler_makes_batches_that_fit_of_every_cut_once(size):
 
     seconds = [0.5 + 29 * (i * 37 % 100) / 100 for i in range(100)]
     cuts = [dummy_cut(i, duration=s, features=dummy_features(i, duration=s)) for i, s in enumerate(seconds)]
-    bounds = [400, 800, 1600, 3000]
-    seen = []
+    bounds, seen = [400, 800, 1600, 3000], []
     for rank in range(size):
-        constraint = BudgetConstraint(12_000, bounds)
         sampler = DynamicBucketingSampler(
-            CutSet.from_cuts(cuts), duration_bins=bounds[:-1], constraint=constraint, shuffle=True, buffer_size=50,
-            world_size=size, rank=rank,
+            CutSet.from_cuts(cuts), duration_bins=bounds[:-1], constraint=BudgetConstraint(12_000, bounds), shuffle=True,
+            buffer_size=50, world_size=size, rank=rank,
         )  # fmt: skip
         for batch in sampler:
             frames = [cut.num_frames for cut in batch]
@@ -129,19 +84,16 @@ def test_lhotses_own_sampler_makes_batches_that_fit_of_every_cut_once(size):
     assert sorted(seen) == sorted(cut.id for cut in cuts)
     with pytest.raises(ConfigError, match="has no features, so no `num_frames`; give length_of"):
         BudgetConstraint(12_000, bounds).add(cuts[0].drop_features())
+    with pytest.raises(ConfigError, match="`bounds` end at 40"):
+        BudgetConstraint(80, [8, 40], length_of=int).add(41)
+    with pytest.raises(BudgetError, match="a sample of 40 does not fit even alone"):
+        BudgetConstraint(30, [8, 40], length_of=int)
 
 
-def test_sentence_transformers_take_batches_that_fit(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    from dynagroup.integrations.sentence_transformers import batches_that_fit
-
+def test_sentence_transformers_take_batches_that_fit():
     texts = [" ".join("w" * (1 + (5 * i) % 23)) for i in range(40)]
     data = datasets.Dataset.from_dict({"a": texts, "b": texts[::-1], "score": [0.5] * 40})
-
-    def tokenizer(batch, **kwargs):
-        return {"input_ids": [text.split() for text in batch]}
-
-    make = batches_that_fit(200, tokenizer)
+    make = batches_that_fit(200, lambda batch, **kwargs: {"input_ids": [text.split() for text in batch]})
     sampler = make(data, batch_size=8, drop_last=False, valid_label_columns=["score"], generator=None, seed=1)
     batches = list(sampler)
     assert_conserves(batches, range(40))
@@ -155,8 +107,7 @@ def test_sentence_transformers_take_batches_that_fit(tmp_path):
 
 def test_fabric_learns_what_plain_pytorch_learns():
     fabric_module = pytest.importorskip("lightning.fabric")
-    rows = toys.samples("causal", 32)
-    found = []
+    rows, found = toys.samples("causal", 32), []
     for budget in (160, 10**6):
         fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
         model = toys.causal_lm()
@@ -165,10 +116,8 @@ def test_fabric_learns_what_plain_pytorch_learns():
         for step in loader:
             batch = fabric.to_device(step.batch)
             with fabric.no_backward_sync(model, enabled=not step.ends_update):
-                logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-                loss = torch.nn.functional.cross_entropy(
-                    logits[:, :-1].reshape(-1, toys.VOCAB), batch["labels"][:, 1:].reshape(-1), ignore_index=-100
-                )
+                outputs = model(batch["input_ids"], attention_mask=batch["attention_mask"])
+                loss = toys.float64_causal_loss(outputs, batch["labels"], batch["labels"][:, 1:].ne(-100).sum())
                 fabric.backward(loss * step.loss_scale)
             if step.ends_update:
                 optimizer.step()

@@ -18,12 +18,7 @@ from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = toys.samples("causal", 48)
-
-
-def loss_of(model, batch):
-    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    flat, labels = logits[:, :-1].reshape(-1, toys.VOCAB), batch["labels"][:, 1:].reshape(-1)
-    return torch.nn.functional.cross_entropy(flat, labels, ignore_index=-100)
+STEPS = 9  # three epochs
 
 
 class Module(lightning.LightningModule):
@@ -33,7 +28,8 @@ class Module(lightning.LightningModule):
 
     def training_step(self, step, batch_idx):
         self.seen.append((self.current_epoch, [] if step.idle else sorted(step.indices)))
-        loss = loss_of(self.model, step.batch)
+        outputs = self.model(step.batch["input_ids"], attention_mask=step.batch["attention_mask"])
+        loss = toys.float64_causal_loss(outputs, step.batch["labels"], max(tokens(step.batch), 1))
         if self.automatic_optimization:
             return update_loss(self, step, loss)
         optimizer = self.optimizers()
@@ -47,6 +43,12 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Estimating(Module):
+    def configure_optimizers(self):
+        optimizer, total = super().configure_optimizers(), self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / total)]
+
+
 def tokens(batch):
     return float(batch["labels"][:, 1:].ne(-100).sum())
 
@@ -54,18 +56,17 @@ def tokens(batch):
 def loader(online=False, budget=160):
     if online:
         return OnlineDataLoader(ROWS, TokenBudget(budget), collate_fn=toys.collate, samples_per_update=16, shuffle=True)
-    return PlannedDataLoader(
-        ROWS, toys.lengths(ROWS), TokenBudget(budget), collate_fn=toys.collate, samples_per_update=16, weigh=tokens
-    )
+    lengths = toys.lengths(ROWS)
+    return PlannedDataLoader(ROWS, lengths, budget, collate_fn=toys.collate, samples_per_update=16, weigh=tokens)
+
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
     steps = LightningSteps(source)
-    trainer = lightning.Trainer(
-        **{"max_epochs": 2, **settings}, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
-        enable_model_summary=False, callbacks=[steps, *callbacks], precision="64-true",
-        enable_checkpointing=bool(callbacks),
-    )  # fmt: skip
+    settings = {"max_epochs": 2, "callbacks": [steps, *callbacks], "enable_checkpointing": bool(callbacks), **settings}
+    trainer = lightning.Trainer(**QUIET, default_root_dir=tmp_path, precision="64-true", **settings)
     trainer.fit(module, steps, ckpt_path=resume)
     return trainer
 
@@ -88,86 +89,64 @@ def test_epochs_differ_and_hold_every_sample(tmp_path):
     assert by_epoch[0] != by_epoch[1]
 
 
-@pytest.mark.parametrize("online", [False, True])
-def test_a_checkpoint_within_an_epoch_resumes_exactly(tmp_path, online):
-    saving = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1)
-    whole = Module()
-    fit(tmp_path, whole, loader(online), callbacks=[saving])
-    [saved] = tmp_path.glob("*.ckpt")
-    resumed = Module()
-    fit(tmp_path, resumed, loader(online), resume=str(saved))
-    assert whole.seen[-len(resumed.seen) :] == resumed.seen
-    assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
-
-
-class Estimating(Module):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        total = self.trainer.estimated_stepping_batches
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / total)]
-
-
-STEPS = 9  # three epochs
-
-
-def resumed_and_whole(tmp_path, module, online, *, name="*.ckpt", **saving):
+def resumed_and_whole(tmp_path, module, online, step):
+    saving = {} if step == 3 else {"every_n_train_steps": step}
     saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving)
     whole, resumed = module(), module()
     fit(tmp_path, whole, loader(online), callbacks=[saver], max_steps=STEPS, max_epochs=4)
-    [saved] = tmp_path.glob(name)
+    [saved] = tmp_path.glob(f"*step={step}.ckpt")
     fit(tmp_path, resumed, loader(online), resume=str(saved), max_steps=STEPS, max_epochs=4)
     return whole, resumed
 
 
-@pytest.mark.parametrize("online", [False, True])
-@pytest.mark.parametrize("step", [2, 3, 4])
-def test_any_checkpoint_resumes_exactly(tmp_path, online, step):
+@pytest.mark.parametrize(
+    ("module", "online", "step"), [(Estimating, False, 2), (Module, True, 3), (Estimating, True, 4)]
+)
+def test_any_checkpoint_resumes_exactly(tmp_path, module, online, step):
     """Within the first epoch, at its end, within the second; pytorch-lightning#20550: also where the loader was read early."""
-    saving = {} if step == 3 else {"every_n_train_steps": step}
-    for number, module in enumerate((Module, Estimating)):
-        whole, resumed = resumed_and_whole(tmp_path / str(number), module, online, name=f"*step={step}.ckpt", **saving)
-        rest = [indices for _, indices in resumed.seen]  # Lightning's own epoch numbers differ under max_steps
-        assert [indices for _, indices in whole.seen][-len(rest) :] == rest
-        assert sum(len(indices) for _, indices in resumed.seen) == 16 * (STEPS - step)
-        assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
+    whole, resumed = resumed_and_whole(tmp_path, module, online, step)
+    rest = [indices for _, indices in resumed.seen]  # Lightning's own epoch numbers differ under max_steps
+    assert [indices for _, indices in whole.seen][-len(rest) :] == rest
+    assert sum(map(len, rest)) == 16 * (STEPS - step)
+    assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
 
 
 def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     """As from strategies that restore after optimizers are made."""
     restored = LightningSteps.load_state_dict
+    late = lambda self, *_: restored(self, self.late) if hasattr(self, "late") else None  # noqa: E731
     monkeypatch.setattr(LightningSteps, "load_state_dict", lambda self, state: setattr(self, "late", state))
-    monkeypatch.setattr(
-        LightningSteps,
-        "on_train_start",
-        lambda self, *_: restored(self, self.late) if hasattr(self, "late") else None,
-        raising=False,
-    )
+    monkeypatch.setattr(LightningSteps, "on_train_start", late, raising=False)
     with pytest.raises(
         StateError, match=r"would come again. Count steps by `trainer.max_steps` or `loader.num_updates"
     ):
-        resumed_and_whole(tmp_path, Estimating, False, name="*step=4.ckpt", every_n_train_steps=4)
+        resumed_and_whole(tmp_path, Estimating, False, 4)
 
 
-def test_misuse_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="accumulate_grad_batches=2"):
-        fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
-    with pytest.raises(
-        ConfigError, match=r"limit_train_batches=3\) ends epochs in the midst of updates.*use max_steps"
-    ):
-        fit(tmp_path, Module(), loader(), limit_train_batches=3)
-    with pytest.raises(ConfigError, match=r"limit_train_batches=1\)"):
-        fit(tmp_path, Module(), loader(), limit_train_batches=1)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        ({"limit_train_batches": 3}, r"limit_train_batches=3\) ends epochs in the midst of updates.*use max_steps"),
+        ({"limit_train_batches": 1}, r"limit_train_batches=1\)"),
+    ],
+)
+def test_misuse_is_named(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path, Module(), loader(), **settings)
+
+
+def test_what_is_no_loader_is_refused_and_a_fast_run_is_not(tmp_path):
     fit(tmp_path, Module(), loader(), fast_dev_run=True)
     with pytest.raises(ConfigError, match="must be a PlannedDataLoader or an OnlineDataLoader"):
         LightningSteps([1, 2])
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False,
-             "enable_model_summary": False, "default_root_dir": tmp_path, "max_epochs": 1}  # fmt: skip
-    with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
-        lightning.Trainer(**quiet).fit(Module(), LightningSteps(loader()))
-    steps = LightningSteps(loader())
-    plain = torch.utils.data.DataLoader(ROWS, collate_fn=toys.collate)
+    once = {**QUIET, "max_epochs": 1, "enable_checkpointing": False}
     with pytest.raises(ConfigError, match="give it to `fit` as train_dataloaders, too"):
-        lightning.Trainer(**quiet, callbacks=[steps]).fit(Module(), plain)
+        lightning.Trainer(**once, callbacks=[LightningSteps(loader())]).fit(
+            Module(), torch.utils.data.DataLoader(ROWS, collate_fn=toys.collate)
+        )
+    with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
+        lightning.Trainer(**once).fit(Module(), LightningSteps(loader()))
 
 
 def test_lightning_hands_a_distributed_sampler_to_batch_samplers_in_place_of_lengths():
@@ -203,59 +182,43 @@ class Epochs(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def plain_loader_seen(folder, **settings):
-    module = Epochs()
-    lightning.Trainer(
-        max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, default_root_dir=folder, **settings,
-    ).fit(module)  # fmt: skip
-    return module.seen
+RUNS = {"offline": (True, False), "online": (True, True), "manual": (False, False)}
 
 
 def on_many_ranks(folder):
     warnings.simplefilter("ignore")  # Lightning's own, in a process that is not pytest's
-    found = {}
+    two, found = {"devices": 2, "strategy": "ddp"}, {}
     for name, (automatic, online) in RUNS.items():
         module = Module(automatic)
-        fit(folder, module, loader(online), devices=2, strategy="ddp")
+        fit(folder, module, loader(online), **two)
         found[name] = (module.seen, parameters(module))
-    found["plain"] = plain_loader_seen(folder, use_distributed_sampler=False)
+    plain = {**QUIET, **two, "max_epochs": 2, "enable_checkpointing": False, "default_root_dir": folder}
+    module = Epochs()
+    lightning.Trainer(**plain, use_distributed_sampler=False).fit(module)
     try:
-        plain_loader_seen(folder)
+        lightning.Trainer(**plain).fit(Epochs())
     except ConfigError as error:
         found["refused"] = str(error)
-    return found
-
-
-RUNS = {"offline": (True, False), "online": (True, True), "manual": (False, False)}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    return on_ranks(2, on_many_ranks, folder)
+    return {**found, "plain": module.seen}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_make_the_updates_of_one_process(tmp_path, ranks, name):
-    automatic, online = RUNS[name]
-    alone = Module(automatic)
-    fit(tmp_path, alone, loader(online, budget=10**6))
-    seen = [rank[name][0] for rank in ranks]
-    assert [epoch for epoch, _ in seen[0]] == [epoch for epoch, _ in seen[1]], "ranks take the same steps"
-    for epoch in (0, 1):
-        assert_conserves((used for steps in seen for e, used in steps if e == epoch), range(48))
-    for rank in ranks:
-        assert (rank[name][1] - parameters(alone)).abs().max() < 1e-8
-
-
-@pytest.mark.slow
-def test_a_plain_loader_needs_use_distributed_sampler_false(ranks):
+def test_two_ranks_make_the_updates_of_one_process(tmp_path):
     """FACTS: Lightning builds a sampler of its own into any loader unless told not to; ours says so before samples are lost."""
+    ranks = on_ranks(2, on_many_ranks, tmp_path)
+    for name, (automatic, online) in RUNS.items():
+        alone = Module(automatic)
+        fit(tmp_path, alone, loader(online, budget=10**6))
+        seen = [rank[name][0] for rank in ranks]
+        assert [epoch for epoch, _ in seen[0]] == [epoch for epoch, _ in seen[1]], "ranks take the same steps"
+        for epoch in (0, 1):
+            assert_conserves((used for steps in seen for e, used in steps if e == epoch), range(48))
+        for rank in ranks:
+            assert (rank[name][1] - parameters(alone)).abs().max() < 1e-8
     epochs = [[rank["plain"][epoch] for rank in ranks] for epoch in (0, 1)]
     for epoch in epochs:
         assert_conserves(epoch, range(48))
     assert epochs[0] != epochs[1], "Lightning tells the sampler its epoch"
-    assert all("lose samples" in rank["refused"] for rank in ranks)
-    assert all("(Lightning: use_distributed_sampler=False)" in rank["refused"] for rank in ranks)
+    for rank in ranks:
+        assert "lose samples" in rank["refused"]
+        assert "(Lightning: use_distributed_sampler=False)" in rank["refused"]

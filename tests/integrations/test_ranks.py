@@ -1,0 +1,203 @@
+"""Trainer and Accelerate on two real ranks: what one process learns. A short start runs always, a long one is marked slow."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+from dynagroup import TokenBudget  # noqa: E402
+from dynagroup.update.schedule import doubling  # noqa: E402
+from tests.integrations import test_accelerate, toys  # noqa: E402
+from tests.integrations.jobs import parameters, train, train_both, trainer  # noqa: E402
+from tests.integrations.test_hf_evaluation import predicted, same  # noqa: E402
+from tests.integrations.test_hf_oom import with_and_without_failures  # noqa: E402
+from tests.packed import training  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+ONLINE = {"mode": "online", "lengths": None}
+MODES: list[dict[str, Any]] = [{}, ONLINE]
+COMMON: dict[str, Any] = {"exact_loss": True, "gradient_accumulation_steps": 2}
+LAST, NEVER = 7, float("inf")
+LIMITS = {"one": [NEVER, 90.0], "both": [60.0, 60.0]}
+"""Tokens that each rank's memory holds, by which ranks run out of it. What one learns, both then avoid."""
+
+
+def free_online(folder: str, last: int, resume: str | None = None) -> Any:
+    run = trainer(
+        "causal", folder, fits=True, exact_loss=True, count=30, max_steps=last, save_strategy="steps", save_steps=1,
+        logging_steps=1, lr_scheduler_type="constant", gradient_accumulation_steps=1, config={**ONLINE, "updates": "free"},
+    )  # fmt: skip
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+def resumed_at_an_epochs_end(folder: str) -> tuple[int, int, torch.Tensor, torch.Tensor]:
+    """A run that is resumed within its first epoch, stopped with that epoch's last update, and resumed again."""
+    whole = free_online(f"{folder}/whole", LAST)
+    ends = [row["step"] for row in whole.state.log_history if row["epoch"] == 1.0]
+    free_online(f"{folder}/part", ends[0], f"{folder}/whole/checkpoint-1")
+    again = free_online(f"{folder}/again", LAST, f"{folder}/part/checkpoint-{ends[0]}")
+    return ends[0], again.state.global_step, parameters(whole.model), parameters(again.model)
+
+
+def a_few(folder: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
+    run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
+    return {
+        "same": train_both("causal", f"{folder}/same", {**COMMON, "count": 48, "max_steps": 3, "logging_steps": 1}),
+        "resumed": resumed_at_an_epochs_end(folder),
+        "evaluated": run.predict(run.eval_dataset).predictions,
+        "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
+    }
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    return on_ranks(2, a_few, str(tmp_path_factory.mktemp("ranks")))
+
+
+def test_two_ranks_make_the_updates_of_fixed_batches(few):
+    for rank in few:
+        (fixed, fixed_logs), (ours, our_logs) = rank["same"]
+        assert (fixed - ours).abs().max() < 1e-8
+        rates = [[row.get("learning_rate") for row in logs] for logs in (fixed_logs, our_logs)]
+        assert rates[0] == rates[1], "a scheduler counts updates, not ranks"
+    assert torch.equal(few[0]["same"][1][0], few[1]["same"][1][0])
+
+
+def test_a_run_resumed_at_an_epochs_end_goes_on(few):
+    for rank in few:
+        end, step, whole, again = rank["resumed"]
+        assert 1 < end < LAST
+        assert step == LAST, "the training ended silently"
+        assert (whole - again).abs().max() < 1e-8
+
+
+def test_two_ranks_predict_in_dataset_order(few, tmp_path):
+    run = trainer("classifier", tmp_path, fits=False, eval_dataset=toys.samples("classifier", 11))
+    expected = run.predict(run.eval_dataset).predictions
+    for rank in few:
+        assert abs(rank["evaluated"] - expected).max() < 1e-6
+
+
+def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(few):
+    for (ours, losses, updates, _), (others, *_rest) in zip(*(rank["packed"] for rank in few), strict=True):
+        assert torch.equal(ours, others)
+        theirs, fixed_losses = training.fixed(updates, "sdpa")
+        assert losses == pytest.approx(fixed_losses, rel=1e-9)
+        assert (ours - theirs).abs().max() < 1e-8
+
+
+def resumed_and_whole(folder: Any, config: dict[str, Any]) -> list[torch.Tensor]:
+    """Parameters of a run that was not interrupted, and of one that was, within its second epoch of six updates."""
+    found = []
+    for name, resume in (("whole", None), ("resumed", f"{folder}/whole/checkpoint-8")):
+        run = trainer(
+            "causal", f"{folder}/{name}", fits=True, model=toys.with_dropout(toys.causal_lm()), config=config, **COMMON,
+            max_steps=10, save_strategy="steps", save_steps=8,
+        )  # fmt: skip
+        run.data_collator = toys.collate_noisily
+        run.train(resume_from_checkpoint=resume)
+        found.append(parameters(run.model))
+    return found
+
+
+def with_idle_steps(folder: Any) -> dict[Any, tuple[torch.Tensor, int]]:
+    """Parameters, and steps on which this rank had nothing to run: epochs end with three samples, each alone."""
+    found, size = {}, dist.get_world_size() if dist.is_initialized() else 1
+    for kind, config in (("causal", {}), ("classifier", ONLINE)):
+        run = trainer(
+            kind, f"{folder}/idle", fits=True, exact_loss=kind == "causal", count=19, max_steps=-1, num_train_epochs=2,
+            per_device_train_batch_size=4 // size, gradient_accumulation_steps=1, train_sampling_strategy="sequential",
+            config={**config, "budget": TokenBudget(160, max_samples=1)},
+        )  # fmt: skip
+        run.train()
+        found[kind] = parameters(run.model), run.update_loader.stats.idle_steps
+    return found
+
+
+def agreeing(folder: Any) -> dict[str, list[torch.Tensor]]:
+    """Parameters that are to be the same: of fixed batches and of batches that fit; of two ways to a schedule."""
+    longer = {**COMMON, "max_steps": 8}
+    schedule = {"samples_per_update": doubling(7, milestones=(2, 5))}
+    pairs = {
+        "clipped": train_both("causal", f"{folder}/a", {**longer, "max_grad_norm": 0.3}),
+        "seq2seq": train_both("seq2seq", f"{folder}/b", longer),
+        "classifier": train_both("classifier", f"{folder}/c", {**longer, "exact_loss": False}),
+        "online": [train("causal", f"{folder}/d", bool(c), {**longer, "config": c}) for c in MODES],
+        "scheduled": [train("causal", f"{folder}/e", True, {**longer, "config": {**c, **schedule}}) for c in MODES],
+        "packed": training.trained_both(folder),
+    }
+    return {name: [found for found, _ in pair] for name, pair in pairs.items()}
+
+
+def everything(folder: Any) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    return {
+        "agreeing": {**agreeing(folder), **test_accelerate.agreeing()},
+        "resumed": [resumed_and_whole(f"{folder}/{number}", config) for number, config in enumerate(MODES)],
+        "idle": with_idle_steps(folder),
+        "predicted": predicted(folder),
+        **{name: with_and_without_failures(folder, limits) for name, limits in LIMITS.items()},
+        "rates": test_accelerate.rates_on_ranks(),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_ranks(2, everything, tmp_path_factory.mktemp("ranks"))  # to start ranks takes longer than to train
+
+
+@pytest.mark.slow
+def test_parameters_agree_on_two_ranks(ranks):
+    for name, pairs in ((name, [rank["agreeing"][name] for rank in ranks]) for name in ranks[0]["agreeing"]):
+        for fixed, ours in pairs:
+            assert (fixed - ours).abs().max() < 1e-8, name
+        assert torch.equal(pairs[0][1], pairs[1][1]), f"{name}: the ranks part"
+    for pair in (pair for rank in ranks for pair in rank["resumed"]):
+        assert torch.equal(*pair)
+
+
+@pytest.mark.slow
+def test_steps_without_samples_change_no_update(ranks, tmp_path):
+    for case, (alone, _) in with_idle_steps(tmp_path).items():
+        assert sum(rank["idle"][case][1] for rank in ranks) > 0, case
+        for rank in ranks:
+            assert (rank["idle"][case][0] - alone).abs().max() < 1e-8, case
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_finds(ranks, tmp_path):
+    alone = predicted(tmp_path)
+    for rank in ranks:
+        for (metrics, predictions, labels), (expected, wanted, targets) in zip(rank["predicted"], alone, strict=True):
+            assert same(metrics, expected)
+            assert (labels == targets).all()
+            assert abs(predictions - wanted)[labels != -100].max() < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", LIMITS)
+def test_running_out_of_memory_on_two_ranks_changes_no_update(ranks, which):
+    for case in zip(*(rank[which] for rank in ranks), strict=True):
+        failures = [failed for _, _, failed in case]
+        assert sum(failures) > 0
+        assert which == "both" or failures[0] == 0
+        for untroubled, parts, _ in case:
+            assert (untroubled - parts).abs().max() < 1e-8
+            assert torch.equal(parts, case[0][1]), "the ranks part"
+
+
+@pytest.mark.slow
+def test_the_learning_rate_under_accelerate_counts_updates_on_two_ranks(ranks):
+    """FACTS: Accelerate steps a scheduler that it prepared once for each rank, unless told not to."""
+    updates = range(test_accelerate.UPDATES)
+    for ours, prepared in (rank["rates"] for rank in ranks):
+        assert ours == [[1 / (k + 1) for k in updates]] * 2
+        assert prepared == [1 / (2 * k + 1) for k in updates], "upstream has changed: docs/accelerate.md warns of it"
