@@ -6,9 +6,22 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
-from tests.test_architecture import GROUND, MODULES, PACKAGE, imported_modules, layer_of, rooms_imported_by
+import pytest
+
+from tests.test_architecture import (
+    GROUND,
+    MODULES,
+    PACKAGE,
+    imported_modules,
+    layer_of,
+    name_of,
+    rooms_imported_by,
+    tree_of,
+)  # fmt: skip
 
 MOST_FILES, MOST_LINES = 121, 24_400
 MOST_LINES_OF_A_FILE = 400
@@ -40,56 +53,20 @@ def file_of(module: str) -> Path | None:
     return None
 
 
-def graph() -> dict[Path, set[Path]]:
+def graph() -> dict[str, set[str]]:
     arrows = {}
     for path in MODULES:
-        if path.name == "__init__.py":
-            continue
-        names = [n for n in imported_modules(ast.parse(path.read_text(encoding="utf-8"))) if n.startswith("dynagroup.")]
-        shown = {PACKAGE / name for name in SHOWN_BY.get(path.relative_to(PACKAGE).as_posix(), ())}
-        arrows[path] = {found for n in names if (found := file_of(n)) is not None and found != path} - shown
+        if path.name != "__init__.py":
+            names = [name for name in imported_modules(tree_of(path)) if name.startswith("dynagroup.")]
+            found = {name_of(read) for name in names if (read := file_of(name)) is not None and read != path}
+            arrows[name_of(path)] = found - SHOWN_BY.get(name_of(path), set())
     return arrows
 
 
-def circles(arrows: dict[Path, set[Path]]) -> list[list[str]]:
-    """Groups of files that import each other in a loop (Tarjan 1972)."""
-    index: dict[Path, int] = {}
-    low: dict[Path, int] = {}
-    stack: list[Path] = []
-    found = []
-
-    def visit(node: Path) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in arrows.get(node, ()):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            group = []
-            while True:
-                member = stack.pop()
-                group.append(str(member.relative_to(PACKAGE)))
-                if member == node:
-                    break
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in arrows:
-        if node not in index:
-            visit(node)
-    return found
-
-
 def test_no_files_import_each_other_in_a_circle():
-    assert circles(graph()) == []
-
-
-def test_a_circle_would_be_found():
-    a, b, c = (PACKAGE / name for name in ("a.py", "b.py", "c.py"))
-    assert circles({a: {b}, b: {c}, c: {a}}) == [["a.py", "b.py", "c.py"]]
+    TopologicalSorter(graph()).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a.py": {"b.py"}, "b.py": {"c.py"}, "c.py": {"a.py"}}).prepare()
 
 
 def rooms() -> dict[str, set[str]]:
@@ -129,12 +106,12 @@ def test_the_guide_names_rooms_and_files_that_are_there():
         assert 5 <= len(passed) <= MOST_FILES_OF_A_SAMPLE, sorted(passed)
 
 
-def sources() -> dict[Path, list[str]]:
-    return {path: path.read_text(encoding="utf-8").splitlines() for path in MODULES}
+def lines_of() -> dict[str, int]:
+    return {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
 
 
 def test_the_house_is_small():
-    lines = {path.relative_to(PACKAGE).as_posix(): len(source) for path, source in sources().items()}
+    lines = lines_of()
     assert len(lines) <= MOST_FILES
     assert sum(lines.values()) <= MOST_LINES
     assert {name: number for name, number in lines.items() if number > MOST_LINES_OF_A_FILE and name not in LONG} == {}
@@ -142,13 +119,13 @@ def test_the_house_is_small():
 
 def importers() -> dict[str, set[str]]:
     """Which files import each file of the package, lazily or not."""
-    found: dict[str, set[str]] = {path.relative_to(PACKAGE).as_posix(): set() for path in MODULES}
+    found: dict[str, set[str]] = {name_of(path): set() for path in MODULES}
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             names = [f"{module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             for read in {file_of(name) for name in names if module.startswith("dynagroup")} - {None, path}:
-                found[read.relative_to(PACKAGE).as_posix()].add(path.relative_to(PACKAGE).as_posix())  # type: ignore[union-attr]
+                found[name_of(read)].add(name_of(path))  # type: ignore[arg-type]
     return found
 
 
@@ -158,60 +135,46 @@ def lonely(read_by: Mapping[str, set[str]], lines: Mapping[str, int]) -> set[str
 
 
 def test_no_short_module_has_a_single_reader():
-    lines = {path.relative_to(PACKAGE).as_posix(): len(source) for path, source in sources().items()}
-    assert lonely(importers(), lines) - LONELY == set()
+    assert lonely(importers(), lines_of()) - LONELY == set()
     assert lonely({"a.py": {"b.py"}, "b.py": set()}, {"a.py": 79, "b.py": 9}) == {"a.py"}
 
 
-def bodies() -> list[int]:
-    """Lines of every function's body without its docstring, the shortest first."""
-    found = []
-    for lines in sources().values():
-        for node in ast.walk(ast.parse("\n".join(lines))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                body = node.body[ast.get_docstring(node) is not None :]
-                found.append((body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0)
-    return sorted(found)
+def definitions(*kinds: type) -> Iterator[tuple[str, Any]]:
+    for path in MODULES:
+        yield from (
+            (f"{name_of(path)}:{node.name}", node) for node in ast.walk(tree_of(path)) if isinstance(node, kinds)
+        )
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def lines_of_body(node: ast.FunctionDef) -> int:
+    """Without the docstring."""
+    body = node.body[ast.get_docstring(node) is not None :]
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 def test_functions_are_short():
-    found = bodies()
+    found = sorted(lines_of_body(node) for _, node in definitions(*FUNCTIONS))
     assert found[len(found) // 2] <= MEDIAN_BODY
     assert found[len(found) * 9 // 10] <= LONG_BODY
 
 
-def code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def code_lines(node: Any) -> int:
     """Lines without docstrings: explaining is no vice."""
-    explained = 0
-    for inner in ast.walk(node):
-        if (
-            isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and ast.get_docstring(inner) is not None
-        ):
-            first = inner.body[0]
-            explained += (first.end_lineno or first.lineno) - first.lineno + 1
-    return (node.end_lineno or node.lineno) - node.lineno + 1 - explained
+    explained = (
+        n.body[0] for n in ast.walk(node) if isinstance(n, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(n)
+    )
+    size = lambda part: (part.end_lineno or part.lineno) - part.lineno + 1  # noqa: E731
+    return size(node) - sum(map(size, explained))
 
 
-def definitions(*kinds: type) -> Iterator[tuple[str, int]]:
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, kinds):
-                yield f"{path.relative_to(PACKAGE)}:{node.name}", code_lines(node)
-
-
-def test_no_class_is_a_giant():
-    assert [(name, lines) for name, lines in definitions(ast.ClassDef) if lines > MOST_LINES_OF_A_CLASS] == []
-
-
-def test_no_function_is_a_page():
-    found = definitions(ast.FunctionDef, ast.AsyncFunctionDef)
-    assert [(name, lines) for name, lines in found if lines > MOST_LINES_OF_A_FUNCTION] == []
-
-
-def test_docstrings_do_not_count_and_code_does():
+def test_no_class_is_a_giant_and_no_function_a_page():
+    for kinds, most in (((ast.ClassDef,), MOST_LINES_OF_A_CLASS), (FUNCTIONS, MOST_LINES_OF_A_FUNCTION)):
+        found = ((name, code_lines(node)) for name, node in definitions(*kinds))
+        assert [(name, lines) for name, lines in found if lines > most] == []
     tree = ast.parse('def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n')
-    assert isinstance(tree.body[0], ast.FunctionDef)
     assert code_lines(tree.body[0]) == 3
 
 
@@ -245,10 +208,10 @@ def private_names_used(tree: ast.AST) -> set[str]:
 
 def test_tests_reach_for_no_private_name():
     """What a test must look at or change is public, so that the inside can change without it."""
-    ours = set().union(*(private_names_defined(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES))
+    ours = set().union(*(private_names_defined(tree_of(path)) for path in MODULES))
     reached = {}
     for path in sorted(Path(__file__).parent.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         reached[path.name] = (private_names_used(tree) - private_names_defined(tree) - SHOWN_BY_NAME) & ours
     assert {name: found for name, found in reached.items() if found} == {}
     assert private_names_used(ast.parse("loader._parts.patch(self._own)")) >= {"_parts"}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dynagroup.device import CudaDevice, Device, is_out_of_memory
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurement, Measurements
 from dynagroup.memory.workload import Workload
@@ -16,6 +15,7 @@ from dynagroup.shapes import TOKENS
 if TYPE_CHECKING:
     import torch
 
+    from dynagroup.device import Device
     from dynagroup.memory.trace.program import MakeInputs
 
 __all__ = ["Shape", "measure", "simulate"]
@@ -158,6 +158,8 @@ def measure(
     Raises:
         ConfigError: there is no CUDA device, or the workload contradicts the model.
     """
+    from dynagroup.device import CudaDevice
+
     wanted = _checked_shapes(shapes)
     workload = _checked_workload(model, workload)
     counters = device or CudaDevice()
@@ -178,6 +180,8 @@ def measure(
 
 def _passes(run: Callable[[], None], counters: Device) -> bool:
     """Whether it runs twice without running out of memory: the first run pays for workspaces and caches of kernels."""
+    from dynagroup.device import is_out_of_memory
+
     failed = False
     for _ in range(2):
         counters.reset()
