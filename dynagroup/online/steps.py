@@ -30,7 +30,7 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.loss_weight import loss_scale
 from dynagroup.update.schedule import UpdateSizes, Walk
-from dynagroup.update.step import PaddingNotice, Step
+from dynagroup.update.step import Step
 
 __all__ = ["OnlineSteps"]
 
@@ -118,7 +118,6 @@ class OnlineSteps(StepLoader[Any]):
         """Where the last run of an epoch ended, or the loaded place."""
         self._merge_due = False
         self._spare = _Spare()
-        self._notice = PaddingNotice(per_update=self.sizes is not None, window=config.window)
         learner = LearningBudget.within(collator.budget)
         if learner is not None and self._workers.persistent:
             learner.share_memory()

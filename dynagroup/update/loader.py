@@ -24,7 +24,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import MOST_EPOCHS, Walk
-from dynagroup.update.step import LoaderStats, PaddingNotice, Step, StepClock
+from dynagroup.update.step import LoaderStats, Step, StepClock
 from dynagroup.validation import check_flag, check_function, check_int, check_number
 
 __all__ = ["ENDED_EARLY", "StepLoader", "checked_kwargs"]
@@ -48,7 +48,6 @@ class StepLoader(ABC, Generic[B]):
 
     KIND: ClassVar[str]
     """The class's name in states."""
-    _notice: PaddingNotice
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
@@ -56,10 +55,8 @@ class StepLoader(ABC, Generic[B]):
             raise ConfigError(f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}")
         self.stats = LoaderStats()
         self._world = world
-        self._epoch = 0
-        """The epoch that runs, was run last, or was chosen."""
-        self._next = 0
-        """The epoch of the next iteration."""
+        self._epoch = self._next = 0
+        """The epoch that runs, was run last, or was chosen; and that of the next iteration."""
         self._live: Iterator[Step[B]] | None = None
         """The feed of the iteration that runs."""
 
@@ -69,22 +66,6 @@ class StepLoader(ABC, Generic[B]):
     @abstractmethod
     def budget(self) -> Budget:
         """What a batch may be."""
-
-    @abstractmethod
-    def _run(self) -> Iterator[Step[B]]:
-        """The steps of epoch ``self._epoch``, from where the loader stands; :attr:`cursor` follows."""
-
-    @abstractmethod
-    def _forget(self) -> None:
-        """The next iteration begins its epoch anew: drop the place that was reached or loaded."""
-
-    @abstractmethod
-    def _walk(self) -> Walk:
-        """How a run's updates follow one another.
-
-        Raises:
-            ConfigError: it is not known beforehand.
-        """
 
     @property
     @abstractmethod
@@ -115,6 +96,18 @@ class StepLoader(ABC, Generic[B]):
         """
 
     @abstractmethod
+    def _run(self) -> Iterator[Step[B]]:
+        """The steps of epoch ``self._epoch``, from where the loader stands; :attr:`cursor` follows."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """The next iteration begins its epoch anew: drop the place that was reached or loaded."""
+
+    @abstractmethod
+    def _walk(self) -> Walk:
+        """How a run's updates follow one another. ConfigError: it is not known beforehand."""
+
+    @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Data and settings that a place depends on, besides ranks: JSON-able. With what the budget has learned by now."""
 
@@ -124,11 +117,8 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _checked(self, states: list[Mapping[str, Any]]) -> Any:
-        """What to go on from, out of states that are whole and of this run; changes nothing.
-
-        Raises:
-            StateError: ranks are missing, or the states do not belong together.
-        """
+        """What to go on from, out of states that are whole and of this run; changes nothing. StateError: ranks are missing, or
+        the states do not belong together."""
 
     @abstractmethod
     def _restore(self, found: Any) -> None:
@@ -162,12 +152,11 @@ class StepLoader(ABC, Generic[B]):
         """Forget how far the epoch is used: the next iteration begins it anew."""
         self._next = self.epoch
         if self._live is None:
-            self._forget()
-            self._epoch = self._next
+            self._choose(anew=True)
 
-    def _choose(self) -> None:
+    def _choose(self, *, anew: bool = False) -> None:
         """The epoch that is due is the one that the loader stands in."""
-        if self._next != self._epoch:
+        if anew or self._next != self._epoch:
             self._forget()
             self._epoch = self._next
 
@@ -183,19 +172,14 @@ class StepLoader(ABC, Generic[B]):
                 yield step
                 if clock is not None:
                     clock.note(time.perf_counter() - began, step)
-                if step.ends_update:
-                    self._notice.look(self.stats)
                 if self._live is not live:
                     raise ConfigError("this iteration of the loader has ended: another one was begun since")
         finally:
-            self._end(live)
+            self._stop(live)
 
-    def _stop(self) -> None:
-        """End the iteration that runs, if one does."""
-        if self._live is not None:
-            self._end(self._live)
-
-    def _end(self, live: Iterator[Step[B]]) -> None:
+    def _stop(self, live: Iterator[Step[B]] | None = None) -> None:
+        """End this iteration; by default the one that runs, if one does."""
+        live = live or self._live
         if self._live is live:
             self._live = None
         close = getattr(live, "close", None)
@@ -256,21 +240,13 @@ class StepLoader(ABC, Generic[B]):
         self._restore(found)
 
 
+# What loaders ask of torch's DataLoader.
+
 ENDED_EARLY = (
     "the dataset, `collate_fn` or `weigh` raised StopIteration, which a DataLoader takes for its end, while samples of the "
     "epoch were left: look there for a next() of what has ended"
 )
-CHECKED = {
-    "num_workers": lambda value: check_int("num_workers", value, least=0),
-    "prefetch_factor": lambda value: check_int("prefetch_factor", value),
-    "timeout": lambda value: check_number("timeout", value, or_zero=True),
-    "pin_memory": lambda value: check_flag("pin_memory", value),
-    "persistent_workers": lambda value: check_flag("persistent_workers", value),
-    "in_order": lambda value: check_flag("in_order", value),
-    "worker_init_fn": lambda value: check_function("worker_init_fn", value, "of a worker's number"),
-    "collate_fn": lambda value: check_function("collate_fn", value, "from samples to a batch"),
-}
-MAY_BE_NONE = ("prefetch_factor", "worker_init_fn", "collate_fn")
+FLAGS, FUNCTIONS = ("pin_memory", "persistent_workers", "in_order"), ("worker_init_fn", "collate_fn")
 
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,17 +262,19 @@ def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     Traceback (most recent call last):
     dynagroup.errors.ConfigError: `num_workers` must be an int of at least 0, but is -1
     """
-    checked = dict(kwargs)
-    for name in CHECKED.keys() & checked.keys():
-        if checked[name] is not None or name not in MAY_BE_NONE:
-            checked[name] = CHECKED[name](checked[name])
-    generator = checked.get("generator")
-    if not isinstance(generator, (torch.Generator, type(None))):
-        raise ConfigError(f"`generator` must be a torch.Generator or None, but is {generator!r}")
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    flags = {name: check_flag(name, given[name]) for name in FLAGS if name in given}
+    least = {"num_workers": 0, "prefetch_factor": 1}
+    numbers = {name: check_int(name, given[name], least=least[name]) for name in least if name in given}
+    check_number("timeout", given.get("timeout", 0), or_zero=True)
+    for name in FUNCTIONS:
+        check_function(name, given.get(name, print), "for torch's DataLoader")
+    if not isinstance(given.get("generator", torch.default_generator), torch.Generator):
+        raise ConfigError(f"`generator` must be a torch.Generator or None, but is {given['generator']!r}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said where the real one is made
-            DataLoader([], **checked)  # type: ignore[arg-type]
+            DataLoader([], **{**kwargs, **numbers, **flags})  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         raise ConfigError(f"torch's DataLoader refuses its arguments: {error}") from error
-    return checked
+    return {**kwargs, **numbers, **flags}

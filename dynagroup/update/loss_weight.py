@@ -68,11 +68,14 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
             f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none; "
             "pass weigh='samples', or a function from a batch to its weight"
         )
-    labels = batch[name]
-    labels = labels if hasattr(labels, "ndim") else np.asarray(labels)
-    if _is_floating(labels):
+    labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
+    kind = getattr(labels.dtype, "is_floating_point", None)  # torch; numpy has a kind
+    if kind if kind is not None else labels.dtype.kind == "f":
         return math.prod(labels.shape)
-    return _count(labels[..., 1:] if shifted and name == "labels" and labels.ndim > 1 else labels)
+    labels = labels[..., 1:] if shifted and name == "labels" and labels.ndim > 1 else labels
+    if str(getattr(labels, "device", "cpu")) != "cpu":
+        return int((labels != IGNORED).sum())
+    return int(np.count_nonzero(np.asarray(labels) != IGNORED))  # five times faster than torch's sum of booleans
 
 
 def mean_items(batch: Any, *, shifted: bool = True) -> float:
@@ -83,13 +86,20 @@ def mean_items(batch: Any, *, shifted: bool = True) -> float:
     """
     if _label_name(batch) is not None:
         return float(count_label_tokens(batch, shifted=shifted))
-    sized = [value for value in _values(batch) if getattr(value, "ndim", 0) > 0]
+    values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (list, tuple)) else [batch]
+    sized = [value for value in values if getattr(value, "ndim", 0) > 0]
     if not sized:
         raise ConfigError(
             f"cannot see how many samples a batch has: this {type(batch).__name__} holds no tensors; pass `weigh`, a function "
             "from a batch to its weight"
         )
     return float(len(sized[0]))
+
+
+def _label_name(batch: Any) -> str | None:
+    if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
+        return None
+    return next((name for name in ("shift_labels", "labels") if name in batch and batch[name] is not None), None)
 
 
 def predicts_next_token(model: Any) -> bool:
@@ -107,10 +117,8 @@ def predicts_next_token(model: Any) -> bool:
 
 
 def _is_causal(model: Any) -> bool:
-    try:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
-    except ImportError:
-        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
+
     return bool({c.__name__ for c in type(model).__mro__} & set(causal.values()))
 
 
@@ -123,10 +131,8 @@ def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float
     >>> weigher("samples")(None, 3)
     3.0
     """
-    if isinstance(weigh, str) and weigh == "tokens":
-        return partial(_by_tokens, shifted=shifted)
-    if isinstance(weigh, str) and weigh == "samples":
-        return _by_samples
+    if isinstance(weigh, str) and weigh in ("tokens", "samples"):
+        return partial(_by_tokens, shifted=shifted) if weigh == "tokens" else _by_samples
     if callable(weigh):
         return partial(_by_function, weigh)
     raise ConfigError(f"`weigh` must be 'tokens', 'samples' or a function from a batch to its weight, but is {weigh!r}")
@@ -149,26 +155,3 @@ def _by_function(function: Callable[[Any], float], batch: Any, num_samples: int)
     if not 0 <= weight <= MOST:
         raise ConfigError(f"`weigh` must give a weight from 0 to {MOST:g}, but gives {given!r}")
     return weight
-
-
-def _label_name(batch: Any) -> str | None:
-    if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
-        return None
-    return next((name for name in ("shift_labels", "labels") if name in batch and batch[name] is not None), None)
-
-
-def _values(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return list(batch.values())
-    return list(batch) if isinstance(batch, (list, tuple)) else [batch]
-
-
-def _is_floating(labels: Any) -> bool:
-    kind = getattr(labels.dtype, "is_floating_point", None)  # torch; numpy has a kind
-    return bool(kind) if kind is not None else labels.dtype.kind == "f"
-
-
-def _count(labels: Any) -> int:
-    if str(getattr(labels, "device", "cpu")) != "cpu":
-        return int((labels != IGNORED).sum())
-    return int(np.count_nonzero(np.asarray(labels) != IGNORED))  # five times faster than torch's sum of booleans

@@ -16,13 +16,14 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.shapes import TOKENS, said
 from dynagroup.state import agreed
 from dynagroup.update.feed import PlannedFeed
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale
 from dynagroup.update.schedule import MOST_EPOCHS, BatchSizeSchedule
-from dynagroup.update.step import PaddingNotice, Step, unplanned
-from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates
+from dynagroup.update.step import Step, total_of, width_of
+from dynagroup.update.updates import FreeUpdates, PlannedStep, PlannedUpdate, PreservedUpdates, Updates
 from dynagroup.validation import check_flag, check_int, warn_user
 
 __all__ = ["PlannedDataLoader"]
@@ -115,8 +116,6 @@ class PlannedDataLoader(StepLoader[B]):
         """Where a loaded state stands, until another epoch is chosen; as long as it is the place, the next iteration goes on."""
         self._oversize = set(planner.oversize.tolist())
         self._said_unplanned = False
-        window = planner.config.window or planner.num_samples
-        self._notice = PaddingNotice(per_update=samples_per_update is not None, window=window)
         planner.warn_of_oversize()
 
     # A copy has no iteration: it goes on where :meth:`state_dict` says that this loader stands.
@@ -218,7 +217,7 @@ class PlannedDataLoader(StepLoader[B]):
             return
         if len(step.indices) == 1:
             stats.oversize += step.indices[0] in self._oversize
-        differs = None if self._said_unplanned else unplanned(batch, len(step.indices), step.streams, self.budget)
+        differs = None if self._said_unplanned else _differs(batch, step, self.budget)
         if differs is not None:
             self._said_unplanned = True
             warn_user(
@@ -252,6 +251,19 @@ class PlannedDataLoader(StepLoader[B]):
         self._plan.planner = self._plan.planner.rebuilt()
         self._plan.take_over(found, place)
         vars(self).update(self._standing(place))
+
+
+def _differs(batch: Any, step: PlannedStep, budget: Budget) -> str | None:
+    """How a collated batch differs from its plan, in words; None if it does not, or its fields do not show it."""
+    packed, samples = budget.layout == "packed", len(step.indices)
+    form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
+    for stream, (longest, total) in step.streams.items():
+        shown = total_of(batch, stream) if packed else width_of(batch, samples, stream)
+        least = total if packed else longest
+        if shown is not None and not least <= shown <= budget.padded_to(least):
+            name = "" if said(stream) == TOKENS else f"{said(stream)} "
+            return f"{samples} samples came out {shown} {name}{form} {least}"
+    return None
 
 
 def _sorted_out(plan: Mapping[str, Any], further: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

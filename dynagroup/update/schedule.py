@@ -8,30 +8,30 @@ that update on: epochs behind it are counted at once.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.validation import check_choice, check_int, check_number
 
 __all__ = [
-    "MOST_EPOCHS",
-    "BatchSizeSchedule",
-    "ScalingRule",
-    "UpdateSizes",
-    "Walk",
-    "adabatch",
-    "checked_samples",
-    "constant",
-    "doubling",
-    "linear_ramp",
-    "next_epoch",
-    "scale_learning_rate",
+    *(
+        "MOST_EPOCHS",
+        "BatchSizeSchedule",
+        "ScalingRule",
+        "UpdateSizes",
+        "Walk",
+        "adabatch",
+        "checked_samples",
+        "constant",
+    ),
+    *("doubling", "linear_ramp", "next_epoch", "scale_learning_rate"),
 ]
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
@@ -53,6 +53,11 @@ def checked_samples(value: Any, *, name: str = "samples_per_update", where: str 
     return check_int(name, whole, where=where)
 
 
+def _check(schedule: Any, *names: str) -> None:
+    for name in names:
+        checked_samples(getattr(schedule, name), name=name)
+
+
 @dataclass(frozen=True)
 class constant:  # noqa: N801
     """The same number of samples in every update.
@@ -62,14 +67,10 @@ class constant:  # noqa: N801
     """
 
     samples: int
+    settled: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        checked_samples(self.samples, name="samples")
-
-    @property
-    def settled(self) -> int:
-        """The update from which sizes stay the same."""
-        return 0
+        _check(self, "samples")
 
     def __call__(self, update: int, current: int | None) -> int:
         return self.samples
@@ -77,10 +78,8 @@ class constant:  # noqa: N801
 
 @dataclass(frozen=True)
 class linear_ramp:  # noqa: N801
-    """From ``first`` to ``last`` samples in a straight line over ``num_updates`` updates, then ``last``.
-
-    Args:
-        multiple_of: sizes are rounded down to a multiple of this, but not below it.
+    """From ``first`` to ``last`` samples in a straight line over ``num_updates`` updates, then ``last``. Sizes are rounded down
+    to a multiple of ``multiple_of``, but not below it.
 
     >>> [linear_ramp(8, 32, num_updates=4)(update, None) for update in (0, 1, 2, 4, 9)]
     [8, 14, 20, 32, 32]
@@ -92,12 +91,10 @@ class linear_ramp:  # noqa: N801
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("first", "last", "num_updates", "multiple_of"):
-            checked_samples(getattr(self, name), name=name)
+        _check(self, "first", "last", "num_updates", "multiple_of")
 
     @property
     def settled(self) -> int:
-        """The update from which sizes stay the same."""
         return self.num_updates
 
     def __call__(self, update: int, current: int | None) -> int:
@@ -118,18 +115,17 @@ class doubling:  # noqa: N801
     milestones: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        checked_samples(self.first, name="first")
-        if isinstance(self.milestones, (str, bytes)) or not isinstance(self.milestones, Iterable):
-            raise ConfigError(f"`milestones` must be growing update numbers from 1 on, but are {self.milestones!r}")
-        object.__setattr__(self, "milestones", tuple(self.milestones))
-        for number, milestone in enumerate(self.milestones):
-            checked_samples(milestone, name=f"milestones[{number}]")
-        if list(self.milestones) != sorted(set(self.milestones)):
-            raise ConfigError(f"`milestones` must be growing update numbers from 1 on, but are {self.milestones!r}")
+        _check(self, "first")
+        given = self.milestones
+        if isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
+            object.__setattr__(self, "milestones", tuple(given))
+            for number, milestone in enumerate(self.milestones):
+                checked_samples(milestone, name=f"milestones[{number}]")
+        if not isinstance(self.milestones, tuple) or list(self.milestones) != sorted(set(self.milestones)):
+            raise ConfigError(f"`milestones` must be growing update numbers from 1 on, but are {given!r}")
 
     @property
     def settled(self) -> int:
-        """The update from which sizes stay the same."""
         return max(self.milestones, default=0)
 
     def __call__(self, update: int, current: int | None) -> int:
@@ -152,10 +148,8 @@ class adabatch:  # noqa: N801
         most: samples at which growing ends; the learning rate goes on decaying, by ``decay / growth``.
 
     >>> schedule = adabatch(128, interval=100, most=512)
-    >>> [schedule(update, None) for update in (0, 99, 100, 250, 999)]
-    [128, 128, 256, 512, 512]
-    >>> schedule.learning_rate_factor(100)
-    0.75
+    >>> [schedule(update, None) for update in (0, 99, 100, 250, 999)], schedule.learning_rate_factor(100)
+    ([128, 128, 256, 512, 512], 0.75)
     """
 
     first: int
@@ -165,8 +159,7 @@ class adabatch:  # noqa: N801
     most: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("first", "interval", "growth"):
-            checked_samples(getattr(self, name), name=name)
+        _check(self, "first", "interval", "growth")
         if self.growth < 2:
             raise ConfigError(f"`growth` must be at least 2, but is {self.growth!r}")
         if self.most is not None and checked_samples(self.most, name="most") < self.first:
@@ -175,7 +168,6 @@ class adabatch:  # noqa: N801
 
     @property
     def settled(self) -> int:
-        """The update from which sizes stay the same."""
         return self.interval * self._growths
 
     def __call__(self, update: int, current: int | None) -> int:
@@ -216,9 +208,9 @@ def scale_learning_rate(
     check_number("learning_rate", learning_rate, or_zero=True)
     check_number("samples_per_update", samples_per_update)
     check_number("base_samples_per_update", base_samples_per_update)
-    check_choice("rule", rule, ("linear", "sqrt", "none"))
     ratio = samples_per_update / base_samples_per_update
-    return learning_rate * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
+    factors = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
+    return learning_rate * factors[check_choice("rule", rule, tuple(factors))]
 
 
 def next_epoch(end: Cursor) -> Cursor:
@@ -239,10 +231,8 @@ class Walk(ABC):
 
     def end(self, epoch: int) -> Cursor:
         """Where the last update of an epoch ends."""
-        cursor = self.start(epoch)
-        for after in self.cursors(cursor):
-            cursor = after
-        return cursor
+        start = self.start(epoch)
+        return [start, *self.cursors(start)][-1]
 
     def start(self, epoch: int) -> Cursor:
         """The beginning of an epoch."""
@@ -257,7 +247,7 @@ class Walk(ABC):
     def first(self, reached: Callable[[Cursor], bool]) -> Cursor:
         """The first place of the run, at the end of an update or at its beginning, that ``reached`` says yes to."""
         epoch = 0
-        while not reached(after := self.start(epoch + 1)):
+        while not reached(self.start(epoch + 1)):
             if not self.num_updates(epoch):
                 raise ConfigError(
                     f"epoch {epoch} has no update, so that many are never reached: the dataset is empty, or an "
@@ -265,9 +255,7 @@ class Walk(ABC):
                 )
             epoch += 1
             if epoch == MOST_EPOCHS:
-                raise ConfigError(
-                    f"that many are not reached in {MOST_EPOCHS:,} epochs of {after.samples_seen // epoch} samples"
-                )
+                raise ConfigError(f"that many are not reached in {MOST_EPOCHS:,} epochs")
         start = self.start(epoch)
         return start if reached(start) else next(after for after in self.cursors(start) if reached(after))
 
@@ -282,6 +270,9 @@ class UpdateSizes(Walk):
         num_ordered: how many samples an epoch draws.
         drop_last: leave out an epoch's last update if it is smaller than asked.
 
+    Raises:
+        ConfigError: ``schedule`` takes no two arguments; when it is asked, it gives no number of samples.
+
     >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
     >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
     [(0, 2), (2, 6), (6, 9)]
@@ -291,9 +282,8 @@ class UpdateSizes(Walk):
         self, schedule: int | BatchSizeSchedule, num_ordered: Callable[[], int], *, drop_last: bool = False
     ) -> None:
         super().__init__()
-        self.schedule = schedule if callable(schedule) else constant(checked_samples(schedule))
-        self.num_ordered = num_ordered
-        self.drop_last = drop_last
+        self.schedule = _takes_two(schedule) if callable(schedule) else constant(checked_samples(schedule))
+        self.num_ordered, self.drop_last = num_ordered, drop_last
         self.changes: list[tuple[int, int, int]] = []
         """(epoch, update, samples): set at run time, in force from that update on."""
 
@@ -325,14 +315,12 @@ class UpdateSizes(Walk):
         that changes take effect."""
         count = self.num_ordered()
         while cursor.samples_used < count:
-            samples = self._samples_of(cursor)
-            start, stop = cursor.samples_used, min(cursor.samples_used + samples, count)
+            samples, start = self._samples_of(cursor), cursor.samples_used
+            stop = min(start + samples, count)
             if self.drop_last and stop - start < samples:
                 return
-            seen = cursor.samples_seen + stop - start
-            cursor = Cursor(
-                cursor.epoch, update=cursor.update + 1, samples_used=stop, samples_seen=seen, current=samples
-            )
+            done = {"update": cursor.update + 1, "samples_seen": cursor.samples_seen + stop - start}
+            cursor = Cursor(cursor.epoch, **done, samples_used=stop, current=samples)
             yield start, stop, cursor
 
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
@@ -355,18 +343,25 @@ class UpdateSizes(Walk):
         """Whether all updates from the beginning of an epoch on are asked to hold as many samples."""
         if self.changes:
             return self.changes[-1][:2] <= (start.epoch, start.update)
-        since = getattr(self.schedule, "settled", None)
-        return since is not None and since <= start.update
+        return getattr(self.schedule, "settled", math.inf) <= start.update
 
     def _repeated(self, start: Cursor, epoch: int) -> Cursor:
         """The beginning of an epoch, if every one since ``start`` has updates of one size."""
         size, count, epochs = self._samples_of(start), self.num_ordered(), epoch - start.epoch
         updates = epochs * (count // size if self.drop_last else -(-count // size))
-        samples = updates * size if self.drop_last else epochs * count
-        return replace(
-            start,
-            epoch=epoch,
-            update=start.update + updates,
-            samples_seen=start.samples_seen + samples,
-            current=size if updates else start.current,
-        )
+        seen = start.samples_seen + (updates * size if self.drop_last else epochs * count)
+        current = size if updates else start.current
+        return replace(start, epoch=epoch, update=start.update + updates, samples_seen=seen, current=current)
+
+
+def _takes_two(schedule: BatchSizeSchedule) -> BatchSizeSchedule:
+    try:
+        inspect.signature(schedule).bind(0, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"`samples_per_update` must be a number or a function (update, current) -> samples, but {schedule!r} cannot be "
+            f"called with two: {error}"
+        ) from error
+    except ValueError:  # a built-in that does not show its arguments
+        pass
+    return schedule

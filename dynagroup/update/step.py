@@ -11,16 +11,12 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
 from dynagroup.plan.cost import Work
-from dynagroup.plan.plan import FEW_BATCHES, MUCH_PADDING, dear_steps
-from dynagroup.plan.planner import JUDGED
 from dynagroup.shapes import TOKENS, said
 from dynagroup.update.loss_weight import Share
-from dynagroup.validation import warn_user
 
-__all__ = ["LoaderStats", "PaddingNotice", "Step", "StepClock", "pin", "total_of", "unplanned", "width_of"]
+__all__ = ["LoaderStats", "Step", "StepClock", "pin", "total_of", "width_of"]
 
 B = TypeVar("B")
 SHOWN_IN = {
@@ -29,8 +25,7 @@ SHOWN_IN = {
     TOKENS: "input_ids",
 }  # where collators of transformers put streams
 ENOUGH_UPDATES = 20
-WARM_UP = 3
-"""Updates that are not timed: the first ones compile kernels, fill caches and make the optimizer's state."""
+WARM_UP = 3  # updates that are not timed: the first ones compile kernels, fill caches and make the optimizer's state
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,31 +112,6 @@ def _shapes_shown(batch: Any, stream: str) -> Iterator[tuple[int, ...]]:
             continue
 
 
-def unplanned(batch: Any, samples: int, planned: Mapping[str, tuple[int, int]], budget: Budget) -> str | None:
-    """How a collated batch of so many samples differs from its plan, in words; None if it does not, or does not show.
-
-    Args:
-        planned: stream -> tokens of the longest of them, and of all.
-        budget: what it was planned by; says what it pads to, and the layout.
-
-    >>> from dynagroup.budget.tokens import TokenBudget
-    >>> batch = {"input_ids": np.ones((2, 5)), "labels": np.ones((2, 9))}
-    >>> unplanned(batch, 2, {"tokens": (5, 8), "target": (6, 7)}, TokenBudget(99))
-    '2 samples came out 9 target tokens wide, but the longest of them was planned with 6'
-    """
-    packed = budget.layout == "packed"
-    for stream, (longest, total) in planned.items():
-        shown = total_of(batch, stream) if packed else width_of(batch, samples, stream)
-        least = total if packed else longest
-        if shown is None or least <= shown <= budget.padded_to(least):
-            continue
-        tokens = "tokens" if said(stream) == TOKENS else f"{said(stream)} tokens"
-        if packed:
-            return f"{samples} samples came out as {shown} {tokens}, but were planned with {total}"
-        return f"{samples} samples came out {shown} {tokens} wide, but the longest of them was planned with {longest}"
-    return None
-
-
 @dataclass(slots=True)
 class LoaderStats:
     """Counts of one rank since its loader was made. Two of them add up and can be subtracted: what happened since
@@ -153,54 +123,36 @@ class LoaderStats:
     8 samples in 3 steps (0 idle) and 2 updates; batches of 1 to 7 samples, 25% padding; waited 0.0 s for workers
     """
 
-    steps: int = 0
-    """Steps taken, idle ones included."""
-    idle_steps: int = 0
-    """Steps on which this rank had no samples left."""
+    steps: int = 0  # taken, idle ones included
+    idle_steps: int = 0  # on which this rank had no samples left
     samples: int = 0
-    updates: int = 0
-    """Updates whose last step was taken."""
-    update_samples: int = 0
-    """Samples of those updates, over all ranks."""
-    batch_sizes: Counter[int] = field(default_factory=Counter)
-    """How many batches had so many samples; idle steps not counted."""
-    real_tokens: int = 0
-    """Tokens of the samples."""
-    padded_tokens: int = 0
-    """Tokens that the device multiplied, idle steps not counted."""
-    padded_squares: int = 0
-    """The same tokens, each times its sample's padded length: what attention costs."""
-    splits: int = 0
-    """Batches that came of splitting planned or collated ones."""
-    merges: int = 0
-    """Planned batches that came out smaller after processing and were joined to another of their window."""
-    oversize: int = 0
-    """Samples that did not fit even alone and were emitted by themselves."""
-    left_samples: int = 0
-    """Samples that ``uneven="stop"`` left behind."""
-    exchanges: int = 0
-    """Exchanges with the other ranks."""
-    exchanged_bytes: int = 0
-    """Bytes that this rank gave to all-reduces."""
-    wait_s: float = 0.0
-    """Seconds that the main process waited for workers."""
-    exchange_s: float = 0.0
-    """Seconds that the main process spent in exchanges, waiting for other ranks included."""
+    updates: int = 0  # whose last step was taken
+    update_samples: int = 0  # of those updates, over all ranks
+    batch_sizes: Counter[int] = field(
+        default_factory=Counter
+    )  # how many batches had so many samples, without idle steps
+    real_tokens: int = 0  # of the samples
+    padded_tokens: int = 0  # that the device multiplied, idle steps not counted
+    padded_squares: int = 0  # the same tokens, each times its sample's padded length: what attention costs
+    splits: int = 0  # batches that came of splitting planned or collated ones
+    merges: int = 0  # planned batches that came out smaller and were joined to another of their window
+    oversize: int = 0  # samples that did not fit even alone and were emitted by themselves
+    left_samples: int = 0  # that ``uneven="stop"`` left behind
+    exchanges: int = 0  # with the other ranks
+    exchanged_bytes: int = 0  # that this rank gave to all-reduces
+    wait_s: float = 0.0  # that the main process waited for workers
+    exchange_s: float = 0.0  # that the main process spent in exchanges, waiting for other ranks included
     times: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)), repr=False, compare=False)
     """Sums over timed updates of the products of (steps, n L, n L^2, seconds), each divided by the update's seconds: all that
     least squares of relative errors needs. The last one counts the updates."""
 
     def __str__(self) -> str:
-        rare = {
-            "split": self.splits,
-            "joined": self.merges,
-            "too large even alone": self.oversize,
-            "left": self.left_samples,
-        }
+        names = {"splits": "split", "merges": "joined", "oversize": "too large even alone", "left_samples": "left"}
+        rare = (f"; {getattr(self, name):,} {what}" for name, what in names.items() if getattr(self, name))
         return (
             f"{self.samples:,} samples in {self.steps:,} steps ({self.idle_steps:,} idle) and {self.updates:,} updates; batches "
             f"of {self.smallest_batch:,} to {self.largest_batch:,} samples, {self.padding:.0%} padding; "
-            f"waited {self.wait_s:.1f} s for workers" + "".join(f"; {n:,} {what}" for what, n in rare.items() if n)
+            f"waited {self.wait_s:.1f} s for workers{''.join(rare)}"
         )
 
     @property
@@ -240,19 +192,16 @@ class LoaderStats:
         on the machine's mood. Hand it to the next run: ``work=loader.stats.work``."""
         return Work.from_moments(self.times[:3, :3], self.times[:3, 3]) if self.num_timed >= ENOUGH_UPDATES else None
 
-    def count_step(
-        self, samples: int, *, real_tokens: int = 0, padded_tokens: int = 0, padded_squares: int = 0, idle: bool = False
-    ) -> None:
-        """Note that a step was taken."""
+    def count_step(self, samples: int, *, idle: bool = False, **tokens: int) -> None:
+        """Note that a step was taken; ``tokens``: its real_tokens, padded_tokens and padded_squares."""
         self.steps += 1
         if idle:
             self.idle_steps += 1
             return
         self.samples += samples
         self.batch_sizes[samples] += 1
-        self.real_tokens += real_tokens
-        self.padded_tokens += padded_tokens
-        self.padded_squares += padded_squares
+        for name, number in tokens.items():
+            setattr(self, name, getattr(self, name) + number)
 
     def count_update(self, samples: int) -> None:
         """Note that the last step of an update of so many samples, over all ranks, was taken."""
@@ -276,9 +225,9 @@ class LoaderStats:
         own = [*(getattr(self, name) for name in names), *(self.batch_sizes[size] for size in range(largest + 1))]
         found = world.all_sum([*self.times.ravel().tolist(), *own])
         times, counts, sizes = found[:16], found[16 : 16 + len(names)], found[16 + len(names) :]
-        summed = {n: count if n.endswith("_s") else int(count) for n, count in zip(names, counts, strict=True)}
+        summed: Any = {n: count if n.endswith("_s") else int(count) for n, count in zip(names, counts, strict=True)}
         batch_sizes = Counter({size: int(count) for size, count in enumerate(sizes) if count})
-        return LoaderStats(**summed, batch_sizes=batch_sizes, times=np.reshape(times, (4, 4)))  # type: ignore[arg-type]
+        return LoaderStats(**summed, batch_sizes=batch_sizes, times=np.reshape(times, (4, 4)))
 
 
 class StepClock:
@@ -305,34 +254,3 @@ class StepClock:
     def _counted(self) -> NDArray[np.float64]:
         stats = self._stats
         return np.array([stats.batches, stats.padded_tokens, stats.padded_squares, stats.idle_steps], np.float64)
-
-
-class PaddingNotice:
-    """Warns once, after a thousand samples, where much of the batches is padding.
-
-    Args:
-        per_update: whether updates are of a set size, so that an update's share is what is sorted, or else a ``window``.
-    """
-
-    def __init__(self, *, per_update: bool, window: int) -> None:
-        self._per_update, self._window = per_update, window
-        self._judged = False
-
-    def look(self, stats: LoaderStats) -> None:
-        """At what the loader has done so far; call it behind an update."""
-        if self._judged or stats.samples < JUDGED:
-            return
-        self._judged = True
-        if stats.padding > MUCH_PADDING:
-            warn_user(f"{stats.padding:.0%} of the tokens are padding: {self._why(stats)}")
-
-    def _why(self, stats: LoaderStats) -> str:
-        size, share = stats.samples / max(stats.batches, 1), stats.samples / max(stats.updates, 1)
-        if self._per_update and share < 1.5 * size:
-            return (
-                f"a rank's share of an update, {share:,.0f} samples, is {share / size:.1f} batches, too few to sort; take more "
-                "samples an update (gradient accumulation), or none set (`accumulation`)"
-            )
-        if not self._per_update and self._window < FEW_BATCHES * size:
-            return f"a window of {self._window:,} samples is {self._window / size:.0f} batches, too few to sort; raise `window`"
-        return dear_steps(size)

@@ -17,8 +17,6 @@ from dynagroup import (
     AlignmentError,
     BudgetError,
     ConfigError,
-    LengthAwareBatchSampler,
-    OnlineDataLoader,
     ShapeLadder,
     TokenBudget,
 )
@@ -160,162 +158,7 @@ def test_samples_that_do_not_fit_are_refused_where_the_loader_is_told_to():
         loader_of(lengths=[9, 2, 9], budget=8, oversize="error")
 
 
-def test_ranks_idle_in_an_update_of_fewer_samples():
-    by_rank = run_ranks(3, lambda world: list(loader_of(samples_per_update=2, world=world).updates()))
-    for update in zip(*by_rank, strict=True):
-        steps = [step for steps in update for step in steps]
-        assert sum(step.samples.local for step in steps) == sum(not step.idle for step in steps) <= 2
-        assert sum(step.loss_scale for step in steps) == pytest.approx(3)
-    assert sorted(i for updates in by_rank for update in updates for i in samples(update)) == list(range(53))
-
-
 # What goes wrong is told.
-
-
-class Failing(torch.utils.data.Dataset):
-    def __init__(self, index):
-        self.index = index
-
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __getitem__(self, index):
-        if index == self.index:
-            raise OSError(f"cannot read {index}")
-        return index
-
-
-@pytest.mark.parametrize("settings", [{"samples_per_update": 10}, {}])
-def test_a_rank_that_fails_ends_the_others_at_once(settings):
-    """Not after the ten minutes in which a rank that does not answer counts as gone."""
-
-    def one(world):
-        expected = OSError if world.rank == 1 else AlignmentError
-        loader = loader_of(data=Failing(7), world=world, weigh=lambda batch: 1.0, **settings)
-        try:
-            list(loader)
-        except (OSError, AlignmentError) as error:
-            return type(error).__name__, str(error)
-        raise AssertionError(f"no {expected.__name__}")
-
-    assert_told(run_ranks(2, one))
-
-
-def assert_told(found):
-    names = sorted(name for name, _ in found)
-    assert names == ["AlignmentError", "OSError"]
-    assert any("another rank failed while it loaded or weighed update" in text for _, text in found)
-
-
-def test_a_rank_that_cannot_weigh_a_batch_is_told_of_too():
-    def one(world):
-        def weigh(batch):
-            if 7 in batch:
-                raise OSError("cannot weigh 7")
-            return 1.0
-
-        try:
-            list(loader_of(world=world, weigh=weigh, samples_per_update=30))
-        except (OSError, AlignmentError) as error:
-            return type(error).__name__, str(error)
-        raise AssertionError("nothing raised")
-
-    assert_told(run_ranks(2, one))
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, lengths):
-        self.lengths = lengths
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        return torch.ones(self.lengths[index], dtype=torch.int64)
-
-
-def padded_to(multiple):
-    def collate(rows):
-        width = -(-max(map(len, rows)) // multiple) * multiple
-        return {"input_ids": torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])}
-
-    return collate
-
-
-def warned_by(lengths, budget=BUDGET, collate=None, data=LENGTHS):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        list(loader_of(lengths, budget, Rows(data), collate or padded_to(1), samples_per_update=10))
-    return [str(w.message) for w in caught]
-
-
-def test_batches_that_are_not_what_was_planned_are_noticed_once():
-    [text] = warned_by(LENGTHS[::-1])
-    assert re.search(r"\d+ samples came out \d+ tokens wide, but the longest of them was planned with \d+", text)
-    assert "another order than the dataset" in text
-    assert len(warned_by([min(n, 9) for n in LENGTHS])) == 1, "truncated otherwise"
-    assert len(warned_by(LENGTHS, collate=padded_to(8))) == 1, "padded further than the budget was told"
-    assert warned_by(LENGTHS) == []
-    assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8)) == []
-
-
-def test_a_batch_padded_to_its_rung_is_what_was_planned():
-    ladder = ShapeLadder(LENGTHS, BUDGET, num_shapes=4)
-
-    def on_rungs(rows):
-        width = ladder.shape_for(max(map(len, rows)))[1]
-        return {"input_ids": torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])}
-
-    assert warned_by(LENGTHS, ladder, on_rungs) == []
-    assert warned_by(LENGTHS, ladder & TokenBudget(10**6), on_rungs) == []
-    assert len(warned_by(LENGTHS[::-1], ladder, on_rungs)) == 1
-
-
-def test_a_batch_that_is_a_tensor_is_not_asked_for_names():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(loader_of(data=torch.arange(53), collate=torch.stack, samples_per_update=8))
-
-
-@pytest.mark.parametrize(
-    ("layout", "said"), [("padded", r"\d+ target tokens wide, but"), ("packed", r"as \d+ target tokens, but")]
-)
-@pytest.mark.parametrize("names", [("source", "target"), ("input_ids", "labels"), ("tokens", "target")])
-def test_labels_are_compared_with_their_own_stream(layout, said, names):
-    """Sources are as planned, targets were measured before truncation, or in another order: only their field shows it."""
-    targets = [min(n, 20) for n in LENGTHS[::-1]]
-
-    def both(rows):
-        sources, labels = zip(*((torch.ones(n), torch.ones(t)) for n, t in rows), strict=True)
-        if layout == "packed":
-            return {"input_ids": torch.cat(sources)[None], "labels": torch.cat(labels)}
-        return {"input_ids": padded(sources), "labels": padded(labels)}
-
-    def padded(rows):
-        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-    def warned(measured):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            lengths = dict(zip(names, (LENGTHS, measured), strict=True))
-            data = list(zip(LENGTHS, targets, strict=True))
-            list(loader_of(lengths, TokenBudget(160, layout=layout), data, both, samples_per_update=10))
-        return [str(w.message) for w in caught]
-
-    assert warned(targets) == []
-    [text] = warned(LENGTHS[::-1])
-    assert re.search(said.replace("target", names[1]), text)
-    assert len(warned(targets[::-1])) == 1
-
-
-def test_packed_batches_are_compared_by_all_their_tokens():
-    def packed(rows):
-        return {"input_ids": torch.cat(rows)[None]}
-
-    budget = TokenBudget(80, layout="packed")
-    assert warned_by(LENGTHS, budget, packed) == []
-    [text] = warned_by(LENGTHS[::-1], budget, packed)
-    assert "tokens, but were planned with" in text
 
 
 @pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
@@ -344,41 +187,76 @@ def test_oversize_samples_are_counted_and_warned_of_once():
     assert loader.stats.oversize == 1
 
 
-def test_what_keeps_updates_from_saving_more_is_said_once() -> None:
-    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
-    loader = PlannedDataLoader(
-        range(2000), lengths, TokenBudget(1 << 20), samples_per_update=4, weigh="samples", collate_fn=list
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(loader) >= 500  # counting warns of nothing
-    with pytest.warns(UserWarning, match=r"^\d\d% of the tokens are padding: .* take more samples an update") as said:
-        list(loader)
-    assert [warning.filename for warning in said] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(loader)
-        list(PlannedDataLoader(range(2000), lengths, TokenBudget(4096), weigh="samples", collate_fn=list))
+@pytest.mark.parametrize("where", ["load", "weigh"])
+@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {}])
+def test_a_rank_that_fails_ends_the_others_at_once(where, how):
+    """Not after the ten minutes in which a rank that does not answer counts as gone."""
+
+    def fail(place, held):
+        if place == where and 7 in held:
+            raise OSError("cannot read 7")
+        return held
+
+    def one(world):
+        loader = loader_of(
+            world=world, collate=lambda rows: fail("load", rows), weigh=lambda rows: len(fail("weigh", rows)), **how
+        )
+        with pytest.raises((OSError, AlignmentError)) as found:
+            list(loader)
+        return str(found.value)
+
+    failed, told = sorted(run_ranks(2, one), key=len)
+    assert failed == "cannot read 7"
+    assert "another rank failed while it loaded or weighed update" in told
+
+
+def warned_by(lengths, budget, collate, data):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(loader_of(lengths, budget, data, collate, samples_per_update=10))
+    return [str(w.message) for w in caught]
+
+
+def padded_to(multiple):
+    return lambda rows: {"input_ids": torch.zeros(len(rows), -(-max(rows) // multiple) * multiple)}
+
+
+def test_batches_that_are_not_what_was_planned_are_noticed_once():
+    [text] = warned_by(LENGTHS[::-1], BUDGET, padded_to(1), LENGTHS)
+    assert re.search(r"\d+ samples came out \d+ tokens wide, but the longest of them was planned with \d+", text)
+    assert "another order than the dataset" in text
+    assert len(warned_by(LENGTHS, BUDGET, padded_to(8), LENGTHS)) == 1, "padded further than the budget was told"
+    assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8), LENGTHS) == []
+    ladder = ShapeLadder(LENGTHS, BUDGET, num_shapes=4)
+    on_rungs = lambda rows: {"input_ids": torch.zeros(len(rows), ladder.shape_for(max(rows))[1])}  # noqa: E731
+    assert warned_by(LENGTHS, ladder & TokenBudget(10**6), on_rungs, LENGTHS) == []
+    assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], "a batch without names shows nothing"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"samples_per_update": 4}, r"^\d\d% of .* padding: a rank's share of an update, 4 samples, is 1\.\d batches, "),
-        ({"window": 8}, r"^\d\d% of .* padding: a window of 8 samples is \d batches, too few to sort; raise `window`"),
-    ],
-)  # fmt: skip
-def test_an_online_loader_says_once_what_keeps_it_from_saving_more(options: dict[str, int], said: str) -> None:
-    data = [[0] * n for n in (np.random.default_rng(0).lognormal(4, 1, 1200).astype(int) + 1).tolist()]
-    loader = OnlineDataLoader(data, TokenBudget(1 << 20), collate_fn=list, length_of=len, weigh="samples", **options)
-    with pytest.warns(UserWarning, match=said) as found:
-        list(loader)
-    assert [warning.filename for warning in found] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(loader)
-        wide = OnlineDataLoader(data, TokenBudget(4096), collate_fn=list, length_of=len, weigh="samples")
-        assert sum(len(step.indices) for step in wide) == 1200
+    ("layout", "said"), [("padded", r"\d+ target tokens wide, but"), ("packed", r"\d+ target tokens long, but")]
+)
+def test_labels_are_compared_with_their_own_stream(layout, said):
+    """Sources are as planned, targets were measured in another order: only their field shows it."""
+    targets = [min(n, 20) for n in LENGTHS[::-1]]
+    count = (lambda row: (1, sum(row))) if layout == "packed" else (lambda row: (len(row), max(row)))
+
+    def both(rows):
+        return {
+            name: torch.zeros(count(row))
+            for name, row in zip(("input_ids", "labels"), zip(*rows, strict=True), strict=False)
+        }
+
+    def warned(measured):
+        pairs = {"source": LENGTHS, "target": measured}
+        return warned_by(pairs, TokenBudget(160, layout=layout), both, list(zip(LENGTHS, targets, strict=True)))
+
+    assert warned(targets) == []
+    [text] = warned(targets[::-1])
+    assert re.search(said, text)
+
+
+# Plans.
 
 
 @settings(max_examples=25)
@@ -407,23 +285,24 @@ def test_the_plan_of_an_epoch_is_what_its_steps_are(ranks, epoch, how):
         assert plan.fingerprint == on_ranks[0][0].fingerprint
 
 
-def test_the_report_is_that_of_the_sampler_and_reading_it_moves_nothing():
-    loader, again = loader_of(shuffle=False), loader_of(shuffle=False)
-    expected = LengthAwareBatchSampler(LENGTHS, BUDGET).plan.report(batch_size=4)
-    assert loader.plan.report(batch_size=4) == expected
-    steps = iter(loader)
-    next(steps)
-    state = loader.state_dict()
-    assert loader.plan.report(batch_size=4) == expected, "the whole epoch, also where a part of it was used"
-    assert loader.state_dict() == state
-    assert [step.batch for step in steps] == [step.batch for step in again][1:]
-
-
-def test_the_plan_follows_a_change_of_size():
-    loader = loader_of(samples_per_update=10)
-    assert loader.plan.num_updates == 6
-    loader.set_samples_per_update(20)
-    assert loader.plan.num_updates == loader.num_updates == 3
+@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {"accumulation": 3, "window": 16}])
+def test_a_plan_after_a_resume_is_what_remains(how):
+    """Free updates go on over the borders of windows of a few rows each."""
+    whole = loader_of(**how).plan
+    for stop in (1, 4, 9):
+        first, again = loader_of(**how), loader_of(**how)
+        steps = iter(first)
+        for _ in range(stop):
+            next(steps)
+        again.load_state_dict(first.state_dict())
+        plan = again.plan
+        assert first.plan.fingerprint == again.plan_of(0).fingerprint == whole.fingerprint, "reading moves nothing"
+        assert plan.num_steps == whole.num_steps - stop == len(again) - stop
+        found = list(again)
+        assert [list(row[0]) for row in plan.rows] == [step.batch for step in found]
+        assert plan.loss_scale[:, 0] == pytest.approx([step.loss_scale for step in found])
+        assert plan.update_ends.tolist() == [step.ends_update for step in found] == whole.update_ends[stop:].tolist()
+        assert again.plan.epoch == 1
 
 
 def test_a_rank_may_ask_alone(monkeypatch):
@@ -437,42 +316,6 @@ def test_a_rank_may_ask_alone(monkeypatch):
         again = loader_of(**how)
         again.load_state_dict(loader.state_dict())
         assert again.cursor == loader.cursor
-
-
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (2, 8), (3, 5)])
-def test_a_free_running_update_has_all_its_rows_but_the_epochs_last(ranks, accumulation):
-    """Windows of 16 samples are a few rows each: updates go on over their borders, also after a resume."""
-    how = {"accumulation": accumulation, "window": 16}
-
-    def one(world):
-        loader = loader_of(world=world, **how)
-        counts = [len(update) for update in loader.updates()]
-        assert set(counts[:-1]) == {accumulation}
-        assert loader.num_updates_in(0) == len(counts) == -(-sum(counts) // accumulation)
-        steps = iter(first := loader_of(world=world, **how))
-        next(steps)
-        again = loader_of(world=world, **how)
-        again.load_state_dict(first.state_dict())
-        assert [len(update) for update in again.updates()] == [accumulation - 1, *counts[1:]]
-
-    run_ranks(ranks, one)
-
-
-@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {"accumulation": 3, "window": 16}])
-def test_a_plan_after_a_resume_is_what_remains(how):
-    for stop in (0, 1, 4, 9):
-        first, again = loader_of(**how), loader_of(**how)
-        steps = iter(first)
-        for _ in range(stop):
-            next(steps)
-        again.load_state_dict(first.state_dict())
-        plan, whole = again.plan, again.plan_of(0)
-        assert plan.num_steps == whole.num_steps - stop == len(again) - stop
-        found = list(again)
-        assert [list(row[0]) for row in plan.rows] == [step.batch for step in found]
-        assert plan.loss_scale[:, 0] == pytest.approx([step.loss_scale for step in found])
-        assert plan.update_ends.tolist() == [step.ends_update for step in found]
-        assert again.plan.epoch == 1
 
 
 @pytest.mark.parametrize("how", [{"samples_per_update": 10, "num_workers": 1, "persistent_workers": True}, {}])
