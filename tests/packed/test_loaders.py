@@ -1,40 +1,33 @@
-"""The laws of loaders on packed batches: the contract's own tests, run again with samples laid end to end."""
+"""Loaders of packed batches, beside the table of laws: sizes change at run time, nothing is padding, rows are equal work."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dynagroup import OnlineDataLoader, TokenBudget
+from dynagroup import OnlineDataLoader, PlannedDataLoader, StepLoader, TokenBudget
 from dynagroup.testing import run_ranks
-from tests.online.helpers import Tokens
+from tests.online.helpers import Tokens, collate_packed, lengths_of
 from tests.plan.test_packed import assert_rows_are_equal_work, window_of
-from tests.update import test_contract as contract
 
-pytestmark = contract.pytestmark
-LOADERS: dict[str, contract.Make] = {name: partial(make, layout="packed") for name, make in contract.LOADERS.items()}
-
-
-@pytest.fixture(params=LOADERS)
-def make(request: pytest.FixtureRequest) -> contract.Make:
-    return LOADERS[request.param]
+LENGTHS = lengths_of(37, seed=2, top=40)
+BUDGET = TokenBudget(80, layout="packed")
 
 
-@pytest.fixture(params=["ramp", "free"])
-def sizes(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return contract.SIZES[request.param]
+@pytest.fixture(params=["planned", "online"])
+def make(request: pytest.FixtureRequest) -> Any:
+    def made(**options: Any) -> StepLoader[Any]:
+        options["collate_fn"] = collate_packed
+        if request.param == "planned":
+            return PlannedDataLoader(Tokens(LENGTHS), LENGTHS, BUDGET, **options)
+        return OnlineDataLoader(Tokens(LENGTHS), BUDGET, shuffle=True, **options)
+
+    return made
 
 
-test_steps_by_hand = contract.test_steps_by_hand
-test_gradients_are_those_of_one_batch_over_epochs = contract.test_gradients_are_those_of_one_batch_over_epochs
-test_updates_are_counted_exactly = contract.test_updates_are_counted_exactly
-test_statistics_add_up_subtract_and_merge = contract.test_statistics_add_up_subtract_and_merge
-
-
-def test_a_change_at_run_time_takes_effect_at_the_update_it_names(make: contract.Make) -> None:
+def test_a_change_at_run_time_takes_effect_at_the_update_it_names(make: Any) -> None:
     loader = make(samples_per_update=6)
     updates = loader.updates()
     held = [next(updates)]
@@ -45,11 +38,11 @@ def test_a_change_at_run_time_takes_effect_at_the_update_it_names(make: contract
     ]
 
 
-def test_padding_is_none_and_said_so(make: contract.Make) -> None:
+def test_padding_is_none_and_said_so(make: Any) -> None:
     loader = make(samples_per_update=12)
     list(loader)
     assert loader.stats.padding == 0.0
-    assert loader.stats.real_tokens == loader.stats.padded_tokens == sum(contract.LENGTHS)
+    assert loader.stats.real_tokens == loader.stats.padded_tokens == sum(LENGTHS)
 
 
 @pytest.mark.parametrize("options", [{}, {"samples_per_update": 256}], ids=["free", "updates"])
