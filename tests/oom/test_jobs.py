@@ -1,0 +1,507 @@
+"""Whole datasets: results are those of one text at a time, whatever batches, memory, crashes, ranks and files do."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
+
+from dynagroup import encode
+from dynagroup.budget.tokens import TokenBudget
+from dynagroup.demo import train_tokenizer
+from dynagroup.distributed import SingleProcess
+from dynagroup.errors import BudgetError, ConfigError, StateError
+from dynagroup.oom import (
+    LearningBudget,
+    classify_dataset,
+    embed_dataset,
+    generate_dataset,
+    iter_classify,
+    iter_embed,
+    iter_generate,
+    jobs,
+)
+from dynagroup.oom.tasks import Generation
+from dynagroup.plan.cost import Work
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.testing import run_ranks
+from tests import models
+from tests.allocator import Allocator
+from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
+from tests.oom.texts import TEXTS, adapted, save_encoder, small_llama, small_tokenizer
+from tests.torchrun import HANG_S, ROOT, torchrun
+
+SMALL: Any = {"budget": TokenBudget(40), "progress": False}
+NEW: Any = {"max_new_tokens": 4, **SMALL}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_llama()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return small_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any, tokenizer: Any) -> list[str]:
+    """One text at a time: nothing to pad, nothing to plan."""
+    answers = []
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt")
+        new = model.generate(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=4)
+        answers.append(tokenizer.decode(new[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+def small(head: str, **options: Any) -> Any:
+    """A model of that class of transformers."""
+    torch.manual_seed(0)
+    if head.startswith("Bert"):
+        config = models.bert(vocab=30, layers=3, inner=16, dropout=0.1, **options)
+    elif head.startswith("GPT2"):
+        config = models.gpt2(vocab=30, width=8, layers=1, heads=1, bos_token_id=1, eos_token_id=2, **options)
+    else:
+        config = models.t5(vocab=30, layers=1, inner=16, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
+    return getattr(transformers, head)(config).eval()
+
+
+def states(model: Any, limit: int = 99) -> list[torch.Tensor]:
+    """Hidden states of one text at a time."""
+    ids = [small_tokenizer()(t, truncation=True, max_length=limit, return_tensors="pt")["input_ids"] for t in TEXTS]
+    with torch.no_grad():
+        return [model(input_ids=row).last_hidden_state[0] for row in ids]
+
+
+def same(got: Any, want: Any) -> None:
+    np.testing.assert_allclose(got, np.asarray(torch.stack(list(want)).detach()), rtol=1e-4, atol=1e-5)
+    assert got.dtype == np.float32
+
+
+def test_results_are_those_of_one_text_at_a_time_in_input_order(
+    model: Any, tokenizer: Any, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in (SMALL, {"batch_size": 4, "progress": True}):
+        assert generate_dataset(model, tokenizer, TEXTS, **{**NEW, "budget": None, **size}) == expected
+    assert len(set(expected)) > 20
+    assert tokenizer.padding_side == "right"  # what we were given is left as it was
+    shown = capsys.readouterr().err
+    assert "40/40 samples" in shown
+    assert "tok/s" in shown
+    assert generate_dataset(model, tokenizer, [], **NEW) == []
+    assert len(generate_dataset(model, tokenizer, ["", "w1"], **NEW)) == 2
+
+
+def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(
+    model: Any, tokenizer: Any, expected: list[str]
+) -> None:
+    allocator, learned = Allocator(60), LearningBudget()
+    remove = allocator.in_forward(model.model.layers[2])
+    got = generate_dataset(model, tokenizer, TEXTS, **{**NEW, "budget": TokenBudget(100)}, learned=learned)
+    assert got == expected
+    assert 1 <= len(allocator.failures) <= 4
+    assert learned.report.num_ooms == len(allocator.failures)
+    assert all(a > b for a, b in pairwise(allocator.failures))  # never the same twice
+    allocator.limit = 12
+    longest = next(i for i, text in enumerate(TEXTS) if len(text.split()) == 13)
+    with pytest.raises(BudgetError, match=f"sample {longest} does not fit even alone .*13"):
+        generate_dataset(model, tokenizer, TEXTS, **NEW)
+    remove()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_finished_job_called_again_gives_its_results_back(
+    suffix: str, model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = tmp_path / f"out{suffix}"
+    call = lambda texts=TEXTS, **more: generate_dataset(model, tokenizer, texts, output=path, **NEW, **more)  # noqa: E731
+    assert call() == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]  # the journal is gone
+    monkeypatch.setattr(Generation, "process", None)  # nothing is run again
+    assert call() == expected
+    with pytest.raises(StateError, match=r"belongs to another job; texts: '40 texts #\w+' then, '39 .*remove it and"):
+        call(TEXTS[1:])
+    with pytest.raises(StateError, match="arguments: '{}' then, \"{'num_beams': 2}\" now"):
+        call(num_beams=2)
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(StateError, match=f"out{suffix} has changed since its job was finished"):
+        call()
+    (tmp_path / f"{path.name}.job").unlink()
+    with pytest.raises(ConfigError, match=f"out{suffix} exists, and no 'out{suffix}.job' beside it says which job"):
+        call()
+
+
+@pytest.mark.parametrize("moment", ["first", "publishing", "published"])
+def test_the_same_job_started_while_another_publishes_is_refused_or_finds_all_of_it(
+    moment: str, model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The second looks for the output before the first has published, and comes back to it at some moment."""
+    path = tmp_path / "out.jsonl"
+    call = lambda: generate_dataset(model, tokenizer, TEXTS, output=path, **NEW)  # noqa: E731
+    others: list[Any] = []
+    owner, name = (jobs, "measure_lengths") if moment == "published" else (os, "replace")
+    act, left = getattr(owner, name), [2 if moment == "publishing" else 1]
+
+    def acting(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            monkeypatch.undo()
+            try:
+                others.append(call())
+            except ConfigError as error:
+                others.append(str(error))
+        return act(*args, **options)
+
+    monkeypatch.setattr(owner, name, acting)
+    assert call() == expected
+    assert others == [expected] if moment == "published" else "another process is writing" in others[0]
+    assert call() == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]
+
+
+def test_a_file_that_is_not_ours_is_neither_removed_nor_in_the_way(
+    model: Any, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stray = tmp_path / "out.jsonl.journal" / "notes.txt"
+    stray.parent.mkdir()
+    stray.write_text("mine")
+    run = lambda: generate_dataset(model, tokenizer, TEXTS[:4], output=tmp_path / "out.jsonl", **NEW)  # noqa: E731
+    assert run() == run()
+    assert stray.read_text() == "mine"
+    assert "out.jsonl.journal is left behind" in caplog.text
+
+
+def test_texts_of_a_series_are_taken_by_position(model: Any, tokenizer: Any, expected: list[str]) -> None:
+    """Rows that were shuffled or filtered keep their labels: those name other texts, or none."""
+    pandas = pytest.importorskip("pandas")
+    series = pandas.Series(TEXTS)[:4:-1]
+    assert generate_dataset(model, tokenizer, series, **NEW) == [expected[label] for label in series.index]
+
+
+ALL = (generate_dataset, embed_dataset, classify_dataset)
+WHOLE = datasets.Dataset.from_dict({"text": TEXTS})
+WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    (ALL, {"texts": "one text"}, "`texts` must be a sequence of texts, but is one str; put it into a list"),
+    (ALL, {"texts": WHOLE}, r"is a whole Dataset; give one column of it, e.g. texts\['text'\]"),
+    (ALL, {"texts": [[{"role": "user", "content": "w1"}]]}, "sample 0 is a chat .*apply_chat_template"),
+    (ALL, {"texts": ["w1", "a\ud800"]}, "text 1 has a lone surrogate at character 1"),
+    (ALL, {"texts": ["w1", None]}, "text 1 must be a string, but is None; correct or filter out that sample"),
+    (ALL, {"budget": TokenBudget(64, layout="packed")}, "these batches are padded"),
+    (ALL, {"model": "some/folder"}, "`model` must be a loaded model, but is 'some/folder'"),
+    (ALL, {"batch_size": 3}, r"`batch_size` \(3\) and `budget` .* both say what fits; give one of them"),
+    (ALL, {"batch_size": 0, "budget": None}, "`batch_size` must be an int of at least 1"),
+    (ALL, {"output": "out.csv"}, "must end in .jsonl"),
+    (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "on several ranks `output` must name a file"),
+    ((iter_generate, iter_embed, iter_classify), {"skip": [0, 2]}, "`skip` names text 2, but there are 2: 0 to 1"),
+    (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` belongs to one batch"),
+    (ALL[:1], {"model": small_llama().model}, r"LlamaModel has no generate\(\)"),
+    (ALL[1:2], {"pooling": "max"}, "`pooling` must be one of 'mean', 'first', 'last', but is 'max'"),
+    (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"use its encoder \(model.get_encoder\(\)\)"),
+    (ALL[2:], {}, r"`logits` are \(samples, classes\), but this model's are \(2, 2, 30\)"),
+    (ALL[2:], {"model": small_llama().model}, "output has `logits`, but it has last_hidden_state.* with a head"),
+]
+
+
+@pytest.mark.parametrize(("calls", "given", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_what_no_job_can_run_is_refused_by_name(
+    calls: Any, given: Any, message: str, model: Any, tokenizer: Any
+) -> None:
+    for call in calls:
+        with pytest.raises(ConfigError, match=message):
+            call(**{"model": model, "tokenizer": tokenizer, "texts": ["w1", "w2 w3"], **SMALL, **given})
+
+
+def test_generation_stops_at_strings_without_being_given_the_tokenizer_twice() -> None:
+    texts = ["a word or two", "two", "or a word"]
+    tokenizer = train_tokenizer(texts, vocabulary=270)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(models.llama(vocab=len(tokenizer), layers=1, pad_token_id=0, eos_token_id=1))
+    whole = generate_dataset(model, tokenizer, texts, max_new_tokens=8, **SMALL)
+    at, stop = next((i, letter) for i, text in enumerate(whole) for letter in text[:-1] if letter.isalnum())
+    cut = generate_dataset(model, tokenizer, texts, max_new_tokens=8, stop_strings=[stop], **SMALL)
+    assert cut[at] == whole[at][: whole[at].index(stop) + 1]
+
+
+def test_a_tokenizer_without_a_limit_may_say_so(model: Any, tokenizer: Any, expected: list[str]) -> None:
+    limit = tokenizer.model_max_length
+    assert limit > 2**62
+    assert generate_dataset(model, tokenizer, TEXTS, max_length=limit, **NEW) == expected
+
+
+def test_a_generation_config_counts_like_arguments(model: Any, tokenizer: Any) -> None:
+    """Several sequences a text, beams and new tokens may be asked for there."""
+    asked: Any = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 3}
+    config = transformers.GenerationConfig(**asked, pad_token_id=0, eos_token_id=2)
+    run = lambda **options: generate_dataset(model, tokenizer, TEXTS[:6], **SMALL, **options)  # noqa: E731
+    want = run(**asked)
+    assert [len(texts) for texts in want] == [2] * 6
+    assert run(generation_config=config) == want
+    one = run(generation_config=config, max_new_tokens=1)
+    assert {len(text.split()) for texts in one for text in texts} <= {0, 1}
+    assert config.max_new_tokens == 3
+    before, model.generation_config = model.generation_config, config
+    try:
+        assert run() == want
+    finally:
+        model.generation_config = before
+
+
+def test_results_with_every_kind_of_line_break_come_back(tokenizer: Any, model: Any, tmp_path: Path) -> None:
+    breaks = ["a\u2028b", "\u0085", "c\x0b\x0c\x1cd", "e\r\nf", "\u2029", "\ud800", ""]
+
+    class Odd(type(tokenizer)):
+        def batch_decode(self, sequences: Any, **_: Any) -> list[str]:
+            return [breaks[int(s[0]) % len(breaks)] for s in sequences]
+
+    odd = copy.copy(tokenizer)
+    odd.__class__ = Odd
+    path = tmp_path / "out.jsonl"
+    got, again = (generate_dataset(model, odd, TEXTS, output=path, **NEW) for _ in range(2))
+    assert len(set(got)) > 4
+    rows = [json.loads(line) for line in path.read_text().splitlines()]  # whatever a reader splits at
+    assert got == again
+    assert rows == [{"index": i, "result": result} for i, result in enumerate(got)]
+
+
+def test_iterating_gives_the_same_as_they_come(model: Any, tokenizer: Any, expected: list[str]) -> None:
+    pairs = list(iter_generate(model, tokenizer, TEXTS, **NEW))
+    assert dict(pairs) == dict(enumerate(expected))
+    assert len(TEXTS[pairs[0][0]].split()) == 13  # longest first
+    assert list(iter_generate(model, tokenizer, TEXTS, skip=range(39), **NEW)) == [(39, expected[39])]
+
+
+def test_a_model_in_training_mode_runs_without_dropout_and_is_left_as_it_was(tokenizer: Any) -> None:
+    model = small("BertModel")
+    want = embed_dataset(model, tokenizer, TEXTS, **SMALL)
+    model.train()
+    model.encoder.layer[1].eval()
+    np.testing.assert_array_equal(embed_dataset(model, tokenizer, TEXTS, **SMALL), want)
+    assert model.training
+    assert [layer.training for layer in model.encoder.layer] == [True, False, True]
+
+
+def test_ranks_wait_for_each_other_however_long_it_takes(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(jobs, "current_world", lambda *, timeout_s: asked.append(timeout_s) or SingleProcess())
+    generate_dataset(model, tokenizer, TEXTS[:1], **NEW)
+    assert asked[0] > 7 * 24 * 3600
+
+
+def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "there.jsonl").write_text("")
+
+    def rank(world: Any, other_texts: bool) -> str:
+        texts = TEXTS[: 40 - world.rank] if other_texts else TEXTS
+        path = tmp_path / ("out.jsonl" if other_texts or world.rank == 0 else "there.jsonl")
+        with pytest.raises(ConfigError) as caught:
+            generate_dataset(model, tokenizer, texts, output=path, world=world, **NEW)
+        return str(caught.value)
+
+    both = run_ranks(2, lambda world: rank(world, True))
+    assert both == ["ranks were given different jobs: texts differ; give all ranks the same"] * 2
+    first, second = run_ranks(2, lambda world: rank(world, False))
+    assert first == "rank 1 of 2 could not go on with the job; see its error"
+    assert "exists, and no 'there.jsonl.job'" in second
+
+
+def test_ranks_that_have_learned_different_things_still_share_every_text(
+    tokenizer: Any, expected: list[str], tmp_path: Path
+) -> None:
+    own = [small_llama(), small_llama()]
+
+    def rank(world: Any) -> list[str]:
+        learned = LearningBudget()
+        if world.rank == 0:
+            learned.record_failed_cost(30)
+        options = {**NEW, "budget": TokenBudget(100 if world.rank == 0 else 60)}  # and another device
+        path = tmp_path / "out.jsonl"
+        return generate_dataset(
+            own[world.rank], tokenizer, TEXTS, learned=learned, output=path, world=world, **options
+        )  # fmt: skip
+
+    assert run_ranks(2, rank) == [expected] * 2
+
+
+@pytest.mark.slow
+def test_ranks_share_the_work_also_after_a_crash_on_fewer(expected: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    command = [sys.executable, str(ROOT / "tests/ranks/generate_job.py"), str(path), "4"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    died = subprocess.run(command, capture_output=True, timeout=HANG_S, env=environment, cwd=ROOT)
+    assert died.returncode == -signal.SIGKILL
+    reports = torchrun("generate_job.py", str(path), "0", ranks=2)
+    assert [r["results"] for r in reports] == [expected] * 2
+    assert min(r["batches"] for r in reports) >= 3
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_embeddings_are_those_of_one_text_at_a_time(pooling: Any, tokenizer: Any) -> None:
+    model, allocator = small("BertModel"), Allocator(60)
+    remove = allocator.in_forward(model.encoder.layer[2])
+    got = embed_dataset(model, tokenizer, TEXTS, pooling=pooling, budget=TokenBudget(100), progress=False)
+    remove()
+    assert allocator.failures
+    pick = {"mean": lambda s: s.mean(0), "first": lambda s: s[0], "last": lambda s: s[-1]}[pooling]
+    same(got, map(pick, states(model)))
+
+
+@pytest.mark.parametrize("adapter", ["lora", "prompt"])
+def test_an_adapted_causal_model_is_embedded_by_its_states_with_its_adapter(adapter: str, tokenizer: Any) -> None:
+    """An adapter that puts tokens before the text is no part of the layers: the model beneath it would run without it."""
+    peft = pytest.importorskip("peft")
+    if adapter == "prompt":
+        model = adapted(small_llama(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+        with pytest.raises(ConfigError, match="has `last_hidden_state`, but .*: give the model without its head"):
+            embed_dataset(model, tokenizer, TEXTS[:3], **SMALL)
+        return
+    model = adapted(small_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    got = embed_dataset(model, tokenizer, TEXTS, pooling="last", **SMALL)
+    same(got, (s[-1] for s in states(model.get_base_model().model)))
+    with model.disable_adapter():
+        assert not np.allclose(embed_dataset(model, tokenizer, TEXTS, pooling="last", **SMALL), got, atol=1e-3)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 8])
+def test_batches_are_as_wide_as_the_budget_rounds_them(multiple: int, tokenizer: Any) -> None:
+    """Also the parts of one that ran out of memory, and texts without a token."""
+    widths: list[int] = []
+    model, allocator = small_llama(), Allocator(32)
+    note = lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1])  # noqa: E731
+    model.model.register_forward_pre_hook(note, with_kwargs=True)
+    allocator.in_forward(model.model.layers[0])
+    budget = TokenBudget(48, pad_to_multiple_of=multiple)
+    for run in (embed_dataset, lambda *args, **options: generate_dataset(*args, max_new_tokens=1, **options)):
+        failed = len(allocator.failures)
+        run(model, tokenizer, [*TEXTS, ""], budget=budget, progress=False)
+        assert len(allocator.failures) > failed
+        assert {width % multiple for width in widths} == {0}
+        assert multiple > 1 or {width % 2 for width in widths} == {0, 1}
+        widths.clear()
+
+
+def test_classification_and_normalised_embeddings(tokenizer: Any) -> None:
+    model = small("BertForSequenceClassification")
+    rows = [tokenizer(t, return_tensors="pt", return_token_type_ids=False) for t in TEXTS]
+    want = [model(**row).logits[0] for row in rows]
+    same(classify_dataset(model, tokenizer, TEXTS, **SMALL), want)
+    found = dict(iter_classify(model, tokenizer, TEXTS, **SMALL))
+    same(np.stack([found[i] for i in range(40)]), want)
+    vectors = embed_dataset(small("BertModel"), tokenizer, TEXTS, normalize=True, **SMALL)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".parquet", ".jsonl"])
+def test_vectors_are_kept_as_float32(suffix: str, tokenizer: Any, tmp_path: Path) -> None:
+    model, path = small("BertModel"), tmp_path / f"vectors{suffix}"
+    want = embed_dataset(model, tokenizer, TEXTS, **SMALL)
+    for _ in range(2):  # the second time it is read
+        got = embed_dataset(model, tokenizer, TEXTS, output=path, **SMALL)
+        assert (got.dtype, got.shape) == (np.float32, (40, 16))
+        np.testing.assert_array_equal(got, want)
+    nothing = embed_dataset(model, tokenizer, [], output=tmp_path / f"none{suffix}", **SMALL)
+    assert (nothing.dtype, nothing.shape) == (np.float32, (0, 0))
+    rest = dict(iter_embed(model, tokenizer, TEXTS, skip=range(30), **SMALL))
+    assert sorted(rest) == list(range(30, 40))
+    np.testing.assert_allclose(rest[39], want[39], rtol=1e-5, atol=1e-6)
+
+
+def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, texts = small("BertModel", max_position_embeddings=8), [" ".join(["w1"] * 20), "w2 w3"]
+    got = embed_dataset(model, tokenizer, texts, **SMALL)
+    assert "1 of 2 texts have the 8 tokens that the model takes, or more" in caplog.text
+    np.testing.assert_array_equal(got, embed_dataset(model, tokenizer, texts, max_length=8, **SMALL))
+    with pytest.raises(ConfigError, match="1 texts are too long .* 8 positions: text 0 has 9 tokens; .*max_length=8"):
+        embed_dataset(model, tokenizer, texts, max_length=9, **SMALL)
+    generating = small("GPT2LMHeadModel", n_positions=16)
+    with pytest.raises(ConfigError, match="16 positions: text .* has 13 tokens and 4 new ones; .*max_length=12"):
+        generate_dataset(generating, tokenizer, TEXTS, **NEW)
+    assert len(generate_dataset(generating, tokenizer, TEXTS[:8], max_length=12, **NEW)) == 8
+
+
+def test_texts_that_bring_their_first_token_begin_with_it_once(model: Any) -> None:
+    """As a chat template writes them: they are tokenized as ``apply_chat_template`` tokenizes them, and others as ever."""
+    tokenizer = small_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "[BOS]"})
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
+    chats = [[{"role": "user", "content": text}] for text in TEXTS[:6]]
+    texts = [*TEXTS[6:9], *(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)]
+    seen: list[list[int]] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        rows = zip(kwargs["input_ids"], kwargs["attention_mask"], strict=True)
+        seen.extend(ids[mask.bool()].tolist() for ids, mask in rows)
+
+    handle = model.model.register_forward_pre_hook(note, with_kwargs=True)
+    embed_dataset(model, tokenizer, texts, **SMALL)
+    handle.remove()
+    plain = [tokenizer(text)["input_ids"] for text in texts[:3]]
+    assert sorted(seen) == sorted(
+        [*plain, *(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats)]
+    )
+    assert all(ids.count(1) == 1 for ids in seen)
+    cut = [embed_dataset(model, tokenizer, [t], max_length=4, **SMALL) for t in ("[BOS] w1 w2 w3 w4", "w1 w2 w3")]
+    assert np.array_equal(*cut)
+
+
+def test_batches_are_planned_for_the_time_that_the_model_takes(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new token is a step of its own: the price of a step counts as often."""
+    planned: list[Work] = []
+
+    def sampler(*args: Any, work: Work, **options: Any) -> Any:
+        planned.append(work)
+        return LengthAwareBatchSampler(*args, work=work, **options)
+
+    monkeypatch.setattr(jobs, "LengthAwareBatchSampler", sampler)
+    next(iter_embed(model, tokenizer, TEXTS, **SMALL))
+    next(iter_generate(model, tokenizer, TEXTS, num_beams=2, **NEW))
+    own = Work.of(model, device="cpu")
+    assert planned == [own, Work(per_step=own.per_step * 5 / 2, crossover=own.crossover)]
+
+
+class TestEncode:
+    def test_a_folder_is_pooled_normalised_and_shortened_as_it_says(self, tmp_path: Path) -> None:
+        model = save_encoder(tmp_path, max_seq_length=6)
+        vectors = encode(tmp_path, TEXTS, progress=False)
+        same(vectors, (torch.nn.functional.normalize(s.mean(0), dim=0) for s in states(model, 6)))
+        first = encode(str(tmp_path), TEXTS, pooling="first", normalize=False, max_length=4, progress=False)
+        same(first, (s[0] for s in states(model, 4)))
+        for name in ("modules.json", "sentence_bert_config.json"):
+            (tmp_path / name).unlink()
+        same(encode(tmp_path, TEXTS, progress=False), (s.mean(0) for s in states(model)))
+
+    def test_a_causal_model_is_asked_for_its_states_not_for_its_words(self, model: Any, tokenizer: Any) -> None:
+        vectors = encode(model, TEXTS, tokenizer=tokenizer, pooling="last", progress=False)
+        same(vectors, (s[-1] for s in states(model.model)))
+        with pytest.raises(ConfigError, match="`tokenizer` is needed"):
+            encode(model, TEXTS)
+
+    def test_what_a_folder_asks_for_and_is_not_run_is_refused(self, tmp_path: Path) -> None:
+        save_encoder(tmp_path, pooling="pooling_mode_max_tokens")
+        with pytest.raises(ConfigError, match="pools by .*'max_tokens'"):
+            encode(tmp_path, TEXTS)
+        modules = json.loads((tmp_path / "modules.json").read_text())
+        modules.append({"type": "sentence_transformers.models.Dense", "path": "3_Dense"})
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(ConfigError, match="puts Dense after its model"):
+            encode(tmp_path, TEXTS)
