@@ -106,26 +106,7 @@ def test_what_has_run_before_is_repeated_as_it_was() -> None:
 
     assert [backward(loss, ten, ends_update=False).num_parts, backward(loss, eleven).num_parts] == [1, 2]
     assert model.allocator.claims == [10, 11, 10, 6, 5]
-    assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, drawn[0] / 10 + (drawn[1] + drawn[2]) / 11)
-
-
-def test_a_sum_needs_no_weights() -> None:
-    model = Linear(Allocator(2))
-    backward = OomSafeBackward(model, weigh="sum")
-    result = backward(lambda x: model(x).sum() / 5, X)
-    assert model.weight.grad is not None
-    torch.testing.assert_close(model.weight.grad, X.mean(0))
-    assert (result.num_parts, result.num_ooms) == (3, 2)
-
-
-def test_weights_may_come_from_the_user() -> None:
-    model = Linear(Allocator(1))
-    backward = OomSafeBackward(model, weigh=lambda batch: float(batch["w"].sum()))
-    batch = {"x": X[:2], "w": torch.tensor([1.0, 3.0])}
-    backward(lambda b: (model(b["x"]) * b["w"]).sum() / b["w"].sum(), batch)
-    assert model.weight.grad is not None
-    torch.testing.assert_close(model.weight.grad, (X[0] + 3 * X[1]) / 4)
 
 
 def test_a_part_without_labels_adds_nothing_instead_of_nan() -> None:
@@ -174,17 +155,6 @@ def test_earlier_batches_of_the_update_are_repeated_with_their_own_dropout() -> 
     assert torch.equal(after, torch.get_rng_state())
 
 
-def test_a_sample_that_does_not_fit_alone_ends_the_update_with_clean_gradients() -> None:
-    model, backward = linear(limit=0)
-    with pytest.raises(BudgetError, match=r"sample 42 does not fit on rank 0 even alone .*min_samples=1.*truncate"):
-        backward(lambda x: model(x).mean(), X[:2], indices=[42, 43])
-    assert model.weight.grad is None
-    model.allocator.limit = 9
-    backward(lambda x: model(x).mean(), X)
-    assert model.weight.grad is not None  # the next update is none the worse
-    torch.testing.assert_close(model.weight.grad, X.mean(0))
-
-
 @pytest.mark.parametrize("mode", ["retry", "skip"])
 def test_a_sample_of_an_earlier_batch_that_fits_no_more_is_named_as_its_batch_had_it(mode: Any) -> None:
     """The second batch fails in backward, so the first is run again; by then the device is fuller."""
@@ -204,12 +174,6 @@ def test_a_sample_of_an_earlier_batch_that_fits_no_more_is_named_as_its_batch_ha
     remove()
 
 
-def test_min_samples_in_training() -> None:
-    model, backward = linear(limit=2, min_samples=2)
-    with pytest.raises(BudgetError, match="3 samples from sample 0 on do not fit"):
-        backward(lambda x: model(x).mean(), X)
-
-
 def test_the_gradient_scaler_is_left_alone() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model, backward = linear(limit=2, backward=lambda loss: scaler.scale(loss).backward())
@@ -219,14 +183,6 @@ def test_the_gradient_scaler_is_left_alone() -> None:
     scaler.step(optimizer)
     scaler.update()
     torch.testing.assert_close(model.weight.detach(), -X.mean(0))
-
-
-def test_other_errors_pass_through() -> None:
-    model, backward = linear(limit=9)
-    with pytest.raises(RuntimeError, match="mat1 and mat2|size mismatch|inconsistent"):
-        backward(lambda x: model(x).mean(), torch.ones(2, 3, dtype=torch.float64))
-    with pytest.raises(ConfigError, match=r"`compute_loss` must return a scalar, but returned shape \(5,\)"):
-        backward(lambda x: model(x), X)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -262,14 +218,6 @@ def test_an_error_that_passes_through_ends_its_update(error: type[BaseException]
     torch.testing.assert_close([p.grad for p in layers.parameters()], expected)
 
 
-def test_without_protection_nothing_is_caught() -> None:
-    model, backward = linear(limit=2, mode=None)
-    with pytest.raises(torch.OutOfMemoryError):
-        backward(lambda x: model(x).mean(), X)
-    backward(lambda x: model(x).mean(), X[:2])
-    assert model.weight.grad is not None
-
-
 def test_skipping_counts_and_names_what_it_leaves_out() -> None:
     model, backward = linear(limit=3, mode="skip")
     torch.manual_seed(0)
@@ -280,7 +228,6 @@ def test_skipping_counts_and_names_what_it_leaves_out() -> None:
     assert backward.skipped_indices == [2, 3, 4, 5, 6]
     assert backward.learned.report.num_skipped == 5
     assert torch.equal(torch.get_rng_state(), state)
-    assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, 0.5 * X[:2].mean(0))
 
 
@@ -290,7 +237,6 @@ def test_a_step_of_a_loader_and_an_idle_one() -> None:
     backward.step(lambda x: model(x).mean(), step)
     idle = Step(X, (), Share(0, 5), Share(0, 5), loss_scale=0.0, ends_update=True, idle=True)
     assert backward.step(lambda x: model(x).mean(), idle).num_parts == 0
-    assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, 2 * X.mean(0))
 
 
@@ -311,20 +257,6 @@ def test_all_ranks_skip_what_one_could_not_run() -> None:
     assert both == [([False, True, False], expected, [2, 3, 4, 5, 6])] * 2
 
 
-def test_all_ranks_raise_alike_and_learn_alike() -> None:
-    def rank(world: Any) -> tuple[str, float]:
-        model, backward = linear(limit=0 if world.rank == 1 else 9, world=world)
-        loss = lambda x: model(x).mean()  # noqa: E731
-        backward(loss, X, ends_update=False, indices=range(5))
-        with pytest.raises(BudgetError) as caught:
-            backward(loss, X, indices=range(5, 10))
-        return str(caught.value), backward.learned.limits.wall
-
-    first, second = run_ranks(2, rank)
-    assert first == second
-    assert "sample 0 does not fit on rank 1 even alone" in first[0]
-
-
 def test_ranks_vote_once_an_update() -> None:
     def rank(world: Any) -> int:
         model, backward = linear(limit=9, world=world)
@@ -333,29 +265,6 @@ def test_ranks_vote_once_an_update() -> None:
         return world.num_exchanges
 
     assert run_ranks(2, rank) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "again"}, "`mode` must be one of 'retry', 'skip', None, but is 'again'"),
-        (
-            {"weigh": "bytes"},
-            "`weigh` must be 'tokens', 'samples' or a function from a batch to its weight, but is 'bytes'",
-        ),
-        ({"min_samples": 0}, "`min_samples` must be an int of at least 1"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        OomSafeBackward(Linear(Allocator(1)), **options)
-
-
-def test_weighing_tokens_needs_labels() -> None:
-    model, _ = linear(limit=2)
-    backward = OomSafeBackward(model)
-    with pytest.raises(ConfigError, match="weigh='tokens' counts a batch's 'labels', but this Tensor has none"):
-        backward(lambda x: model(x).mean(), X)
 
 
 def test_whether_labels_are_shifted_is_the_models_to_say() -> None:
@@ -387,23 +296,6 @@ def test_whether_labels_are_shifted_is_the_models_to_say() -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=type(model).__name__)
 
 
-def test_sharded_models_are_refused() -> None:
-    class FSDPModule(torch.nn.Linear):
-        pass
-
-    with pytest.raises(ConfigError, match="`model` contains FSDPModule, whose ranks exchange parameters"):
-        OomSafeBackward(torch.nn.Sequential(FSDPModule(1, 1)))
-
-
-def test_the_loss_of_a_split_batch_is_the_whole_batchs() -> None:
-    model, backward = linear(limit=2)
-    with torch.no_grad():
-        model.weight += 1
-    result = backward(lambda x: F.mse_loss(model(x), torch.zeros(len(x)).double()), X, loss_scale=0.1)
-    with torch.no_grad():
-        assert result.loss.item() == pytest.approx(F.mse_loss(X @ model.weight, torch.zeros(5).double()).item())
-
-
 def test_a_training_step_that_nearly_fills_the_device_limits_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = [100]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peaks[-1])
@@ -420,3 +312,61 @@ def test_a_training_step_that_nearly_fills_the_device_limits_the_next(monkeypatc
     assert backward(loss, torch.ones(4, 2)).num_parts == 1
     assert backward(loss, torch.ones(6, 2)).num_parts == 2
     assert backward(loss, torch.ones(4, 2)).num_parts == 1
+
+
+def test_weights_may_come_from_the_user_or_from_the_loss() -> None:
+    model = Linear(Allocator(2))
+    result = OomSafeBackward(model, weigh="sum")(lambda x: model(x).sum() / 5, X)
+    torch.testing.assert_close(model.weight.grad, X.mean(0))
+    assert (result.num_parts, result.num_ooms) == (3, 2)
+    model = Linear(Allocator(1))
+    backward = OomSafeBackward(model, weigh=lambda batch: float(batch["w"].sum()))
+    batch = {"x": X[:2], "w": torch.tensor([1.0, 3.0])}
+    result = backward(lambda b: (model(b["x"] + 1) * b["w"]).sum() / b["w"].sum(), batch, loss_scale=0.1)
+    torch.testing.assert_close(model.weight.grad, (X[0] + 1 + 3 * (X[1] + 1)) / 40)
+    assert result.loss.item() == 0  # its own, without the scale
+
+
+def test_a_sample_that_does_not_fit_alone_ends_the_update_with_clean_gradients() -> None:
+    model, backward = linear(limit=0)
+    with pytest.raises(BudgetError, match=r"sample 42 does not fit on rank 0 even alone .*min_samples=1.*truncate"):
+        backward(lambda x: model(x).mean(), X[:2], indices=[42, 43])
+    assert model.weight.grad is None
+    model.allocator.limit = 9
+    backward(lambda x: model(x).mean(), X)  # the next update is none the worse
+    torch.testing.assert_close(model.weight.grad, X.mean(0))
+    model, backward = linear(limit=2, min_samples=2)
+    with pytest.raises(BudgetError, match="3 samples from sample 0 on do not fit"):
+        backward(lambda x: model(x).mean(), X)
+
+
+class FSDPModule(torch.nn.Linear):
+    """Named like those that share their parameters among ranks."""
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Linear(Allocator(1)), {"mode": "again"}, "`mode` must be one of 'retry', 'skip', None, but is 'again'"),
+        (Linear(Allocator(1)), {"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function .*'bytes'"),
+        (Linear(Allocator(1)), {"min_samples": 0}, "`min_samples` must be an int of at least 1"),
+        (Linear(Allocator(2)), {}, "weigh='tokens' counts a batch's 'labels', but this Tensor has none"),
+        (FSDPModule(1, 1), {}, "`model` contains FSDPModule, whose ranks exchange parameters"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OomSafeBackward(model, **options)(lambda x: model(x).mean(), X)
+
+
+def test_other_errors_pass_through_and_without_protection_all_do() -> None:
+    model, backward = linear(limit=9)
+    with pytest.raises(RuntimeError, match="mat1 and mat2|size mismatch|inconsistent"):
+        backward(lambda x: model(x).mean(), torch.ones(2, 3, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r"`compute_loss` must return a scalar, but returned shape \(5,\)"):
+        backward(lambda x: model(x), X)
+    model, backward = linear(limit=2, mode=None)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(lambda x: model(x).mean(), X)
+    backward(lambda x: model(x).mean(), X[:2])
+    assert model.weight.grad is not None
