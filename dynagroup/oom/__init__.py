@@ -2,7 +2,6 @@
 
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory
-from dynagroup.oom.fields import VisionTokens
 from dynagroup.oom.generate import Generated, generate_with_oom_retry
 from dynagroup.oom.inference import (
     classify_dataset,
@@ -14,7 +13,7 @@ from dynagroup.oom.inference import (
     iter_generate,
 )
 from dynagroup.oom.retry import run_with_oom_retry
-from dynagroup.oom.split import BatchSplitter, Splitter
+from dynagroup.oom.split import BatchSplitter, Splitter, VisionTokens
 from dynagroup.oom.train import BackwardResult, OomSafeBackward
 
 __all__ = [

@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
-from dynagroup.oom.fields import VisionTokens, first_dim, is_cache, longest_of, take_cache
 from dynagroup.oom.retry import Parts
-from dynagroup.oom.split import BatchSplitter, Trim
+from dynagroup.oom.split import BatchSplitter, Trim, VisionTokens, first_dim, is_cache, longest_of, take_cache
 from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:
@@ -25,16 +24,13 @@ OutputPart: TypeAlias = "tuple[int, int, Any]"
 
 # Options whose effect depends on padding tokens in the prompt (they look at token ids, or count positions from the left), and
 # the values without effect: with one of them a part keeps its batch's width, so that it generates what the whole would have.
-_SEES_PADDING = dict.fromkeys(
-    ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (None, 0)
-) | dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (None, 1.0))  # fmt: skip
-_SEES_PADDING |= dict.fromkeys(
-    (
-        "bad_words_ids", "sequence_bias", "penalty_alpha", "prompt_lookup_num_tokens", "watermarking_config", "dola_layers",
-        "stop_strings", "forced_eos_token_id", "exponential_decay_length_penalty", "begin_suppress_tokens",
-    ),
-    (None,),
-)  # fmt: skip
+_SEES_PADDING = {
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "bad_words_ids": None, "sequence_bias": None,
+    "penalty_alpha": None, "prompt_lookup_num_tokens": None, "watermarking_config": None, "dola_layers": None,
+    "stop_strings": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
 _CALLABLES = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate", "assistant_model")
 _REFUSED = {
     "streamer": "tokens of a failed attempt cannot be taken back from a stream",
@@ -61,15 +57,10 @@ class Generated(NamedTuple):
 
 
 def generate_with_oom_retry(
-    model: Any,
-    batch: Any,
-    *,
-    min_samples: int = 1,
-    pad_token_id: int | None = None,
-    learned: LearningBudget | None = None,
-    indices: Sequence[int] = (),
-    **generate_kwargs: Any,
-) -> Generated:
+    model: Any, batch: Any, *,
+    min_samples: int = 1, pad_token_id: int | None = None, learned: LearningBudget | None = None,
+    indices: Sequence[int] = (), **generate_kwargs: Any,
+) -> Generated:  # fmt: skip
     """``model.generate(**batch, **generate_kwargs)``, in parts where the whole does not fit.
 
     The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam
@@ -95,34 +86,20 @@ def generate_with_oom_retry(
         generate_kwargs["pad_token_id"] = pad_token_id
     if learned is None:
         learned = _learned_by_model.setdefault(model, LearningBudget())
-    return generate_in_parts(
-        model, batch, generate_kwargs, learned=learned, indices=indices, min_samples=min_samples
-    )  # fmt: skip
+    return generate_in_parts(model, batch, generate_kwargs, learned=learned, indices=indices, min_samples=min_samples)
 
 
 def generate_in_parts(
-    model: Any,
-    batch: Any,
-    kwargs: Mapping[str, Any],
-    *,
-    learned: LearningBudget,
-    indices: Sequence[int] = (),
-    min_samples: int = 1,
-    pad_to_multiple_of: int = 1,
-) -> Generated:
+    model: Any, batch: Any, kwargs: Mapping[str, Any], *,
+    learned: LearningBudget, indices: Sequence[int] = (), min_samples: int = 1, pad_to_multiple_of: int = 1,
+) -> Generated:  # fmt: skip
     """The same, with options that are checked; parts stay as wide as a multiple of ``pad_to_multiple_of``."""
     whole = _Whole(model, batch, kwargs, pad_to_multiple_of)
     watch = watch_of(model)
     parts = Parts(
-        run=whole.generate,
-        part=whole.part,
-        shape=whole.shape,
-        learned=learned,
-        min_samples=min_samples,
-        indices=indices,
-        measured=watch.new_peak if watch is not None else lambda: (None, None),
-        doing="generating for",
-    ).run_all([(0, whole.num_samples)])
+        run=whole.generate, part=whole.part, shape=whole.shape, learned=learned, min_samples=min_samples, indices=indices,
+        measured=watch.new_peak if watch is not None else lambda: (None, None), doing="generating for",
+    ).run_all([(0, whole.num_samples)])  # fmt: skip
     return Generated(parts[0][2] if len(parts) == 1 else whole.merged(parts), len(parts) - 1)
 
 
@@ -164,7 +141,7 @@ class _Whole:
 
     def _trim(self) -> Trim:
         """On which sides padding may be cut off without any effect on what is generated."""
-        depends = any(self._option(name) not in neutral for name, neutral in _SEES_PADDING.items())
+        depends = any(self._option(name) not in (None, neutral) for name, neutral in _SEES_PADDING.items())
         if depends or any(self.kwargs.get(name) for name in _CALLABLES) or "decoder_input_ids" in self.batch:
             return "none"
         if self.is_causal:  # `max_length` counts the prompt's padding; `max_new_tokens` does not

@@ -33,20 +33,11 @@ _POOLINGS |= {"cls": "first", "mean": "mean"}
 
 
 def generate_dataset(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    batch_size: int | None = None,
-    budget: Budget | None = None,
-    output: str | Path | None = None,
-    max_length: int | None = None,
-    max_new_tokens: int | None = None,
-    progress: bool = True,
-    world: World | None = None,
-    learned: LearningBudget | None = None,
-    **generate_kwargs: Any,
-) -> list[Any]:
+    model: Any, tokenizer: Any, texts: Sequence[str], *,
+    batch_size: int | None = None, budget: Budget | None = None, output: str | Path | None = None,
+    max_length: int | None = None, max_new_tokens: int | None = None, progress: bool = True,
+    world: World | None = None, learned: LearningBudget | None = None, **generate_kwargs: Any,
+) -> list[Any]:  # fmt: skip
     """Generate for every text: what a loop over ``model.generate`` gives, in fewer and fuller batches.
 
     Batches are planned by length, longest first. One that does not fit after all is split, and the rest is planned again
@@ -83,42 +74,25 @@ def generate_dataset(
 
 
 def iter_generate(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    batch_size: int | None = None,
-    budget: Budget | None = None,
-    max_length: int | None = None,
-    max_new_tokens: int | None = None,
-    progress: bool = True,
-    skip: Collection[int] = (),
-    learned: LearningBudget | None = None,
-    **generate_kwargs: Any,
-) -> Iterator[tuple[int, Any]]:
-    """(index, result) as they come, longest texts first; nothing is kept. Arguments as for :func:`generate_dataset`.
+    model: Any, tokenizer: Any, texts: Sequence[str], *,
+    batch_size: int | None = None, budget: Budget | None = None, max_length: int | None = None,
+    max_new_tokens: int | None = None, progress: bool = True, skip: Collection[int] = (),
+    learned: LearningBudget | None = None, **generate_kwargs: Any,
+) -> Iterator[tuple[int, Any]]:  # fmt: skip
+    """(index, result) as they come, longest texts first, without those to ``skip``; nothing is kept.
 
-    Args:
-        skip: indices of texts that are done already.
+    Other arguments as for :func:`generate_dataset`.
     """
     given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
     return Generation(*given, learned, max_new_tokens, generate_kwargs).as_they_come(skip)
 
 
 def embed_dataset(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    pooling: Pooling = "mean",
-    normalize: bool = False,
-    batch_size: int | None = None,
-    budget: Budget | None = None,
-    output: str | Path | None = None,
-    max_length: int | None = None,
-    progress: bool = True,
-    world: World | None = None,
-) -> np.ndarray:
+    model: Any, tokenizer: Any, texts: Sequence[str], *,
+    pooling: Pooling = "mean", normalize: bool = False, batch_size: int | None = None,
+    budget: Budget | None = None, output: str | Path | None = None, max_length: int | None = None,
+    progress: bool = True, world: World | None = None,
+) -> np.ndarray:  # fmt: skip
     """One vector a text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
 
     Arguments as for :func:`generate_dataset`; ``output`` may also be a ``.npy`` file.
@@ -141,22 +115,13 @@ def embed_dataset(
 
 
 def iter_embed(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    pooling: Pooling = "mean",
-    normalize: bool = False,
-    batch_size: int | None = None,
-    budget: Budget | None = None,
-    max_length: int | None = None,
-    progress: bool = True,
-    skip: Collection[int] = (),
-) -> Iterator[tuple[int, np.ndarray]]:
-    """(index, float32 vector) as they come, longest texts first; nothing is kept. Arguments as for :func:`embed_dataset`.
+    model: Any, tokenizer: Any, texts: Sequence[str], *,
+    pooling: Pooling = "mean", normalize: bool = False, batch_size: int | None = None,
+    budget: Budget | None = None, max_length: int | None = None, progress: bool = True, skip: Collection[int] = (),
+) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
+    """(index, float32 vector) as they come, longest texts first, without those to ``skip``; nothing is kept.
 
-    Args:
-        skip: indices of texts that are done already.
+    Other arguments as for :func:`embed_dataset`.
 
     >>> vectors = {index: vector for index, vector in iter_embed(model, tokenizer, texts)}  # doctest: +SKIP
     """
@@ -165,51 +130,30 @@ def iter_embed(
 
 
 def classify_dataset(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    batch_size: int | None = None,
-    budget: Budget | None = None,
-    output: str | Path | None = None,
-    max_length: int | None = None,
-    progress: bool = True,
-    world: World | None = None,
-) -> np.ndarray:
+    model: Any, tokenizer: Any, texts: Sequence[str], *,
+    batch_size: int | None = None, budget: Budget | None = None, output: str | Path | None = None,
+    max_length: int | None = None, progress: bool = True, world: World | None = None,
+) -> np.ndarray:  # fmt: skip
     """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`embed_dataset`."""
     given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
     return Classification(*given).whole(output, world)
 
 
 def iter_classify(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    batch_size: int | None = None,
-    budget: Budget | None = None,
-    max_length: int | None = None,
-    progress: bool = True,
-    skip: Collection[int] = (),
-) -> Iterator[tuple[int, np.ndarray]]:
+    model: Any, tokenizer: Any, texts: Sequence[str], *,
+    batch_size: int | None = None, budget: Budget | None = None, max_length: int | None = None,
+    progress: bool = True, skip: Collection[int] = (),
+) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
     """(index, float32 logits) as they come, longest texts first; nothing is kept. Arguments as for :func:`iter_embed`."""
     given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
     return Classification(*given).as_they_come(skip)
 
 
 def encode(
-    model: Any,
-    texts: Sequence[str],
-    *,
-    tokenizer: Any = None,
-    batch_size: int = 32,
-    pooling: Pooling | None = None,
-    normalize: bool | None = None,
-    max_length: int | None = None,
-    output: str | Path | None = None,
-    device: Any = None,
-    progress: bool = True,
-) -> np.ndarray:
+    model: Any, texts: Sequence[str], *,
+    tokenizer: Any = None, batch_size: int = 32, pooling: Pooling | None = None, normalize: bool | None = None,
+    max_length: int | None = None, output: str | Path | None = None, device: Any = None, progress: bool = True,
+) -> np.ndarray:  # fmt: skip
     """One vector a text, float32 (num_texts, features), in batches as large as the ``batch_size`` longest texts' memory.
 
     A folder or name is loaded; if it was made for sentence-transformers, its own pooling, normalisation and longest input
@@ -236,16 +180,9 @@ def encode(
     if tokenizer is None:
         raise ConfigError("`tokenizer` is needed with a model that is loaded already")
     return embed_dataset(
-        model,
-        tokenizer,
-        texts,
-        pooling=pooling or said.pooling,
-        normalize=said.normalize if normalize is None else normalize,
-        batch_size=batch_size,
-        max_length=max_length or said.max_length,
-        output=output,
-        progress=progress,
-    )
+        model, tokenizer, texts, pooling=pooling or said.pooling, output=output, batch_size=batch_size, progress=progress,
+        normalize=said.normalize if normalize is None else normalize, max_length=max_length or said.max_length,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

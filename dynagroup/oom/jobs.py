@@ -56,16 +56,9 @@ class Job:
     copies, new_tokens = 1, 0  # what every text becomes while it is processed
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        texts: Any,
-        batch_size: int | None,
-        budget: Budget | None,
-        max_length: int | None,
-        progress: bool,
-        learned: LearningBudget | None = None,
-    ) -> None:
+        self, model: Any, tokenizer: Any, texts: Any, batch_size: int | None, budget: Budget | None,
+        max_length: int | None, progress: bool, learned: LearningBudget | None = None,
+    ) -> None:  # fmt: skip
         if not callable(getattr(model, "parameters", None)):
             raise ConfigError(f"`model` must be a loaded model, but is {model!r:.80}; from_pretrained loads one")
         if getattr(budget, "layout", "padded") == "packed":

@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import is_out_of_memory
 from dynagroup.errors import BudgetError
-from dynagroup.oom.fields import describe, shape_of
-from dynagroup.oom.split import BatchSplitter, Splitter
+from dynagroup.oom.split import BatchSplitter, Splitter, describe, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.validation import check_int
 
@@ -80,15 +79,11 @@ def halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def run_with_oom_retry(
-    fn: Callable[[B], T],
-    batch: B,
-    *,
-    split: Splitter[B] | None = None,
-    min_samples: int = 1,
-    retry_on: Callable[[BaseException], bool] = is_out_of_memory,
-    learned: LearningBudget | None = None,
+    fn: Callable[[B], T], batch: B, *,
+    split: Splitter[B] | None = None, min_samples: int = 1,
+    retry_on: Callable[[BaseException], bool] = is_out_of_memory, learned: LearningBudget | None = None,
     indices: Sequence[int] = (),
-) -> list[T]:
+) -> list[T]:  # fmt: skip
     """``fn(batch)``, in parts where the whole does not fit; the parts' results in input order.
 
     ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not
@@ -114,15 +109,13 @@ def run_with_oom_retry(
     [[2, 4], [6], [8, 10]]
     """
     splitter = split if split is not None else BatchSplitter()
+    part = lambda start, stop: splitter.take(batch, start, stop)  # noqa: E731
     parts = Parts(
-        run=lambda start, stop: fn(splitter.take(batch, start, stop)),
-        part=lambda start, stop: splitter.take(batch, start, stop),
-        shape=lambda start, stop: shape_of(splitter.take(batch, start, stop), stop - start),
+        run=lambda start, stop: fn(part(start, stop)), part=part,
+        shape=lambda start, stop: shape_of(part(start, stop), stop - start),
         learned=learned if learned is not None else LearningBudget(),
-        min_samples=min_samples,
-        retry_on=retry_on,
-        indices=indices,
-    )
+        min_samples=min_samples, retry_on=retry_on, indices=indices,
+    )  # fmt: skip
     if parts.learned.has_learned:
         waiting = [(0, splitter.num_samples(batch))]
     else:

@@ -1,53 +1,45 @@
-"""Take some samples out of a batch of any usual kind, trimmed to their own longest."""
+"""Take some samples out of a batch of any usual kind, trimmed to their own longest; and what a batch's shape is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast
 
 import numpy as np
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom.fields import (
-    VISION_KEYS,
-    Fields,
-    VisionTokens,
-    cut,
-    fields_of,
-    first_dim,
-    holds_samples,
-    is_array,
-    is_cache,
-    is_table,
-    packed_borders,
-    rebuild,
-    take_packed,
-    take_vision,
-    to_numpy,
-)
+from dynagroup.oom.vision import VISION_KEYS, VisionTokens, take_vision
+from dynagroup.shapes import BatchShape
 from dynagroup.validation import check_choice
 
-__all__ = ["BatchSplitter", "KeyRule", "Splitter", "Trim"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BatchSplitter", "Splitter", "describe", "longest_of", "packed_borders", "shape_of"]
 
 B = TypeVar("B")
 Trim: TypeAlias = Literal["both", "left", "right", "none"]
 KeyRule: TypeAlias = Callable[[Any, Any, int, int], Any]
+Fields: TypeAlias = "dict[Any, Any]"
 
 # One entry per token of the sample; trimmed together with `attention_mask`.
-TOKEN_KEYS = frozenset(
-    {
-        "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "shift_labels", "inputs_embeds",
-        "special_tokens_mask", "mm_token_type_ids", "global_attention_mask", "loss_mask", "assistant_masks",
-        "completion_mask",
-    }
-)  # fmt: skip
+TOKEN_KEYS = {
+    "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "shift_labels", "inputs_embeds", "loss_mask",
+    "special_tokens_mask", "mm_token_type_ids", "global_attention_mask", "assistant_masks", "completion_mask",
+}  # fmt: skip
 # About the batch as a whole, whatever their size.
-SHARED_KEYS = frozenset({"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"})
+SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"}
 _SIZED_BY = (
     "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
 )  # fmt: skip
 _IGNORED_LABEL = -100
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+_LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
+_LAYERS = ("past_key_values", "hidden_states", "attentions")  # sequences of layers, not of samples
 
 
 class Splitter(Protocol[B]):
@@ -66,10 +58,10 @@ class Splitter(Protocol[B]):
 class BatchSplitter:
     """Splits dicts, ``BatchEncoding`` and ``ModelOutput``, tuples, tensors, arrays, lists and caches.
 
-    A mapping, tuple or dataclass holds fields, each with one entry per sample. A list holds samples, unless it holds
-    tensors of one first dimension, as ``default_collate`` returns them for tuples: then it holds fields. Numbers and
-    strings go to every part. What fits no rule is refused with its key: nothing is guessed. A packed batch, one row with
-    ``cu_seq_lens_q`` or with ``position_ids`` that start again, is split between its samples.
+    Mappings, tuples and dataclasses hold fields of one entry per sample, and so do lists of tensors of one first dimension
+    (``default_collate``); other lists hold samples. Numbers and strings go to every part. What fits no rule is refused with
+    its key. A packed batch, one row with ``cu_seq_lens_q`` or with ``position_ids`` that start again, is split between its
+    samples.
 
     Args:
         trim: sides on which a part loses its padding columns, as its ``attention_mask`` shows them. On the left this
@@ -112,7 +104,14 @@ class BatchSplitter:
             if fields.get(key) is not None and key not in self.rules:
                 return len(fields[key])
         own = {*self.rules, *self.shared_keys, *SHARED_KEYS, *VISION_KEYS}
-        return _agreed({str(key): first_dim(value) for key, value in fields.items() if key not in own})
+        sizes = {str(key): first_dim(value) for key, value in fields.items() if key not in own}
+        known = {size for size in sizes.values() if size is not None}
+        if len(known) != 1:
+            raise ConfigError(
+                f"how many samples the batch holds is not clear from the first dimensions of its fields: {sizes}; "
+                "give `split` an object with `num_samples` and `take`, or BatchSplitter(rules=..., shared_keys=...)"
+            )
+        return known.pop()
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Samples ``start`` to ``stop - 1``, trimmed. Tensors are views of the batch's."""
@@ -141,7 +140,7 @@ class BatchSplitter:
         """Token columns of the batch that a part keeps: ``first, last + 1``."""
         fields = fields_of(batch) or {}
         mask = fields.get("attention_mask")
-        if not is_table(mask):
+        if not is_array(mask) or mask.ndim != 2:
             named = (fields.get(key) for key in ("input_ids", "inputs_embeds"))
             return 0, next((int(value.shape[1]) for value in named if is_array(value) and value.ndim > 1), 0)
         width = int(mask.shape[1])
@@ -159,7 +158,7 @@ class BatchSplitter:
                 return value[:, start:stop]
             if value.ndim == 1 or value.shape[0] == 1:
                 return value
-        return cut(value, str(key), num_samples, start, stop)
+        return _cut(value, str(key), num_samples, start, stop)
 
     def _may_trim(self, fields: Fields, num_samples: int, width: int) -> bool:
         """Every field as wide as the mask is known to hold one entry per token, so all of them can be trimmed alike."""
@@ -170,10 +169,10 @@ class BatchSplitter:
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
         """Cut columns off all that has one entry per token, in place."""
-        if not is_table(fields.get("attention_mask")):
+        mask = fields.get("attention_mask")
+        if not is_array(mask) or mask.ndim != 2:
             return
-        width = fields["attention_mask"].shape[1]
-        first, last = self.columns(fields, start, stop)
+        width, (first, last) = mask.shape[1], self.columns(fields, start, stop)
         for key in parts.keys() & (TOKEN_KEYS | self.token_keys):
             value = fields[key]
             if not is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
@@ -197,7 +196,7 @@ class BatchSplitter:
 def _labels_allow(fields: Fields, start: int, stop: int, first: int, last: int) -> bool:
     """Whether no label is lost. Labels as wide as the mask may also be a target side of the same width by accident."""
     labels, width = fields.get("labels"), fields["attention_mask"].shape[1]
-    if not is_table(labels) or labels.shape[1] != width or "decoder_input_ids" in fields:
+    if not is_array(labels) or tuple(labels.shape[1:]) != (width,) or "decoder_input_ids" in fields:
         return True
     rows = labels[start:stop]
     return all(bool((side == _IGNORED_LABEL).all()) for side in (rows[:, :first], rows[:, last:]))
@@ -210,12 +209,168 @@ def _as_wide(value: Any, num_samples: int, width: int) -> bool:
     return any(_as_wide(part, num_samples, width) for part in fields.values())
 
 
-def _agreed(sizes: dict[str, int | None]) -> int:
-    known = {name: size for name, size in sizes.items() if size is not None}
-    if len(set(known.values())) != 1:
+def is_array(value: Any) -> TypeGuard[Any]:
+    """A tensor or an array (both slice, compare and reduce alike)."""
+    return isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")
+
+
+def to_numpy(value: torch.Tensor | np.ndarray) -> np.ndarray:
+    return value if isinstance(value, np.ndarray) else value.cpu().numpy()
+
+
+def fields_of(value: Any) -> Fields | None:
+    """What a container holds by key, position or name; None for what is none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (tuple, list)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return None
+
+
+def holds_samples(batch: Any) -> bool:
+    """Whether a batch is an array, or a list of samples: not one of tensors of one first dimension."""
+    if not isinstance(batch, list):
+        return is_array(batch)
+    return not batch or not all(is_array(v) and v.ndim for v in batch) or len({len(v) for v in batch}) > 1
+
+
+def first_dim(value: Any) -> int | None:
+    if is_cache(value):
+        layers = getattr(getattr(value, "self_attention_cache", value), "layers", [])
+        value = next((layer.keys for layer in layers if getattr(layer, "keys", None) is not None), None)
+    sized = value.ndim > 0 if is_array(value) else isinstance(value, (list, tuple))
+    return len(value) if sized else None
+
+
+def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
+    """One field's entries of the samples ``start`` to ``stop - 1``."""
+    if value is None or isinstance(value, (str, bytes, int, float, complex, np.generic)):
+        return value
+    if is_cache(value):
+        return take_cache(value, start, stop)
+    if is_array(value):
+        if not value.ndim:
+            return value
+        if len(value) == num_samples:
+            return value[start:stop]
+    elif isinstance(value, (list, tuple)) and len(value) == num_samples and not name.endswith(_LAYERS):
+        return rebuild(value, dict(enumerate(value[start:stop])), start, stop)
+    elif (fields := fields_of(value)) is not None:
+        parts = {key: _cut(part, f"{name}.{key}", num_samples, start, stop) for key, part in fields.items()}
+        return rebuild(value, parts, start, stop)
+    raise ConfigError(
+        f"`{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples} and cannot be split; "
+        f"give BatchSplitter(rules={{{name!r}: lambda value, batch, start, stop: ...}}) or shared_keys={{{name!r}}}"
+    )
+
+
+def rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
+    """The same kind of container with other contents."""
+    if isinstance(like, (tuple, list)):
+        return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
+    if dataclasses.is_dataclass(like):  # ModelOutput too
+        return cast(Any, type(like))(**parts)
+    encodings = getattr(like, "encodings", None)
+    if encodings is not None:  # BatchEncoding of a fast tokenizer: offsets and words per sample
+        return type(like)(parts, encoding=encodings[start:stop], n_sequences=like.n_sequences)
+    new = copy.copy(like)
+    if not isinstance(new, MutableMapping):
+        raise ConfigError(f"a batch of type {type(like).__name__} cannot be rebuilt; give `split` an object that can")
+    new.update(parts)
+    return new
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is a cache of ``transformers``; without its module there is none."""
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, (module.Cache, module.EncoderDecoderCache))
+
+
+def take_cache(cache: Any, start: int, stop: int) -> Any:
+    """Some samples of a cache as one of their own: layers are copied, then told to select; the given one stays as it is."""
+    import torch
+    from transformers.cache_utils import EncoderDecoderCache
+
+    if isinstance(cache, EncoderDecoderCache):
+        parts = (take_cache(c, start, stop) for c in (cache.self_attention_cache, cache.cross_attention_cache))
+        return type(cache)(*parts)
+    part = copy.copy(cache)
+    part.layers = [copy.copy(layer) for layer in cache.layers]
+    if not all(hasattr(layer, "batch_select_indices") for layer in part.layers):
         raise ConfigError(
-            "how many samples the batch holds is not clear from the first dimensions of its fields: "
-            f"{known or 'no tensors'}; "
-            "give `split` an object with `num_samples` and `take`, or BatchSplitter(rules=..., shared_keys=...)"
+            f"a {type(cache).__name__} is written in place and cannot be split; pass a DynamicCache, or none and let "
+            "`generate` make its own"
         )
-    return next(iter(known.values()))
+    part.batch_select_indices(torch.arange(start, stop))
+    return part
+
+
+def longest_of(batch: Any) -> int:
+    """Width of a padded batch: its token columns, else the second dimension of its first tensor that has one, else 1."""
+    fields = {} if is_array(batch) else fields_of(batch) or {}
+    named = (fields.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
+    wide = (value for value in (*named, batch, *fields.values()) if is_array(value) and value.ndim >= 2)
+    return next((int(value.shape[1]) for value in wide), 1)
+
+
+def shape_of(batch: Any, num_samples: int) -> BatchShape:
+    """The shape (K = 1) of a batch as it is run: a packed one by its samples' own lengths."""
+    borders = packed_borders(batch) if isinstance(batch, Mapping) else None
+    if borders is None:
+        return BatchShape.of(num_samples, longest_of(batch))
+    return BatchShape.of(num_samples, int(np.diff(borders).max()), borders[-1])
+
+
+def describe(batch: Any) -> str:
+    """The shapes in a batch, short enough for a message."""
+    if is_array(batch):
+        return str(tuple(batch.shape))
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name}: {describe(value)}" for name, value in list(batch.items())[:6])
+    return type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
+
+
+def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
+    """Where the samples of a packed batch begin, and where the last one ends; None for any other batch.
+
+    >>> packed_borders({"input_ids": np.zeros((1, 5)), "position_ids": np.array([[0, 1, 0, 1, 2]])})
+    [0, 2, 5]
+    """
+    row = next((batch[k] for k in ("input_ids", "inputs_embeds") if getattr(batch.get(k), "ndim", 0) >= 2), None)
+    if row is None or row.shape[0] != 1:
+        return None
+    marks = next((batch[key] for key in _BORDERS if batch.get(key) is not None), None)
+    if marks is not None:
+        return [int(mark) for mark in marks]
+    places, tokens = batch.get("position_ids"), int(row.shape[1])
+    if places is None or tuple(places.shape) != (1, tokens) or batch.get("attention_mask") is not None:
+        return None
+    starts = np.flatnonzero(np.diff(to_numpy(places[0])) != 1) + 1
+    return [0, *starts.tolist(), tokens]
+
+
+def take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:
+    """What samples ``start`` to ``stop - 1`` of a packed batch have of one field."""
+    tokens, num_samples, first, last = borders[-1], len(borders) - 1, borders[start], borders[stop]
+    if key in _BORDERS:
+        return value[start : stop + 1] - value[start]
+    if key in _LONGEST:
+        longest = int(np.diff(borders[start : stop + 1]).max())
+        return longest if isinstance(value, int) else value * 0 + longest
+    if not is_array(value) or value.ndim == 0:
+        return value[start:stop] if isinstance(value, (list, tuple)) and len(value) == num_samples else value
+    if value.ndim >= 2 and tuple(value.shape[-2:]) == (tokens, tokens):
+        return value[..., first:last, first:last]
+    if value.ndim >= 2 and tuple(value.shape[:2]) == (1, tokens):
+        part = value[:, first:last]
+        return part - part[:, :1] if key == "seq_idx" else part
+    if key == "position_ids" and value.shape[-1] == tokens:  # a plane each for time, height, width
+        return value[..., first:last]
+    if len(value) == num_samples:
+        return value[start:stop]
+    raise ConfigError(
+        f"`{key}` {tuple(value.shape)} has entries neither for the {tokens} tokens nor for the {num_samples} samples of a packed "
+        f"batch and cannot be split; give BatchSplitter(rules={{{key!r}: lambda value, batch, start, stop: ...}})"
+    )

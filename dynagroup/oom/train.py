@@ -13,10 +13,9 @@ from dynagroup.budget.learning import COST_UNIT, NO_COST, LearningBudget
 from dynagroup.device import PeakWatch
 from dynagroup.distributed import DistributedWorld, SingleProcess, World
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom.fields import describe, longest_of, shape_of
 from dynagroup.oom.gradients import average_gradients, broadcast_buffers, find_ddp, local_gradients
 from dynagroup.oom.retry import attempt, halves
-from dynagroup.oom.split import BatchSplitter, Splitter
+from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
 from dynagroup.update.step import Step
@@ -162,17 +161,11 @@ class OomSafeBackward:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        mode: OomMode = "retry",
-        weigh: Weigh | Literal["sum"] = "tokens",
-        splitter: Splitter[Any] | None = None,
-        min_samples: int = 1,
-        world: World | None = None,
-        learned: LearningBudget | None = None,
+        self, model: torch.nn.Module, *,
+        mode: OomMode = "retry", weigh: Weigh | Literal["sum"] = "tokens", splitter: Splitter[Any] | None = None,
+        min_samples: int = 1, world: World | None = None, learned: LearningBudget | None = None,
         backward: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._mode = check_choice("mode", mode, ("retry", "skip", None))
         self._min_samples = check_int("min_samples", min_samples)
         self._model, self._ddp = model, None if mode is None else find_ddp(model)
@@ -199,15 +192,9 @@ class OomSafeBackward:
         )  # fmt: skip
 
     def __call__(
-        self,
-        compute_loss: ComputeLoss,
-        batch: Any,
-        *,
-        loss_scale: float = 1.0,
-        ends_update: bool = True,
-        indices: Sequence[int] = (),
-        idle: bool = False,
-    ) -> BackwardResult:
+        self, compute_loss: ComputeLoss, batch: Any, *,
+        loss_scale: float = 1.0, ends_update: bool = True, indices: Sequence[int] = (), idle: bool = False,
+    ) -> BackwardResult:  # fmt: skip
         """Forward and backward of one batch, ``backward(compute_loss(batch) * loss_scale)``, in parts if need be.
 
         Args:

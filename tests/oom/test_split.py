@@ -212,3 +212,8 @@ def test_model_outputs_and_caches() -> None:
     config = models.llama(vocab=8, width=8, layers=1)
     with pytest.raises(ConfigError, match="a StaticCache is written in place and cannot be split"):
         take({"input_ids": torch.ones(3, 1), "past_key_values": StaticCache(config=config, max_cache_len=4)}, 0, 1)
+
+
+def test_labels_without_a_mask_keep_their_width() -> None:
+    part = take({"input_values": torch.ones(2, 5), "labels": torch.ones(2, 5)}, 0, 1)
+    assert part["labels"].shape == (1, 5)

@@ -16,7 +16,7 @@ from dynagroup import TokenBudget, text_dataloader
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.packing import check_packing, mask_bytes, packing_collator
 from dynagroup.integrations.varlen import use_varlen_attention
-from dynagroup.oom.fields import packed_borders
+from dynagroup.oom.split import packed_borders
 from tests import models
 from tests.test_text import numbered
 from tests.test_text import tokenizer as tokenizer

@@ -13,8 +13,7 @@ from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom import LearningBudget, OomSafeBackward
-from dynagroup.oom.fields import packed_borders, shape_of
-from dynagroup.oom.split import BatchSplitter
+from dynagroup.oom.split import BatchSplitter, packed_borders, shape_of
 from tests.allocator import Allocator
 from tests.integrations import toys
 from tests.packed import training
