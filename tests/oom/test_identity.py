@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,17 +24,15 @@ class Processor(transformers.LogitsProcessor):
         self.token = token
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[:, self.token] = -float("inf")
         return scores
 
 
-def settings(token: int = 3, **more: Any) -> dict[str, Any]:
+def identity(
+    model: Any = None, tokenizer: Any = None, texts: Any = TEXTS, token: int = 3, **more: Any
+) -> dict[str, Any]:
     arguments = {"logits_processor": transformers.LogitsProcessorList([Processor(token)]), **more}
-    return {"task": "generate", "max_length": None, "arguments": arguments}
-
-
-def identity(model: Any = None, tokenizer: Any = None, texts: Any = TEXTS, **more: Any) -> dict[str, Any]:
-    return identity_of(model or small_llama(), tokenizer or small_tokenizer(), texts, settings(**more))
+    settings = {"task": "generate", "max_length": None, "arguments": arguments}
+    return identity_of(model or small_llama(), tokenizer or small_tokenizer(), texts, settings)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +47,14 @@ def test_the_same_job_is_the_same_in_another_process(first: dict[str, Any]) -> N
     assert json.loads(done.stdout) == first
 
 
-def test_a_tokenizer_that_was_used_is_still_the_same(first: dict[str, Any]) -> None:
-    used = small_tokenizer()
+def test_having_been_used_or_loaded_elsewhere_is_no_matter(first: dict[str, Any]) -> None:
+    used, model = small_tokenizer(), small_llama()
     used(TEXTS, truncation=True, max_length=3, padding=True)
-    assert identity(tokenizer=used) == first
+    model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3)
+    model.train()
+    model.config._name_or_path = "elsewhere"
+    model.generation_config.transformers_version = "9.9"
+    assert identity(model, used) == first
 
 
 def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -60,32 +62,45 @@ def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in first if first[name] != other[name]]
 
 
-def test_texts_are_told_apart_also_when_they_join_to_the_same(first: dict[str, Any]) -> None:
+def test_other_texts_arguments_or_tokenizers_are_noticed(first: dict[str, Any]) -> None:
     joined = [TEXTS[0] + TEXTS[1][:1], TEXTS[1][1:], *TEXTS[2:]]
-    assert "".join(joined) == "".join(TEXTS)
-    assert differing(first, identity(texts=joined)) == ["texts"]
-    assert differing(first, identity(texts=TEXTS[::-1])) == ["texts"]
+    assert differing(first, identity(texts=joined)) == differing(first, identity(texts=TEXTS[::-1])) == ["texts"]
     assert identity(texts=["\ud800"]) != identity(texts=["\ud801"])
+    assert differing(first, identity(token=4)) == ["arguments"]
+    a, b = (identity(generation_config=transformers.GenerationConfig(num_beams=n)) for n in (2, 3))
+    assert differing(a, b) == differing(first, a) == ["arguments"]
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens(["w1 w2"])
+    assert differing(first, identity(tokenizer=tokenizer)) == ["tokenizer"]
 
 
-@pytest.mark.parametrize("position", ["first", "last", "swapped"])
-def test_other_weights_are_noticed(position: str, first: dict[str, Any]) -> None:
-    model = small_llama()
-    with torch.no_grad():
-        weights = model.model.layers[1].mlp.up_proj.weight
-        if position == "swapped":
-            weights[[0, 1]] = weights[[1, 0]]
-        else:
-            row = {"first": 0, "last": -1}[position]
-            weights[row, row] *= 1.0001
-    assert differing(first, identity(model)) == ["model"]
+def swap(model: Any) -> None:
+    rows = model.model.layers[1].mlp.up_proj.weight
+    rows[[0, 1]] = rows[[1, 0]]
+
+
+CHANGES: dict[str, list[Callable[[Any], Any]]] = {
+    "model": [swap, lambda model: model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001)],
+    "model's generation_config": [lambda model: setattr(model.generation_config, "num_beams", 3)],
+    "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],
+    "model's switches": [lambda model: setattr(model, "temperature", 2.0)],
+}
+
+
+def test_another_model_is_noticed(first: dict[str, Any]) -> None:
+    for name, changes in CHANGES.items():
+        for change in changes:
+            model = small_llama()
+            with torch.no_grad():
+                change(model)
+            assert differing(first, identity(model)) == [name]
 
 
 def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places() -> None:
     def of(tensor: torch.Tensor) -> str:
         model = torch.nn.Module()
         model.register_buffer("table", tensor)
-        return identity_of(model, small_tokenizer(), [], {})["model"]  # type: ignore[return-value]
+        return identity_of(model, small_tokenizer(), [], {})["model"]
 
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64, torch.bool):
@@ -97,67 +112,21 @@ def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places(
         assert of(table.clone()) == of(table)
 
 
-def test_another_generation_config_config_or_tokenizer_is_noticed(first: dict[str, Any]) -> None:
-    model = small_llama()
-    model.generation_config.num_beams = 3
-    assert differing(first, identity(model)) == ["model's generation_config"]
-    model = small_llama()
-    model.config.rms_norm_eps = 1e-3
-    assert differing(first, identity(model)) == ["model's config"]
-    tokenizer = small_tokenizer()
-    tokenizer.add_tokens(["w1 w2"])
-    assert differing(first, identity(tokenizer=tokenizer)) == ["tokenizer"]
-
-
-@pytest.fixture(scope="module")
-def with_adapters() -> Any:
+def test_what_is_done_with_adapters_is_noticed() -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    return adapted(small_llama(), lora, "first", "second")
-
-
-@pytest.mark.parametrize("change", ["another adapter", "both adapters", "switched off", "scaled", "merged"])
-def test_what_is_done_with_adapters_is_noticed(change: str, with_adapters: Any) -> None:
-    model = with_adapters
-    before = identity(model)
-    scalings = [m.scaling for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]
+    model = adapted(small_llama(), lora, "first", "second")
+    seen = [before := identity(model)]
+    for adapters in ("second", ["first", "second"]):
+        model.base_model.set_adapter(adapters)
+        seen.append(identity(model))
+    model.set_adapter("first")
     assert identity(model) == before
-    with contextlib.ExitStack() as undo:
-        undo.callback(model.set_adapter, "first")
-        if change == "another adapter":
-            model.set_adapter("second")
-        elif change == "both adapters":
-            model.base_model.set_adapter(["first", "second"])
-        elif change == "switched off":
-            undo.enter_context(model.disable_adapter())
-        elif change == "merged":
-            undo.callback(model.unmerge_adapter)
-            model.merge_adapter()
-        else:
-            for scaling in scalings:
-                undo.callback(scaling.update, dict(scaling))
-                scaling["first"] *= 2
-        assert "model's switches" in differing(before, identity(model))
-
-
-def test_plain_settings_of_a_module_are_noticed_and_running_a_model_changes_none(first: dict[str, Any]) -> None:
-    model = small_llama()
-    model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3)
-    model.train()
-    assert identity(model) == first
-    model.temperature = 2.0
-    assert differing(first, identity(model)) == ["model's switches"]
-
-
-def test_other_arguments_are_noticed_also_within_objects(first: dict[str, Any]) -> None:
-    assert differing(first, identity(token=4)) == ["arguments"]
-    assert differing(first, identity(generation_config=transformers.GenerationConfig(num_beams=2))) == ["arguments"]
-    a, b = (identity(generation_config=transformers.GenerationConfig(num_beams=n)) for n in (2, 3))
-    assert differing(a, b) == ["arguments"]
-
-
-def test_where_a_model_was_loaded_from_is_no_matter(first: dict[str, Any]) -> None:
-    model = small_llama()
-    model.config._name_or_path = "elsewhere"
-    model.generation_config.transformers_version = "9.9"
-    assert identity(model) == first
+    with model.disable_adapter():
+        seen.append(identity(model))
+    for scaling in [m.scaling for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]:
+        scaling["first"] *= 2
+    seen.append(identity(model))
+    model.merge_adapter()
+    seen.append(identity(model))
+    assert len({one["model's switches"] for one in seen}) == len(seen)
