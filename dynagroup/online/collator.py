@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, with_tokens
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, shorten
-from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.padded import OBJECTIVES, Objective, cut
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said, units_of
@@ -93,12 +93,11 @@ class RefinementCollator:
     collate_fn: Callable[[list[Any]], Any] | None
     budget: Budget
     length_of: LengthOf | None = None
-    weigh: Weigh = field(default="tokens", kw_only=True)
-    oversize: Oversize = field(default="alone", kw_only=True)
-    work: Work = field(default=DEFAULT_WORK, kw_only=True)
-    objective: Objective = field(default="time", kw_only=True)
-    _warned_wide: bool = field(default=False, init=False, repr=False)
-    _collates_to_measure: bool = field(default=False, init=False, repr=False)
+    _: KW_ONLY
+    weigh: Weigh = "tokens"
+    oversize: Oversize = "alone"
+    work: Work = DEFAULT_WORK
+    objective: Objective = "time"
 
     def __post_init__(self) -> None:
         if self.collate_fn is not None:
@@ -106,16 +105,17 @@ class RefinementCollator:
         if self.length_of is not None:
             check_function("length_of", self.length_of, "from a sample to its tokens")
         check_choice("oversize", self.oversize, ("alone", "error"))
-        object.__setattr__(self, "work", check_work(self.work))
         check_choice("objective", self.objective, OBJECTIVES)
+        self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
+        self._warned_wide = self._collates_to_measure = False
 
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
             count = len(window)
             window = WindowSamples(Request(np.arange(count), (count,), number=0, indices=range(count)), list(window))
         try:
-            refined = self._refine(window) if window.samples else []
+            refined = self._refine(window)
         except _WiderThanMeasured as wider:
             self._collates_to_measure = True
             warn_user(
@@ -124,7 +124,7 @@ class RefinementCollator:
                 "`pad_to_multiple_of`"
             )
             refined = self._refine(window)
-        return RefinedWindow(window.request.number, refined, window.resume, window.worker, window.spare)
+        return RefinedWindow(window.request.number, refined, window.place)
 
     def split(self, refined: Refined, parts: int) -> list[Refined]:
         """The batch in so many parts; its samples must have been kept. Parts of a batch that fits also fit."""
@@ -132,12 +132,10 @@ class RefinementCollator:
             raise ConfigError(
                 f"a batch of {len(refined)} samples, kept: {refined.samples is not None}, has no {parts} parts"
             )
-        bounds = np.linspace(0, len(refined), parts + 1).astype(int).tolist()
+        bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
-        made = self._collate_all(
-            _batches(np.diff(bounds)), [refined.group] * parts, refined.lengths, request, refined.samples
-        )
-        return [replace(part, late=refined.late) for part in made]
+        marks = [{"group": refined.group, "late": refined.late}] * parts
+        return self._collate_all(_neighbours(np.diff(bounds)), marks, refined.lengths, request, refined.samples)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """True lengths of these samples: stream -> int32 (N,)."""
@@ -162,36 +160,39 @@ class RefinementCollator:
 
     def _refine(self, window: WindowSamples) -> list[Refined]:
         request, samples = window.request, window.samples
+        if not samples:
+            return []
         lengths = self.measure(samples, request.indices)
-        batches, groups = self._divide(lengths, request)
+        batches, marks = self._divide(lengths, request)
         may_learn = self.length_of is None and not self._collates_to_measure
-        refined = self._collate_all(batches, groups, lengths, request, samples, may_learn=may_learn)
-        return _with_planned(refined, request)
+        return self._collate_all(batches, marks, lengths, request, samples, may_learn=may_learn)
 
-    def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[int]]:
-        """Planned batches that fit stay, neighbours that both shrank are joined where they fit, all others are cut."""
+    def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[dict[str, Any]]]:
+        """Planned batches that fit stay, neighbours that both shrank are joined where they fit, all others are cut. With what
+        became of them: see ``group``, ``late`` and ``joined`` of :class:`Refined`."""
         if request.groups is None:
             batches = self._cut(lengths)
-            return batches, [0] * len(batches)
-        planned = _batches(request.groups)
+            return batches, [{}] * len(batches)
+        planned = _neighbours(np.asarray(request.groups))
         shapes = shapes_of(planned, lengths)
         fits = self.budget.fits(shapes)
         shrunk = np.zeros(len(planned), np.bool_)
         if request.costs is not None:
             shrunk = fits & (padded_tokens(shapes, self.budget) < np.asarray(request.costs))
         parts: list[Batches] = []
-        numbers: list[int] = []
+        marks: list[dict[str, Any]] = []
         for number, members in enumerate(planned):
             if number and shrunk[number] and shrunk[number - 1]:
                 both = np.concatenate([parts[-1].order, members])
                 if self.budget.fits(BatchShape.of_samples({n: v[both] for n, v in lengths.items()}))[0]:
                     parts[-1] = _whole(both)
+                    marks[-1]["joined"] += 1
                     continue
             stays = fits[number] or len(members) == 1
             made = _whole(members) if stays else self._cut({n: v[members] for n, v in lengths.items()}).map(members)
             parts.append(made)
-            numbers += [number] * len(made)
-        return Batches.concatenate(parts), numbers
+            marks += [{"group": number, "late": part > 0, "joined": 0} for part in range(len(made))]
+        return Batches.concatenate(parts), marks
 
     def _cut(self, lengths: Streams) -> Batches:
         return cut(lengths, self.budget, work=self.work, objective=self.objective)
@@ -199,7 +200,7 @@ class RefinementCollator:
     def _collate_all(
         self,
         batches: Batches,
-        groups: list[int],
+        marks: Sequence[Mapping[str, Any]],
         lengths: Streams,
         request: Request,
         samples: list[Any],
@@ -207,17 +208,16 @@ class RefinementCollator:
         may_learn: bool = False,
     ) -> list[Refined]:
         shapes = shapes_of(batches, lengths)
-        of_all = {
-            "oversize": ~self.budget.fits(shapes),
-            "padded": padded_tokens(shapes, self.budget),
-            "squares": padded_squares(shapes, self.budget),
-            "work": self.work.of_batches(batches, lengths, self.budget),
-            "real": real_tokens(shapes, self.budget),
-        }
-        counted = [
-            dict(zip(of_all, row, strict=True)) for row in zip(*(v.tolist() for v in of_all.values()), strict=True)
-        ]
-        kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()) if request.keep else ()
+        counted = _rows(
+            oversize=~self.budget.fits(shapes),
+            padded=padded_tokens(shapes, self.budget),
+            squares=padded_squares(shapes, self.budget),
+            work=self.work.of_batches(batches, lengths, self.budget),
+            real=real_tokens(shapes, self.budget),
+        )
+        shown = shapes.total if self.budget.layout == "packed" else shapes.longest
+        widths = _rows(**{name: shown[name] for name in padded_streams(self.budget, lengths)})
+        kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist())
         made = []
         for number, members in enumerate(batches):
             places = members.tolist()
@@ -227,42 +227,36 @@ class RefinementCollator:
             if counted[number]["oversize"]:
                 _check_alone(indices, measured, self.oversize)
             else:
-                self._check_width(batch, indices, measured, may_learn=may_learn)
+                self._check_width(batch, indices, measured, widths[number], may_learn=may_learn)
             weight = _asked("weigh", self._weight_of, batch, len(places), of=_batch_of(indices))
+            facts = {"samples": chosen if number in kept else None, **marks[number], **counted[number]}
             positions = tuple(request.positions[members].tolist())
-            held = chosen if number in kept else None
-            made.append(
-                Refined(
-                    batch, indices, positions, measured, weight, group=groups[number], samples=held, **counted[number]
-                )
-            )
+            made.append(Refined(batch, indices, positions, measured, weight, **facts))
         return made
 
-    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, *, may_learn: bool) -> None:
+    def _check_width(
+        self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int], *, may_learn: bool
+    ) -> None:
         """A batch is as wide as its longest sample in every stream that it shows (packed: as long as all of them), or lengths
         were measured wrong."""
         packed = self.budget.layout == "packed"
-        least = np.sum if packed else np.max
-        measured = {name: int(least(lengths[name])) for name in padded_streams(self.budget, lengths)}
-        shown = {name: total_of(batch, name) if packed else width_of(batch, len(indices), name) for name in measured}
-        too_wide = {
-            name: np.array([tokens])
-            for name, tokens in shown.items()
-            if tokens is not None and tokens > measured[name] + -measured[name] % self.budget.pad_to_multiple_of
-        }
-        if not too_wide:
+        wide = {}
+        for name, width in widths.items():
+            tokens = total_of(batch, name) if packed else width_of(batch, len(indices), name)
+            if tokens is not None and tokens > width + -width % self.budget.pad_to_multiple_of:
+                wide[name] = tokens
+        if not wide:
             return
-        came = " and ".join(f"{shown[name]} {said(name)}" for name in too_wide)
-        shown_least = " and ".join(str(measured[name]) for name in too_wide)
+        came = " and ".join(f"{tokens} {said(name)}" for name, tokens in wide.items())
         form, whose = ("long", "which measure") if packed else ("wide", "whose longest sample measures")
-        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {shown_least}"
+        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} " + " and ".join(
+            str(widths[name]) for name in wide
+        )
         if may_learn:
             raise _WiderThanMeasured(told)
-        shape = BatchShape.of_samples(lengths)
-        longest, total = (
-            (shape.longest, {**shape.total, **too_wide}) if packed else ({**shape.longest, **too_wide}, shape.total)
-        )
-        if not self.budget.fits(BatchShape(shape.num_samples, longest, total))[0]:
+        shape, true = BatchShape.of_samples(lengths), {name: np.array([tokens]) for name, tokens in wide.items()}
+        longest, total = ({}, true) if packed else (true, {})
+        if not self.budget.fits(BatchShape(shape.num_samples, shape.longest | longest, shape.total | total))[0]:
             raise BudgetError(
                 f"{told}: the batch does not fit; correct `length_of`, or give the budget the collate function's "
                 "`pad_to_multiple_of`"
@@ -274,6 +268,11 @@ class RefinementCollator:
 
 class _WiderThanMeasured(Exception):
     """A batch shows that the collate function changes lengths, which are measured before it."""
+
+
+def _rows(**columns: NDArray[Any]) -> list[dict[str, Any]]:
+    """The k-th value of every column, under its name, for every k."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
 
 
 def _has_ids(sample: Any) -> bool:
@@ -349,26 +348,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
 
 
-def _batches(sizes: Sequence[int] | IntArray) -> Batches:
-    """Neighbours, so many in each batch."""
-    return Batches(np.arange(sum(sizes)), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+def _neighbours(sizes: IntArray) -> Batches:
+    """So many samples in each batch, in their order."""
+    return Batches(np.arange(sizes.sum()), offsets_of(sizes))
 
 
 def _whole(members: IntArray) -> Batches:
     return Batches(members, np.array([0, len(members)]))
-
-
-def _with_planned(refined: list[Refined], request: Request) -> list[Refined]:
-    """What became of planned batches: of one that was cut all but the first part are late; a batch that is larger than its
-    group holds further groups whole."""
-    if request.groups is None:
-        return refined
-    made, seen = [], set()
-    for batch in refined:
-        held, number = request.groups[batch.group], batch.group
-        while request.costs is not None and held < len(batch):
-            number += 1
-            held += request.groups[number]
-        made.append(replace(batch, late=batch.group in seen, joined=number - batch.group))
-        seen.add(batch.group)
-    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
-from dynagroup.online.messages import Request, WindowSamples, shorten
+from dynagroup.online.messages import Request, WindowSamples, content_of, shorten
 
 __all__ = ["IndexedDataset", "IterableWindows", "is_stream", "opening_of", "sample_bytes", "set_epoch"]
 
@@ -46,23 +46,27 @@ def set_epoch(holder: Any, epoch: int) -> None:
 
 
 def sample_bytes(sample: Any) -> int:
-    """About how many bytes a processed sample holds: those of its tensors, arrays and texts.
+    """About how many bytes a processed sample holds: those of its tensors, arrays and texts. Plain types come first: this runs
+    once a sample.
 
     >>> sample_bytes({"pixels": torch.zeros(3, 4), "name": "cat"})
     51
     """
-    if isinstance(sample, torch.Tensor):
-        return sample.numel() * sample.element_size()
-    if isinstance(sample, np.ndarray):
-        return sample.nbytes
-    if isinstance(sample, (str, bytes)):
-        return len(sample)
-    if isinstance(sample, Mapping) or hasattr(sample, "items"):
-        return sum(sample_bytes(value) for value in sample.values())
-    if isinstance(sample, (list, tuple)):
+    kind = type(sample)
+    if kind is list or kind is tuple:
         flat = not sample or isinstance(sample[0], (int, float))
-        return 8 * len(sample) if flat else sum(sample_bytes(value) for value in sample)
-    return sum(sample_bytes(value) for value in getattr(sample, "__dict__", {}).values()) or 8
+        return 8 * len(sample) if flat else sum(map(sample_bytes, sample))
+    if kind is dict:
+        return sum(map(sample_bytes, sample.values()))
+    if kind is str or kind is bytes:
+        return len(sample)
+    if isinstance(sample, (torch.Tensor, np.ndarray)):
+        return sample.nbytes
+    if isinstance(sample, Mapping) or hasattr(sample, "items"):
+        return sum(map(sample_bytes, sample.values()))
+    if isinstance(sample, (list, tuple)):
+        return sample_bytes(list(sample))
+    return sum(map(sample_bytes, getattr(sample, "__dict__", {}).values())) or 8
 
 
 def opening_of(samples: Sequence[Any]) -> int:
@@ -75,23 +79,10 @@ def opening_of(samples: Sequence[Any]) -> int:
     0
     """
     try:
-        prints = [hashed(_content(sample)) for sample in samples[:OPENING]]
+        prints = [hashed(content_of(sample)) for sample in samples[:OPENING]]
     except Exception:  # noqa: BLE001 - a sample's own code
         return 0
     return int(hashed("".join(prints)), 16) >> 1 if len(set(prints)) >= OPENING // 4 else 0
-
-
-def _content(value: Any) -> bytes:
-    """What a sample holds: of a tensor its numbers, where pickle would give an address."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().float().numpy() if value.dtype is torch.bfloat16 else value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
-    if isinstance(value, Mapping) or (hasattr(value, "items") and not isinstance(value, np.ndarray)):
-        return b"{%s}" % b",".join(_content(key) + b":" + _content(held) for key, held in value.items())
-    if isinstance(value, (list, tuple)):
-        return b"[%s]" % b",".join(map(_content, value))
-    return pickle.dumps(value)
 
 
 class _Forwarding:
@@ -125,7 +116,7 @@ class IndexedDataset(_Forwarding):
     _own = frozenset({"dataset", "_epoch"})
 
     def __init__(self, dataset: Any) -> None:
-        object.__setattr__(self, "dataset", dataset)
+        self.dataset = dataset
         self._epoch = None
 
     def __len__(self) -> int:
@@ -159,7 +150,7 @@ class IndexedDataset(_Forwarding):
             stop = int(ends[min(np.searchsorted(ends, min(wanted, len(request))), len(ends) - 1)])
             fetched = _fetch(self.dataset, request.indices[len(samples) : stop])
             samples += fetched
-            size += sum(sample_bytes(sample) for sample in fetched)
+            size += sum(map(sample_bytes, fetched))
             wanted = max(int(max_bytes * len(samples) / max(size, 1)), len(samples) + 1)
         return samples
 
@@ -193,8 +184,7 @@ FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
 class IterableWindows(_Forwarding, IterableDataset):
     """An iterable dataset, a window at a time. Sharding over ranks and workers is the dataset's own affair.
 
-    Resumed, a worker reads on from its first window that was not used up, leaves out what was used of it, and where nothing
-    else is left gives one used sample, marked as spare, for its rank to idle on.
+    Resumed, a worker reads on from its first window that was not used up, and leaves out what was used of it.
 
     Args:
         window: samples a window, at most.
@@ -207,7 +197,7 @@ class IterableWindows(_Forwarding, IterableDataset):
     def __init__(
         self, dataset: Any, window: int, *, max_bytes: int | None = None, rank: int = 0, size: int = 1
     ) -> None:
-        object.__setattr__(self, "dataset", dataset)
+        self.dataset = dataset
         self.window, self.max_bytes, self.rank, self.size = window, max_bytes, rank, size
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers see it change
         self._resume: tuple[int, Mapping[str, Any]] = (0, {})
@@ -221,33 +211,22 @@ class IterableWindows(_Forwarding, IterableDataset):
     def __iter__(self) -> Iterator[WindowSamples]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        epoch = int(self._epoch)
+        epoch, (resumed, spots) = int(self._epoch), self._resume
         set_epoch(self.dataset, epoch)
-        resumed, spots = self._resume
         spot = spots.get(str(worker), FRESH) if resumed == epoch else FRESH
         if spot["state"] is not None:
             self.dataset.load_state_dict(spot["state"])
         samples = iter(self.dataset)
-        spare = []
         if spot["state"] is None:
-            spare = list(islice(samples, min(spot["read"], 1)))
-            for _ in islice(samples, max(spot["read"] - 1, 0)):
-                pass
-        came = False
-        for first, numbers, chosen, place in self._windows(samples, spot, spare):
-            came = True
-            arrivals = [(n * workers + worker) * self.size + self.rank for n in numbers]
-            request = Request(np.asarray(arrivals), number=first, indices=arrivals, epoch=epoch)
-            yield WindowSamples(request, chosen, place, worker)
-        if spare and not came:
-            yield WindowSamples(
-                Request(np.zeros(1, np.int64), indices=(0,), epoch=epoch), spare[:1], {}, worker, spare=True
-            )
+            deque(islice(samples, spot["read"]), maxlen=0)
+        for place, chosen in self._windows(samples, spot):
+            arrivals = [(number * workers + worker) * self.size + self.rank for number in place["numbers"]]
+            request = Request(np.asarray(arrivals), number=place["read"], indices=arrivals, epoch=epoch)
+            yield WindowSamples(request, chosen, {**place, "worker": worker})
 
-    def _windows(
-        self, samples: Iterator[Any], spot: Mapping[str, Any], spare: list[Any]
-    ) -> Iterator[tuple[int, list[int], list[Any], dict[str, Any]]]:
-        """(its first sample's number, numbers of those not used yet, these samples, its place) of each window."""
+    def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+        """Each window's place (the dataset's state before it, the numbers of its first sample, of the one behind it, and of those
+        not used yet), and these samples."""
         read, until, keep = spot["read"], spot["until"], set(spot["keep"])
         while True:
             state, first, chosen, numbers, size = self._state(), read, [], [], 0
@@ -259,13 +238,11 @@ class IterableWindows(_Forwarding, IterableDataset):
                     chosen += found
                     numbers.append(read)
                     size += 0 if self.max_bytes is None else sample_bytes(found[0])
-                elif not spare:
-                    spare += found
                 read += 1
             if not chosen:
                 return
-            place = {"read": first, "until": read, "state": state, "numbers": numbers}
-            yield first, numbers, chosen, place if first else {**place, "opening": opening_of(chosen)}
+            opening = 0 if first else opening_of(chosen)
+            yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
 
     def _state(self) -> Any:
         """The dataset's own state before the next sample, where it keeps one."""

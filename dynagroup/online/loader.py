@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
+from dynagroup.errors import ConfigError
 from dynagroup.online.collator import LengthOf, Oversize, RefinementCollator
-from dynagroup.online.config import (
-    WINDOW_BYTES,
-    OnlineConfig,
-    check_budget,
-    check_sources,
-    taken_over,
-    worker_kwargs,
-)
 from dynagroup.online.datasets import is_stream
-from dynagroup.online.plans import EpochOrders
+from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig
 from dynagroup.online.protocol import Uneven
 from dynagroup.online.steps import OnlineSteps
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.padded import Objective
+from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.update.loader import checked_kwargs
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule
 
@@ -109,28 +106,20 @@ class OnlineDataLoader(OnlineSteps):
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
+        knobs = {"work": work, "objective": objective, "weigh": weigh}
+        sized = {"samples_per_update": samples_per_update, "drop_last": drop_last, "accumulation": accumulation}
         config = OnlineConfig(
-            window=window,
-            window_bytes=window_bytes,
-            samples_per_update=samples_per_update,
-            drop_last=drop_last,
-            accumulation=accumulation,
-            seed=seed,
-            shuffle=shuffle,
-            weigh=weigh,
-            uneven=uneven,
-            work=work,
-            objective=objective,
+            window=window, window_bytes=window_bytes, seed=seed, shuffle=shuffle, uneven=uneven, **knobs, **sized
         )
-        cutting = {"weigh": weigh, "oversize": oversize, "work": work, "objective": objective}
-        collator = RefinementCollator(collate_fn, as_budget(budget), length_of, **cutting)
+        collator = RefinementCollator(collate_fn, as_budget(budget), length_of, oversize=oversize, **knobs)
         iterable, kwargs = is_stream(dataset), worker_kwargs(dataloader_kwargs)
-        sources = {"sampler": sampler, "batch_sampler": batch_sampler}
-        check_sources(iterable=iterable, per_update=samples_per_update is not None, shuffle=config.shuffle, **sources)
+        sources = {"batch_sampler": batch_sampler, "sampler": sampler}
+        check_sources(sources, iterable=iterable, per_update=samples_per_update is not None, shuffle=config.shuffle)
         check_budget(collator.budget)
         orders = EpochOrders(None if iterable else len(dataset), config, **sources)
         learns = not iterable and batch_sampler is None
-        super().__init__(dataset, config, collator, orders, hint=length_hint, kwargs=kwargs, learns=learns, world=world)
+        hint = None if length_hint is None else as_hint(length_hint, len(dataset))
+        super().__init__(dataset, config, collator, orders, hint=hint, kwargs=kwargs, learns=learns, world=world)
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> OnlineDataLoader:
@@ -150,3 +139,114 @@ class OnlineDataLoader(OnlineSteps):
             "an OnlineDataLoader has no len(): how many steps an epoch takes is known at its end; with `samples_per_update`, "
             "`num_updates` is exact"
         )
+
+
+OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "dataset")
+
+
+def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes on to torch's ``DataLoader``, checked."""
+    for name in OURS:
+        if name in kwargs:
+            raise ConfigError(f"`{name}` is not an argument of OnlineDataLoader: the budget decides what a batch is")
+    checked = checked_kwargs(kwargs)
+    if checked.get("num_workers", 0) > 0:
+        checked.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
+    return checked
+
+
+def check_budget(budget: Budget) -> None:
+    """Refuse a budget whose limit is taken from the lengths of a whole dataset: nobody knows them beforehand.
+
+    Raises:
+        ConfigError: names what to give instead.
+    """
+    if budget.bind({TOKENS: np.ones(1, np.int32)}).fingerprint != budget.fingerprint:
+        raise ConfigError(
+            "`budget` takes its limit from the lengths of the whole dataset, which an OnlineDataLoader does not know "
+            "beforehand; give MemoryBudget(..., longest=tokens of the longest sample), MemoryBudget.from_bytes or a TokenBudget"
+        )
+
+
+def check_sources(sources: Mapping[str, Any], *, iterable: bool, per_update: bool, shuffle: bool) -> None:
+    """Refuse two orders at once, and orders that the dataset or the ranks cannot follow.
+
+    Raises:
+        ConfigError: names the arguments and the way out.
+    """
+    given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * shuffle
+    if len(given) > 1:
+        raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
+    if iterable and given:
+        raise ConfigError(f"`{given[0]}` needs a map-style dataset; an iterable one brings its own order")
+    if per_update and (iterable or sources["batch_sampler"] is not None):
+        raise ConfigError(
+            "`samples_per_update` needs a map-style dataset and no `batch_sampler`: an update's samples are drawn "
+            "from one order over all ranks; of an iterable dataset set `accumulation`"
+        )
+    for name, source in sources.items():
+        if isinstance(source, Iterator):
+            raise ConfigError(
+                f"`{name}` is a {type(source).__name__}, which is used up after one epoch; give a list, or a Sampler"
+            )
+        if source is not None and not _can_be_read(source):
+            raise ConfigError(f"`{name}` must be an iterable, but is {source!r}")
+    ranks = getattr(sources["sampler"], "num_replicas", 1)
+    if isinstance(ranks, int) and ranks > 1:
+        raise ConfigError(
+            f"`sampler` divides its indices among {ranks} ranks already ({type(sources['sampler']).__name__}); give the "
+            "undivided one: the loader hands out samples to ranks itself"
+        )
+
+
+def _can_be_read(source: Any) -> bool:
+    try:
+        iter(source)
+    except TypeError:  # also of what has __getitem__ or __iter__ and holds a single number
+        return False
+    return True
+
+
+def as_hint(hint: Any, num_samples: int) -> IntArray:
+    values = [hint(i) for i in range(num_samples)] if callable(hint) else hint
+    array = np.asarray(values)
+    if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        raise ConfigError(
+            f"`length_hint` must be one finite number for each of the {num_samples} samples, or a function from index to "
+            f"number, but is an array of {array.dtype} {array.shape}"
+        )
+    if array.dtype.kind == "f":
+        wide = array.astype(np.float64)  # 2**40 is beyond float16
+        array = wide * (2**40 / (float(np.abs(wide).max(initial=1.0)) or 1.0))
+    return array.astype(np.int64)
+
+
+CARRIED = {
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "persistent_workers": False,
+    "pin_memory_device": "",
+    "in_order": True,
+}
+"""Taken over where they are not torch's defaults."""
+
+
+def taken_over(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Arguments of an OnlineDataLoader that does what this loader did. The loader is not changed."""
+    taken = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "num_workers", "pin_memory")}
+    values = {name: getattr(loader, name, default) for name, default in CARRIED.items()}
+    taken |= {name: value for name, value in values.items() if value is not None and value != CARRIED[name]}
+    if isinstance(loader.dataset, IterableDataset):
+        return taken
+    if loader.drop_last:
+        warnings.warn("drop_last=True is not taken over: every sample is used once an epoch", stacklevel=3)
+    sampler = loader.sampler
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return {**taken, "batch_sampler": loader.batch_sampler}
+    if isinstance(sampler, SequentialSampler):
+        return taken
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        return {**taken, "shuffle": True}
+    return {**taken, "sampler": sampler}

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,16 @@ import torch
 from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.step import pin
 
-__all__ = ["Refined", "RefinedWindow", "Request", "WindowSamples", "pack_tensors", "shorten", "unpack_tensors"]
+__all__ = [
+    "Refined",
+    "RefinedWindow",
+    "Request",
+    "WindowSamples",
+    "content_of",
+    "pack_tensors",
+    "shorten",
+    "unpack_tensors",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +80,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class WindowSamples:
-    """A request with its processed samples.
-
-    Args:
-        resume: an iterable's own state before the first of them, and which they are.
-        worker: which worker made them.
-        spare: they were used before the epoch was resumed; they only serve to idle on.
-    """
+    """A request with its processed samples; of an iterable, ``place`` says which worker read them, from where."""
 
     request: Request
     samples: list[Any]
-    resume: Any = None
-    worker: int = 0
-    spare: bool = False
+    place: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,18 @@ class Refined:
         """Dearest first, the same on every run."""
         return -self.work, self.positions
 
+    @property
+    def size_key(self) -> tuple[bool, int]:
+        """Smallest first, of those that weigh anything."""
+        return self.weight <= 0, self.padded
+
+    def copied(self) -> Refined:
+        """As it is now, whatever the training loop does with it; a batch that cannot be copied is shared."""
+        try:
+            return replace(self, batch=copy.deepcopy(self.batch), samples=None)
+        except Exception:  # noqa: BLE001
+            return replace(self, samples=None)
+
 
 @dataclass(frozen=True, slots=True)
 class RefinedWindow:
@@ -135,9 +149,7 @@ class RefinedWindow:
 
     number: int
     batches: list[Refined]
-    resume: Any = None
-    worker: int = 0
-    spare: bool = False
+    place: Any = None
 
     def __iter__(self) -> Iterator[Refined]:
         return iter(self.batches)
@@ -147,7 +159,7 @@ class RefinedWindow:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Between processes all tensors travel in one block; what cannot be pickled so goes the usual way."""
-        fields = (self.number, self.batches, self.resume, self.worker, self.spare)
+        fields = (self.number, self.batches, self.place)
         try:
             packed = pack_tensors(fields)
         except Exception:  # noqa: BLE001 - torch's own pickler knows more types
@@ -200,17 +212,24 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
+    tensors: list[torch.Tensor]
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        return self._tensors[pid]
+        return self.tensors[pid]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_complex()
     return strided and tensor.device.type == "cpu" and not tensor.requires_grad
+
+
+def content_of(value: Any) -> bytes:
+    """What a value holds, the same in every process: of its tensors their numbers, where pickle would give an address."""
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    held = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in packer.tensors]
+    return b"".join([file.getvalue(), *(array.tobytes() for array in held)])
 
 
 def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
@@ -241,7 +260,9 @@ def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]
 
 def unpack_tensors(payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
     """What was packed; its tensors are views of the blocks."""
-    return _Unpacker(io.BytesIO(payload), [_view(blocks, place) for place in places]).load()
+    unpacker = _Unpacker(io.BytesIO(payload))
+    unpacker.tensors = [_view(blocks, place) for place in places]
+    return unpacker.load()
 
 
 def _view(blocks: list[torch.Tensor], place: Location) -> torch.Tensor:

@@ -4,6 +4,7 @@ or fixed by updates. Pure functions of their arguments."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import index as as_index
 from typing import Any, NamedTuple
@@ -12,37 +13,102 @@ import numpy as np
 
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.errors import ConfigError
-from dynagroup.online.config import OnlineConfig
 from dynagroup.online.datasets import set_epoch
 from dynagroup.online.messages import Request
-from dynagroup.online.protocol import print_of
-from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.online.protocol import Uneven, print_of
+from dynagroup.plan.batches import shapes_of
+from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, OrderSource
+from dynagroup.plan.padded import OBJECTIVES, Objective
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.shapes import TOKENS, IntArray, Streams
-from dynagroup.update.schedule import UpdateSizes
+from dynagroup.update.loss_weight import Weigh
+from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, checked_samples
+from dynagroup.validation import check_choice, check_flag, check_int
 
-__all__ = ["EpochOrders", "Order", "Rank", "batch_plans", "exact_plans", "exact_window", "rough_plans", "update_plans"]
+__all__ = [
+    "EpochOrders",
+    "OnlineConfig",
+    "Order",
+    "Rank",
+    "batch_plans",
+    "behind",
+    "exact_plans",
+    "handed_out",
+    "rough_plans",
+    "update_plans",
+]
 
 ROWS_A_REQUEST = 16
 CHUNKS_A_WINDOW = 8
+WINDOW_BYTES = 1 << 28
 
 
-class Order:
-    """The epoch's order: dataset indices by position. ``base`` restricts it to what a resumed epoch still has."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlineConfig:
+    """How a loader forms steps: arguments of :class:`~dynagroup.OnlineDataLoader`. Knows no data and no ranks."""
 
-    def __init__(self, indices: IntArray | EpochOrder, base: IntArray | None = None) -> None:
-        self.indices, self.base = indices, base
+    window: int = 1024
+    samples_per_update: int | BatchSizeSchedule | None = None
+    drop_last: bool = False
+    accumulation: int = 1
+    seed: int = 0
+    shuffle: bool = False
+    weigh: Weigh = "tokens"
+    uneven: Uneven = "idle"
+    window_bytes: int | None = WINDOW_BYTES
+    work: Work = DEFAULT_WORK
+    objective: Objective = "time"
 
-    def __len__(self) -> int:
-        return len(self.indices) if self.base is None else len(self.base)
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {"work": check_work(self.work)}
+        for name, least in (("window", 1), ("accumulation", 1), ("seed", 0)):
+            checked[name] = check_int(name, getattr(self, name), least=least)
+        for name in ("shuffle", "drop_last"):
+            checked[name] = check_flag(name, getattr(self, name))
+        if self.window_bytes is not None:
+            checked["window_bytes"] = check_int("window_bytes", self.window_bytes)
+        if self.samples_per_update is not None and not callable(self.samples_per_update):
+            checked["samples_per_update"] = checked_samples(self.samples_per_update)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        check_choice("uneven", self.uneven, ("idle", "stop"))
+        check_choice("objective", self.objective, OBJECTIVES)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.samples_per_update is None:
+            if self.drop_last:
+                raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
+        elif self.accumulation != 1:
+            raise ConfigError(
+                f"`accumulation` ({self.accumulation}) and `samples_per_update` exclude each other: an update takes "
+                "as many steps as its samples need"
+            )
+        elif self.uneven == "stop":
+            raise ConfigError(
+                "`uneven='stop'` and `samples_per_update` exclude each other: an update is whole on all ranks; to leave out "
+                "the epoch's last one where it is smaller, pass `drop_last=True`"
+            )
+
+
+class Order(NamedTuple):
+    """The epoch's order: dataset indices by position. ``base``: the positions that a resumed epoch still has; None: all."""
+
+    indices: IntArray | EpochOrder
+    base: IntArray | None = None
+
+    @property
+    def count(self) -> int:
+        """Positions."""
+        return len(self.indices if self.base is None else self.base)
 
     @property
     def skipped(self) -> int:
         """Samples at the beginning of the epoch's order that were used before it went on on another number of ranks."""
-        return len(self.indices) - len(self)
+        return len(self.indices) - self.count
 
     def at(self, positions: IntArray) -> list[int]:
         """Dataset indices at these positions."""
@@ -76,13 +142,9 @@ class EpochOrders:
         self._sampler = None if sampler is None or size is None else OrderSource(sampler, size)
         self._batch_sampler = batch_sampler
         self._drawn: tuple[int, list[list[int]]] = (-1, [])
-
-    @property
-    def decided_by(self) -> str:
+        own = {"sampler": self._sampler is not None, "batch_sampler": batch_sampler is not None}
+        self.decided_by = next((name for name in own if own[name]), "shuffle" if config.shuffle else "dataset")
         """In a word, for comparing runs."""
-        if self._sampler is not None or self._batch_sampler is not None:
-            return "sampler" if self._sampler is not None else "batch_sampler"
-        return "shuffle" if self._config.shuffle else "dataset"
 
     @property
     def num_samples(self) -> int | None:
@@ -103,9 +165,9 @@ class EpochOrders:
         if self._sampler is not None:
             counts = self._config.samples_per_update is not None
             return Order(self._sampler.counted_epoch(epoch) if counts else self._sampler.of_epoch(epoch))
-        if self._config.shuffle:
-            return Order(EpochOrder(self.size, seed=self._config.seed, epoch=epoch))
-        return Order(np.arange(self.size))
+        return Order(
+            EpochOrder(self.size, seed=self._config.seed, epoch=epoch) if self._config.shuffle else np.arange(self.size)
+        )
 
     def batches(self, epoch: int) -> list[list[int]] | None:
         """This rank's batches, where the user gives them. A sampler that cannot be told the epoch is drawn for each before."""
@@ -153,35 +215,31 @@ class Rank(NamedTuple):
 
 def rank_batches(lengths: Streams, who: Rank, *, shuffled: bool, window: int) -> tuple[list[IntArray], list[int]]:
     """This rank's batches of one window, a row each, as positions in the window, and their padded tokens; no sample is repeated
-    to fill a row."""
+    to fill a row, and nobody always has the dearest batch."""
     config, size = who.config, who.size
     batches = cut_rows(lengths, who.budget, size, work=config.work, objective=config.objective)
     num_rows = -(-len(batches) // size)
     rng = np.random.default_rng((config.seed, who.epoch, window))
-    columns = [
-        int(rng.permutation(size)[who.rank]) if size > 1 else 0 for _ in range(num_rows)
-    ]  # nobody always has the dearest
+    columns = [int(rng.permutation(size)[who.rank]) if size > 1 else 0 for _ in range(num_rows)]
     rows = list(range(num_rows))
     if shuffled:
         place = rng.permutation(num_rows)
         rows.sort(key=lambda row: place[row] if (row + 1) * size <= len(batches) else num_rows)
-    numbers = [row * size + columns[row] for row in rows if row * size + columns[row] < len(batches)]
-    mine = [batches[number] for number in numbers]
-    if not mine:
-        return [], []
-    shapes = shapes_of(Batches(np.concatenate(mine), np.cumsum([0, *map(len, mine)])), lengths)
-    return mine, padded_tokens(shapes, who.budget).tolist()
+    numbers = [row * size + columns[row] for row in rows]
+    mine = batches.take(np.array([number for number in numbers if number < len(batches)], np.int64))
+    return list(mine), padded_tokens(shapes_of(mine, lengths), who.budget).tolist()
 
 
-def exact_plans(lengths: Streams, who: Rank, *, window: int, start: Sequence[int] = (0, 0)) -> Iterator[Request]:
+def exact_plans(lengths: Streams, who: Rank, start: Sequence[int] = (0, 0)) -> Iterator[Request]:
     """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks.
 
     Args:
         lengths: by position in the epoch's order.
-        window: samples sorted together, over all ranks.
         start: the mark of the first request wanted: (window, request of the window).
     """
-    for number in range(start[0], -(-len(lengths[TOKENS]) // window)):
+    count = len(lengths[TOKENS])
+    window = exact_window(lengths, who) if count else 1
+    for number in range(start[0], -(-count // window)):
         first = number * window
         part = {name: values[first : first + window] for name, values in lengths.items()}
         mine, costs = rank_batches(part, who, shuffled=who.config.shuffle, window=number)
@@ -194,16 +252,14 @@ def exact_plans(lengths: Streams, who: Rank, *, window: int, start: Sequence[int
             )
 
 
-def exact_window(lengths: Streams, budget: Budget, size: int, config: OnlineConfig) -> int:
-    """Samples planned together: all ranks' windows, at least what the offline sampler would choose.
-
-    With ``shuffle`` at most a quarter of an epoch, so that batches differ from epoch to epoch.
-    """
-    offline = Planner(lengths, budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
-    return max(offline, min(config.window * size, len(lengths[TOKENS]) // 4))
+def exact_window(lengths: Streams, who: Rank) -> int:
+    """Samples planned together: all ranks' windows up to a quarter of an epoch, so that batches differ from epoch to epoch; at
+    least what the offline sampler would choose."""
+    offline = Planner(lengths, who.budget, PlanConfig(shuffle=who.config.shuffle)).window_size(who.size)
+    return max(offline, min(who.config.window * who.size, len(lengths[TOKENS]) // 4))
 
 
-def rough_plans(hint: IntArray, who: Rank, *, start: Sequence[int] = (0, 0)) -> Iterator[Request]:
+def rough_plans(hint: IntArray, who: Rank, start: Sequence[int] = (0, 0)) -> Iterator[Request]:
     """Windows of similar samples where lengths are known roughly: workers cut them by true lengths.
 
     The samples of all ranks' windows are sorted by the hint and dealt out like cards, so that all ranks hold the like;
@@ -231,7 +287,7 @@ def deal(hint: IntArray, rank: int, size: int) -> IntArray:
     return order[np.where(rounds % 2, size - 1 - column, column) == rank]
 
 
-def batch_plans(batches: Sequence[Sequence[int]], *, start: Sequence[int] = (0,)) -> Iterator[Request]:
+def batch_plans(batches: Sequence[Sequence[int]], start: Sequence[int] = (0,)) -> Iterator[Request]:
     """The user's batches, each refined by itself; positions number this rank's samples as they come."""
     ends = np.cumsum([0, *map(len, batches)]).tolist()
     for number in range(start[0], len(batches)):
@@ -239,13 +295,7 @@ def batch_plans(batches: Sequence[Sequence[int]], *, start: Sequence[int] = (0,)
 
 
 def update_plans(
-    sizes: UpdateSizes,
-    who: Rank,
-    *,
-    start: Cursor,
-    skipped: int = 0,
-    lengths: Streams | None = None,
-    hint: IntArray | None = None,
+    sizes: UpdateSizes, who: Rank, start: Cursor, *, skipped: int, lengths: Streams | None, hint: IntArray | None
 ) -> Iterator[Request]:
     """One request an update: this rank's share of the samples that fixed batches would draw for it.
 
@@ -262,7 +312,7 @@ def update_plans(
         if lengths is not None:
             part = {name: values[first:end] for name, values in lengths.items()}
             mine, costs = rank_batches(part, who, shuffled=False, window=mark.update)
-            flat = np.concatenate(mine) if mine else np.zeros(0, np.int64)
+            flat = np.concatenate([np.zeros(0, np.int64), *mine])
             yield Request(first + flat, tuple(map(len, mine)), tuple(costs), keep=who.keep, mark=mark)
         elif hint is not None:
             yield Request(first + np.sort(deal(hint[first:end], who.rank, who.size)), keep=who.keep, mark=mark)
@@ -270,3 +320,16 @@ def update_plans(
             shares = np.array_split(np.arange(first, end), who.size)
             yield Request(shares[(who.rank + mark.update) % who.size], keep=who.keep, mark=mark)
         mark = after
+
+
+def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
+    """Where a run stands behind its next update, which holds so many samples; ``steps`` are not counted."""
+    if sizes is not None:
+        return next(sizes.cursors(cursor))
+    used, seen = cursor.samples_used + samples, cursor.samples_seen + samples
+    return Cursor(cursor.epoch, update=cursor.update + 1, samples_used=used, samples_seen=seen, current=samples)
+
+
+def handed_out(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
+    """Where the updates end that were handed out; the one under way, of so many samples, counts."""
+    return behind(cursor, samples, sizes) if cursor.begun_rows else cursor

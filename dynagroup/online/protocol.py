@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,7 @@ __all__ = [
     "agree",
     "even_parts",
     "hand_out",
+    "in_rows",
     "level",
     "placed",
     "print_of",
@@ -201,6 +203,17 @@ def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
         found[place] = item
     return found
+
+
+def in_rows(batches: Sequence[Any]) -> list[Any]:
+    """Planned batches in the order of their rows, which are of equal work, and behind them what was split off; batches of
+    one group, or none planned, dearest first. Ranks that follow the same plan take the same row at the same step."""
+    seen: Counter[int] = Counter()
+    found = []
+    for batch in sorted(batches, key=lambda batch: batch.rank_key):
+        found.append((seen[batch.group], batch.group, batch))
+        seen[batch.group] += 1
+    return [batch for *_, batch in sorted(found, key=lambda item: item[:2])]
 
 
 TEXT_WORDS = 64

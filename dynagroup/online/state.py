@@ -16,14 +16,11 @@ from dynagroup.shapes import IntArray, Streams
 
 __all__ = ["LearnedLengths", "pack", "pack_groups", "together", "unpack", "unpack_groups"]
 
-MOST_BYTES = 1 << 34
-"""A pack that claims to be larger is damaged: two thousand million integers."""
-
 
 def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
     """Integers as compressed text; runs and small steps cost little.
 
-    >>> unpack(pack([5, 6, 1000])).tolist()
+    >>> unpack(pack([5, 6, 1000]), most=3).tolist()
     [5, 6, 1000]
     """
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
@@ -32,38 +29,38 @@ def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
     return base64.b64encode(zlib.compress(planes, 9)).decode()
 
 
-def unpack(text: str) -> IntArray:
-    """What :func:`pack` packed.
+def unpack(text: str, most: int) -> IntArray:
+    """What :func:`pack` packed: at most so many integers, the samples that there are. A text of a few kilobytes could unpack to
+    a thousand times as many bytes.
 
     Raises:
-        StateError: the text is damaged.
+        StateError: the text is damaged, or holds more.
     """
     try:
         reader = zlib.decompressobj()
-        planes = np.frombuffer(reader.decompress(base64.b64decode(text, validate=True), MOST_BYTES), np.uint8)
+        planes = np.frombuffer(reader.decompress(base64.b64decode(text, validate=True), 8 * most + 1), np.uint8)
         steps = np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1)
     except (ValueError, TypeError, zlib.error) as error:
         raise StateError(f"the state is damaged: {error}") from error
     if not reader.eof:
-        raise StateError("the state is damaged: packed integers end too early, or are too many")
+        raise StateError("the state is damaged: packed integers end too early, or are more than there are samples")
     return np.cumsum(steps, dtype=np.int64)
 
 
-def pack_groups(groups: Iterable[Sequence[int]]) -> list[str]:
+def pack_groups(groups: Iterable[Sequence[int]]) -> list[Any]:
     """Lists of integers, as their sizes and their members.
 
-    >>> unpack_groups(pack_groups([[3, 1], [], [2]]))
+    >>> unpack_groups(pack_groups([[3, 1], [], [2]]), most=3)
     [[3, 1], [], [2]]
     """
     groups = [list(group) for group in groups]
-    return [pack([len(group) for group in groups]), pack([i for group in groups for i in group])]
+    return [[len(group) for group in groups], pack([i for group in groups for i in group])]
 
 
-def unpack_groups(packed: Sequence[str]) -> list[list[int]]:
-    """What :func:`pack_groups` packed."""
-    sizes, members = (unpack(text) for text in packed)
-    bounds, flat = np.concatenate([[0], np.cumsum(sizes)]).tolist(), members.tolist()
-    return [flat[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+def unpack_groups(packed: Sequence[Any], most: int) -> list[list[int]]:
+    """What :func:`pack_groups` packed; ``most`` members in all."""
+    members = iter(unpack(packed[1], most).tolist())
+    return [[next(members) for _ in range(size)] for size in packed[0]]
 
 
 def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[Mapping[str, Any]]:
@@ -73,21 +70,11 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
         StateError: a state is not this rank's; ranks are missing, or were not saved together.
     """
     given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
+    ranks = [state["rank"] for state in ordered]
     if len(states) > 1:
-        ranks = [state["rank"] for state in ordered]
         if ranks != list(range(given)):
             raise StateError(f"states of ranks {ranks} were given; all {given} ranks' states are needed")
-        places = {
-            (
-                s["world_size"],
-                s["cursor"]["epoch"],
-                s["cursor"]["steps"],
-                s["cursor"]["samples_seen"],
-                str(s["changes"]),
-            )
-            for s in ordered
-        }
-        if len(places) > 1:
+        if len(places := {_place(state) for state in ordered}) > 1:
             raise StateError(
                 "the ranks' states were not taken after the same step: (ranks, epoch, step, samples, changes) are "
                 f"{sorted(places)}"
@@ -96,13 +83,16 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
         raise StateError(
             f"the state was taken on {given} ranks, this run has {size}: give load_state_dict the list of all ranks' states"
         )
-    elif given == size and ordered[0]["rank"] != rank:
+    elif given == size and ranks != [rank]:
         raise StateError(
-            f"this is the state of rank {ordered[0]['rank']}, and this is rank {rank}: give each rank its own, or the list of all"
+            f"this is the state of rank {ranks[0]}, and this is rank {rank}: give each rank its own, or the list of all"
         )
-    if given != size:
-        return ordered
-    return [ordered[rank if len(ordered) > 1 else 0]]
+    return ordered if given != size or len(ordered) == 1 else [ordered[rank]]
+
+
+def _place(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    cursor = state["cursor"]
+    return state["world_size"], cursor["epoch"], cursor["steps"], cursor["samples_seen"], str(state["changes"])
 
 
 UNKNOWN = -1
@@ -160,10 +150,10 @@ class LearnedLengths:
 
     def restored(self, states: Sequence[Mapping[str, Any]]) -> LearnedLengths:
         """What a state knows; of further ranks' states the observations are added."""
-        other = LearnedLengths(self.num_samples)
+        other, count = LearnedLengths(self.num_samples), self.num_samples
         other.steady = states[0]["steady"]
-        other.seen = {name: unpack(text).astype(np.int32) for name, text in states[0]["seen"].items()}
+        other.seen = {name: unpack(text, count).astype(np.int32) for name, text in states[0]["seen"].items()}
         for name, text in ((name, text) for state in states for name, text in state["fresh"].items()):
-            values = (unpack(text) + other.seen.get(name, UNKNOWN)).astype(np.int32)
+            values = (unpack(text, count) + other.seen.get(name, UNKNOWN)).astype(np.int32)
             other._fresh[name] = np.maximum(other._fresh.get(name, values), values)
         return other

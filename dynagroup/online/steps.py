@@ -1,9 +1,8 @@
-"""How an online loader runs: epochs begun, steps weighed, places saved."""
+"""How an online loader runs: epochs begun, places saved and loaded."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,78 +12,30 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.online.collator import RefinementCollator
-from dynagroup.online.config import (
-    OnlineConfig,
-    as_hint,
-)
-from dynagroup.online.datasets import is_stream
-from dynagroup.online.engine import Take
-from dynagroup.online.epoch import EpochRun, Known, handed_out
-from dynagroup.online.feeds import FREE_RUNNING, Source
-from dynagroup.online.messages import Refined
-from dynagroup.online.plans import EpochOrders
-from dynagroup.online.protocol import Exchange
-from dynagroup.online.state import LearnedLengths, together
+from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
+from dynagroup.online.feeds import FREE_RUNNING, Source, left
+from dynagroup.online.plans import EpochOrders, OnlineConfig, Order, handed_out
+from dynagroup.online.protocol import Exchange, print_of
+from dynagroup.online.state import LearnedLengths, together, unpack
 from dynagroup.online.workers import Workers
 from dynagroup.plan.cursor import Cursor
+from dynagroup.shapes import IntArray
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.loss_weight import loss_scale
 from dynagroup.update.schedule import UpdateSizes, Walk
 from dynagroup.update.step import Step
 
 __all__ = ["OnlineSteps"]
 
-
-def _described(
-    config: OnlineConfig, oversize: str, orders: EpochOrders, hint: Any, streamed: int | None
-) -> dict[str, Any]:
-    """What saved states are compared by, besides the budget, which may learn. ``streamed``: workers of an iterable dataset."""
-    per_update = config.samples_per_update
-    plain = ("window", "window_bytes", "objective", "drop_last", "accumulation", "seed", "shuffle", "uneven")
-    return {
-        **{name: getattr(config, name) for name in plain},
-        "num_samples": orders.size,
-        "work": described(config.work),
-        "samples_per_update": described(per_update) if callable(per_update) else per_update,
-        "order": orders.decided_by,
-        "length_hint": None if hint is None else described(hint),
-        "oversize": oversize,
-        "weigh": described(config.weigh),
-        "num_workers": streamed,
-    }
-
-
-def _check_order(state: Mapping[str, Any], orders: EpochOrders) -> None:
-    running, epoch = state["running"], state["epoch"]
-    if running is not None and running["order"] != orders.fingerprint(epoch):
-        raise StateError(
-            f"`{orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken: "
-            "seed its generator alike, or give it a set_epoch"
-        )
-
-
-class _Spare:
-    """What a rank without samples runs: a copy of the smallest batch that it had, or what its feed has to spare."""
-
-    def __init__(self) -> None:
-        self._smallest: Refined | None = None
-
-    def note(self, refined: Refined) -> None:
-        smallest = self._smallest
-        if smallest is None or (refined.weight > 0, -refined.padded) > (smallest.weight > 0, -smallest.padded):
-            try:
-                self._smallest = replace(refined, batch=copy.deepcopy(refined.batch), samples=None)
-            except Exception:  # noqa: BLE001 - a batch that cannot be copied is shared
-                self._smallest = replace(refined, samples=None)
-
-    def batch(self, otherwise: Callable[[], Refined]) -> tuple[Any, list[int]]:
-        if self._smallest is None:
-            self._smallest = otherwise()
-        return copy.deepcopy(self._smallest.batch), list(self._smallest.indices)
+COMPARED = ("window", "window_bytes", "objective", "drop_last", "accumulation", "seed", "shuffle", "uneven")
 
 
 class OnlineSteps(StepLoader[Any]):
-    """How an online loader runs: epochs begun, steps weighed, places saved. Its door, with all arguments, is in ``loader``."""
+    """How an online loader runs: epochs begun, places saved and loaded. Its door, with all arguments, is in ``loader``.
+
+    Args:
+        hint: of each sample's length; int64 (N,).
+        learns: lengths that were seen plan later epochs.
+    """
 
     KIND = "OnlineDataLoader"
 
@@ -95,48 +46,47 @@ class OnlineSteps(StepLoader[Any]):
         collator: RefinementCollator,
         orders: EpochOrders,
         *,
-        hint: Any,
+        hint: IntArray | None,
         kwargs: Mapping[str, Any],
         learns: bool,
         world: World | None,
     ) -> None:
         super().__init__(dataset, world=world)
-        self.config, self._collator, self._orders, self._iterable = config, collator, orders, is_stream(dataset)
-        self._workers = Workers(dataset, collator, kwargs, window=config.window, max_bytes=config.window_bytes)
+        self.config, self._orders, self._hint = config, orders, hint
+        self._workers = Workers(dataset, collator, config, kwargs)
         self.sizes: UpdateSizes | None = None
         """How many samples each update holds; None without ``samples_per_update``."""
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(config.samples_per_update, orders.num_ordered, drop_last=config.drop_last)
-        learned = LearnedLengths(len(dataset)) if learns else None
-        self._known = Known(learned, None if hint is None else as_hint(hint, len(dataset)), collator.budget)
-        streamed = self._workers.num_workers if self._iterable else None
-        self._settings = _described(config, collator.oversize, orders, self._known.hint, streamed)
-        self._run_of: EpochRun | None = None  # the epoch that was begun last, until another one is chosen
+        self._learned = LearnedLengths(len(dataset)) if learns else None
+        self._settings = _described(config, orders, self._workers, hint)
+        self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
         self._resume: list[Mapping[str, Any]] = []
         """States of a place that was loaded, until it is gone on from."""
         self._cursor = Cursor()
         """Where the last run of an epoch ended, or the loaded place."""
         self._merge_due = False
-        self._spare = _Spare()
         learner = LearningBudget.within(collator.budget)
         if learner is not None and self._workers.persistent:
             learner.share_memory()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no iteration: it begins where this loader's next one would, or where it stands in an epoch."""
-        own: dict = {"_live": None, "_run_of": None, "_cursor": self._cursor if self._resume else self._reached}
-        if self._run_of is not None and not self._resume:
-            place = self._state()
-            own["_merge_due"] = place["merge_due"]
-            if place["running"] is not None:
-                epoch = self.epoch
-                own |= {"_resume": [place], "_cursor": Cursor.of(place["cursor"]), "_epoch": epoch, "_next": epoch}
+        own: dict[str, Any] = {"_live": None, "_run_of": None}
+        if not self._resume:
+            own["_cursor"] = self._reached
+            if self._run_of is not None:
+                place = self._state()
+                own["_merge_due"] = place["merge_due"]
+                if place["running"] is not None:
+                    epoch = self.epoch
+                    own |= {"_resume": [place], "_cursor": Cursor.of(place["cursor"]), "_epoch": epoch, "_next": epoch}
         return {**vars(self), **own}
 
     @property
     def budget(self) -> Budget:
         """What a batch may be."""
-        return self._collator.budget
+        return self._workers.collator.budget
 
     @property
     def num_samples(self) -> int | None:
@@ -158,7 +108,7 @@ class OnlineSteps(StepLoader[Any]):
     def _reached(self) -> Cursor:
         """The same of the place that was loaded, or else of the epoch that was begun last."""
         if self._resume:
-            return handed_out(self._cursor, self._resume[0]["running"]["runner"]["update_samples"], self.sizes)
+            return handed_out(self._cursor, self._resume[0]["running"]["under_way"], self.sizes)
         return self._cursor if self._run_of is None else self._run_of.cursor
 
     def set_samples_per_update(self, samples: int) -> int:
@@ -179,7 +129,7 @@ class OnlineSteps(StepLoader[Any]):
         if not self._workers.in_order and self._rank_and_size()[1] > 1:
             raise ConfigError("set_samples_per_update needs in_order=True: ranks would differ in what they prefetched")
         if self._run_of is not None and not self._begun_anew and not self._resume:
-            return self._run_of.feed.set_samples_per_update(samples)  # type: ignore[union-attr]
+            return self._run_of.feed.set_samples_per_update(samples)
         return self.sizes.change(self.cursor, samples)
 
     def _identity(self) -> dict[str, Any]:
@@ -199,7 +149,7 @@ class OnlineSteps(StepLoader[Any]):
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
         ended = begun is not None and running is None
-        cursor = self._start() if begun is None else begun.runner.cursor
+        cursor = self._start() if begun is None else begun.stands
         return dict(
             world_size=size,
             rank=rank,
@@ -207,21 +157,22 @@ class OnlineSteps(StepLoader[Any]):
             running=running,
             changes=[] if self.sizes is None else [list(change) for change in self.sizes.changes],
             cursor=cursor.state(),
-            lengths=None if self._known.learned is None else self._known.learned.state(),
+            lengths=None if self._learned is None else self._learned.state(),
             merge_due=ended or (self._merge_due and begun is None),
         )
 
-    def _checked(self, states: list[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], Known]:
-        rank, size = self._rank_and_size()
-        needed = together(states, rank, size)
-        own, learned = needed[0], self._known.learned
-        _check_order(own, self._orders)
-        if learned is not None:
-            learned = learned.restored([state["lengths"] for state in needed])
-        return needed, replace(self._known, learned=learned)
+    def _checked(self, states: list[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], LearnedLengths | None]:
+        needed = together(states, *self._rank_and_size())
+        running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
+        if running is not None and running["order"] != self._orders.fingerprint(epoch):
+            raise StateError(
+                f"`{self._orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken: "
+                "seed its generator alike, or give it a set_epoch"
+            )
+        return needed, None if learned is None else learned.restored([state["lengths"] for state in needed])
 
-    def _restore(self, found: tuple[list[Mapping[str, Any]], Known]) -> None:
-        needed, self._known = found
+    def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:
+        needed, self._learned = found
         own = needed[0]
         if self.sizes is not None:
             self.sizes.restore(own["changes"])
@@ -255,48 +206,101 @@ class OnlineSteps(StepLoader[Any]):
     def _run(self) -> Iterator[Step[Any]]:
         run = self._run_of = self._begin()
         try:
-            for take in run:
-                yield self._step(take, run)
+            yield from run
         finally:
             run.close()
 
-    def _begin(self) -> EpochRun:
+    def _begin(self) -> Runner:
         """The epoch that is due; learned lengths and limits are told to all ranks before it."""
         world, epoch = self.world, self._epoch
         cursor = self._cursor if self._resume else self._start()
         states, self._resume = self._resume, []
-        if self._merge_due and self._known.learned is not None:
+        if self._merge_due and self._learned is not None:
             Exchange(world, epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
-            self._known.learned.merge(world)
+            self._learned.merge(world)
         self._merge_due = True
         learner = None if states else LearningBudget.within(self.budget)
         if learner is not None:
             Exchange(world, epoch).highest([])
             learner.apply(world)
         self._workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
-        orders = {"order": self._orders.of_epoch(epoch), "batches": self._orders.batches(epoch), "sizes": self.sizes}
-        where = {"world": world, "cursor": cursor, "config": self.config, **orders}
-        source = Source(
-            dataset=self.dataset, iterable=self._iterable, collator=self._collator, workers=self._workers, **where
+        drawn = {"order": self._orders.of_epoch(epoch), "batches": self._orders.batches(epoch), "sizes": self.sizes}
+        source = Source(world=world, config=self.config, workers=self._workers, cursor=cursor, **drawn)
+        source, place, joined = _resumed(source, states, self._learned, self._hint)
+        make = FreeRunner if self.sizes is None else UpdateRunner
+        under_way = states[0]["running"]["under_way"] if states else 0
+        identity = {**self._of_ranks(source, place), "place": joined.steps}
+        return make(
+            source, joined, place, under_way=under_way, identity=identity, stats=self.stats, learned=self._learned
         )
-        shared = self._orders.fingerprint(epoch) if self._orders.num_samples is not None else None
-        identity = {**self._identity(), "order": [self._orders.decided_by, shared]}
+
+    def _of_ranks(self, source: Source, place: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What all ranks must have alike in an epoch."""
+        epoch, workers, orders, sizes = source.cursor.epoch, self._workers, self._orders, self.sizes
+        base = source.order.base
+        varying = (
+            None if sizes is None or sizes.is_constant else [stop for _, stop, _ in sizes.spans(sizes.start(epoch))]
+        )
+        identity = {
+            **self._identity(),
+            "order": [orders.decided_by, orders.fingerprint(epoch) if orders.num_samples is not None else None],
+            "epoch": epoch,
+            "rest": 0 if base is None else print_of(base.tolist()),
+            "handed out": place and place["feed"].get("handed_out"),
+            "sizes of updates": print_of(varying),
+            "num_workers": f"{workers.num_workers} with prefetch_factor={workers.prefetch_factor}",
+        }
         if callable(self.config.weigh):
             del identity["weigh"]  # may read what differs by rank, such as a device
-        return EpochRun(source, self._known, stats=self.stats, identity=identity, states=states)
+        return identity
 
-    def _step(self, take: Take, run: EpochRun) -> Step[Any]:
-        refined = take.batch
-        if refined is None:
-            batch, indices = self._spare.batch(run.feed.spare)
-        else:
-            batch, indices = refined.batch, list(refined.indices)
-            if self._known.learned is not None:
-                self._known.learned.observe(refined.indices, refined.lengths)
-            if self.world.size > 1:
-                self._spare.note(refined)
-        scale = loss_scale(take.weight, self.world.size)
-        return Step(batch, indices, take.samples, take.weight, scale, take.ends_update, idle=refined is None)
+
+def _described(config: OnlineConfig, orders: EpochOrders, workers: Workers, hint: IntArray | None) -> dict[str, Any]:
+    """What saved states are compared by, besides the budget, which may learn."""
+    per_update = config.samples_per_update
+    return {
+        **{name: getattr(config, name) for name in COMPARED},
+        "num_samples": orders.size,
+        "work": described(config.work),
+        "samples_per_update": described(per_update) if callable(per_update) else per_update,
+        "order": orders.decided_by,
+        "length_hint": None if hint is None else described(hint),
+        "oversize": workers.collator.oversize,
+        "weigh": described(config.weigh),
+        "num_workers": workers.num_workers if workers.iterable else None,
+    }
+
+
+def _resumed(
+    source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, hint: IntArray | None
+) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
+    """Where an epoch goes on from states: what it draws on, this rank's saved place, and where it stands.
+
+    On as many ranks as before it goes on with the very batches that were queued. On another number, what no rank has emitted
+    becomes an order of its own, which is begun like an epoch, in the middle of the update that was under way.
+    """
+    cursor, sizes = source.cursor, source.sizes
+    if not states:
+        return source.with_lengths(learned, hint), None, cursor
+    place, indices = states[0]["running"], source.order.indices
+    order = source.order if place["base"] is None else Order(indices, unpack(place["base"], len(indices)))
+    source = replace(source, order=order, cursor=handed_out(cursor, place["under_way"], sizes)).with_lengths(
+        learned, hint
+    )
+    if place["kind"] != source.kind:
+        raise StateError(f"the state was taken in an epoch of kind {place['kind']!r}, this one is {source.kind!r}")
+    if states[0]["world_size"] == source.world.size:
+        return source, place, cursor
+    order = source.order.restricted(left(source, [state["running"]["feed"] for state in states]))
+    source = replace(source, order=order, cursor=cursor).with_lengths(learned, hint)
+    return source, None, _joined(cursor, states, source.world.rank)
+
+
+def _joined(cursor: Cursor, states: list[Mapping[str, Any]], rank: int) -> Cursor:
+    """Other ranks have begun the update under way: what it holds so far counts on the first rank."""
+    begun = [Cursor.of(state["cursor"]) for state in states] if rank == 0 else []
+    samples, weight = sum(c.begun_samples for c in begun), float(sum(c.begun_weight for c in begun))
+    return replace(cursor, begun_samples=samples, begun_weight=weight)
 
 
 FIELDS = ("world_size", "rank", "epoch", "running", "changes", "cursor", "lengths", "merge_due")

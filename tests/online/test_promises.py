@@ -201,7 +201,7 @@ def _after_one_step(loader):
 def test_a_rank_that_cannot_load_again_what_it_had_tells_the_others():
     """Also where the epoch's last steps were agreed, so that resumed ranks ask each other whether that is still the end."""
     states = run_ranks(2, lambda world: _after_steps(make_loader(world, LENGTHS), 1))
-    assert states[0]["running"]["runner"]["ended"]
+    assert states[0]["running"]["ended"]
 
     class Gone(Tokens):
         def __getitem__(self, index):

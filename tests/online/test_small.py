@@ -12,9 +12,8 @@ import torch
 
 from dynagroup import BudgetError, ConfigError, OnlineDataLoader, TokenBudget
 from dynagroup.online.collator import RefinementCollator
-from dynagroup.online.config import OnlineConfig
 from dynagroup.online.messages import pack_tensors, unpack_tensors
-from dynagroup.online.plans import EpochOrders
+from dynagroup.online.plans import EpochOrders, OnlineConfig
 from dynagroup.online.protocol import Exchange, quantile
 from dynagroup.testing import run_ranks
 from dynagroup.update.loss_weight import Share, count_label_tokens, weigher
