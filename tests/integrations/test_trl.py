@@ -1,6 +1,10 @@
-"""TRL's SFTTrainer and compiled models."""
+"""TRL's trainers with batches that fit, SFT on packed ones too: TRL's updates, figures and refusals; and compiled models."""
 
 from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -8,15 +12,27 @@ import torch
 trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
+from transformers import GPT2ForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
+from dynagroup.integrations.config import COUPLED  # noqa: E402
 from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer  # noqa: E402
 from tests.integrations import jobs, toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
+from tests.models import gpt2  # noqa: E402
+from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TEXTS = [" ".join(f"w{(7 * i + k) % 40}" for k in range(2 + (11 * i) % 37)) for i in range(48)]
+WORDS = [text.split() for text in TEXTS]
+UPDATE = 12
+COMMON: dict[str, Any] = {
+    "learning_rate": 1e-2, "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True,
+    "logging_steps": 1, "dataloader_pin_memory": False, "gradient_checkpointing": False, "max_grad_norm": 0.0,
+    "per_device_eval_batch_size": 24,
+}  # fmt: skip
+PADDED, PACKED = TokenBudget(280), TokenBudget(100, layout="packed")
+Run = tuple[torch.Tensor, list[dict[str, Any]]]
 
 
 def tokenizer():
@@ -26,106 +42,118 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
-def test_sft_makes_the_updates_of_fixed_batches(tmp_path):
-    def run(fits):
-        args = trl.SFTConfig(
-            str(tmp_path / str(fits)), per_device_train_batch_size=4, gradient_accumulation_steps=3, max_steps=6,
-            learning_rate=1e-2, report_to=[], save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True,
-            logging_steps=3, dataloader_pin_memory=False, gradient_checkpointing=False,
-        )  # fmt: skip
-        cls, extra = (
-            (dynagroup_trainer(trl.SFTTrainer), {"dynagroup": TokenBudget(160)}) if fits else (trl.SFTTrainer, {})
-        )
-        found = cls(
-            toys.causal_lm(),
-            args,
-            train_dataset=Dataset.from_dict({"text": TEXTS}),
-            processing_class=tokenizer(),
-            **extra,
-        )
-        found.train()
-        return parameters(found.model), found
-
-    (fixed, plain), (ours, fitted) = run(False), run(True)
-    assert (fixed - ours).abs().max() < 1e-5
-    assert fitted.update_loader.stats.padded_tokens < 0.9 * sum(12 * 38 for _ in range(6))
-    logs = [entry for entry in fitted.state.log_history if "loss" in entry]
-    assert logs[0]["mean_token_accuracy"] >= 0
-    assert logs[0]["num_tokens"] == [e for e in plain.state.log_history if "loss" in e][0]["num_tokens"]
-    assert logs[0]["train_coverage"] == 0.75
+def made(cls: type, args: Any, budget: TokenBudget | None, data: Dataset, **how: Any) -> Any:
+    if budget is not None:
+        cls, how = dynagroup_trainer(cls), {**how, "dynagroup": budget}
+    return cls(args=args, train_dataset=data, processing_class=tokenizer(), **how)
 
 
-def preferences(count=24):
-    words = [text.split() for text in TEXTS]
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sft(folder: Any, budget: TokenBudget | None = None, *, loss: Any = toys.float64_causal_loss, **changes: Any) -> Any:
+    """Three updates of twelve samples. Prompts are not learned from, so no sample's first token counts, padded or not."""
+    halves = [(" ".join(w[: len(w) // 2]), " " + " ".join(w[len(w) // 2 :])) for w in WORDS]
+    data = Dataset.from_dict({"prompt": [a for a, _ in halves], "completion": [b for _, b in halves]})
+    data = changes.pop("data", data)
+    settings = {"per_device_train_batch_size": 4 // ranks(), "gradient_accumulation_steps": 3, "max_steps": 3}
+    args = trl.SFTConfig(str(folder), **{**COMMON, **settings, "max_length": None, **changes})
+    return made(trl.SFTTrainer, args, budget, data, model=toys.causal_lm(), compute_loss_func=loss)
+
+
+def pairs() -> Dataset:
+    chosen = [" " + " ".join(w[len(w) // 3 :]) for w in WORDS]
+    rejected = [" " + " ".join(w[: 1 + (5 * i) % len(w)]) for i, w in enumerate(WORDS)]
     return Dataset.from_dict(
-        {
-            "prompt": [" ".join(w[: 1 + len(w) // 3]) for w in words[:count]],
-            "chosen": [" ".join(w[len(w) // 3 :]) for w in words[:count]],
-            "rejected": [" ".join(w[: 1 + (5 * i) % len(w)]) for i, w in enumerate(words[:count])],
-        }
+        {"prompt": [" ".join(w[: 1 + len(w) // 3]) for w in WORDS], "chosen": chosen, "rejected": rejected}
     )
 
 
-def dpo(folder, fits, *, data=None, **changes):
-    args = trl.DPOConfig(
-        str(folder), **{"per_device_train_batch_size": 12, "max_steps": 2, "learning_rate": 1e-2, **changes}, report_to=[],
-        save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False,
-        gradient_checkpointing=False, max_grad_norm=0.0, per_device_eval_batch_size=24,
-    )  # fmt: skip
-    data = preferences() if data is None else data
-    cls, extra = (dynagroup_trainer(trl.DPOTrainer), {"dynagroup": TokenBudget(280)}) if fits else (trl.DPOTrainer, {})
+def dpo(folder: Any, budget: TokenBudget | None = None, **changes: Any) -> Any:
+    settings = {"per_device_train_batch_size": UPDATE // ranks(), "max_steps": 2, **changes}
+    args = trl.DPOConfig(str(folder), **{**COMMON, **settings})
     torch.manual_seed(1)
     reference = toys.causal_lm()
     with torch.no_grad():
         for weight in reference.parameters():
             weight += 0.02 * torch.randn_like(weight)
-    return cls(
-        toys.causal_lm(), reference, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer(), **extra
-    )
+    how = {"model": toys.causal_lm(), "ref_model": reference, "eval_dataset": pairs().select(range(24))}
+    return made(trl.DPOTrainer, args, budget, pairs(), **how)
+
+
+def reward(folder: Any, budget: TokenBudget | None = None) -> Any:
+    args = trl.RewardConfig(str(folder), **COMMON, per_device_train_batch_size=UPDATE // ranks(), max_steps=2)
+    torch.manual_seed(0)
+    model = GPT2ForSequenceClassification(gpt2(num_labels=1, pad_token_id=0, n_positions=128)).double()
+    return made(trl.RewardTrainer, args, budget, pairs(), model=model)
+
+
+def found(run: Any) -> Run:
+    run.train()
+    return parameters(run.model), [entry for entry in run.state.log_history if "loss" in entry]
+
+
+def all_runs(folder: Any) -> dict[str, tuple[Run, Run]]:
+    """Every trainer, ours and theirs, on this rank. All in float64."""
+    warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
+    theirs = found(sft(folder))
+    return {
+        "sft": (found(sft(folder, TokenBudget(160))), theirs),
+        "sft, packed": (found(sft(folder, PACKED, padding_free=True)), theirs),
+        "reward": (found(reward(folder, PADDED)), found(reward(folder))),
+        "dpo": (found(dpo(folder, PADDED)), found(dpo(folder))),
+    }
 
 
 FIGURES = [
-    "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
     "logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy", "num_tokens",
 ]  # fmt: skip
 
 
-def logged(run):
-    run.train()
-    found = [entry for entry in run.state.log_history if "rewards/chosen" in entry]
-    return [{key: entry[key] for key in FIGURES} for entry in found], run.evaluate()
+def assert_all_same(runs: dict[str, tuple[Run, Run]]) -> None:
+    for name, ((ours, our_logs), (theirs, their_logs)) in runs.items():
+        assert (ours - theirs).abs().max() < (1e-6 if name == "dpo" else 1e-8), (
+            name
+        )  # its log-probabilities are of float32
+        for one, other in zip(our_logs, their_logs, strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+            figures = FIGURES if name == "dpo" else ["num_tokens"] if name == "sft" else []
+            assert [one[key] for key in figures] == pytest.approx([other[key] for key in figures], rel=1e-4, abs=1e-5)
 
 
-def test_dpo_logs_what_one_batch_an_update_logs(tmp_path):
-    """A figure of an update is a mean over all its pairs, or all its tokens, however unequal the batches are."""
-    (expected, whole), (found, evaluated) = (logged(dpo(tmp_path / str(fits), fits)) for fits in (False, True))
-    assert len(found) == len(expected) == 2
-    for ours, plain in zip(found, expected, strict=True):
-        assert ours == pytest.approx(plain, rel=1e-4, abs=1e-5)
-    figures = [f"eval_{key}" for key in FIGURES]
-    assert {k: evaluated[k] for k in figures} == pytest.approx({k: whole[k] for k in figures}, rel=1e-4, abs=1e-5)
+def test_batches_that_fit_make_the_updates_of_trls_own_and_log_their_figures(tmp_path) -> None:
+    """Parameters and losses. A figure of an update is a mean over all its pairs, or all its tokens, however cut."""
+    assert_all_same(all_runs(tmp_path))
 
 
-def test_preferences_need_no_lengths(tmp_path):
-    run = dpo(tmp_path, True)
-    run.train()
-    budget = run.update_loader.budget
-    assert run.update_loader.stats.largest_batch > run.update_loader.stats.smallest_batch
+@pytest.mark.slow
+def test_on_two_ranks_too(tmp_path) -> None:
+    both = on_ranks(2, all_runs, str(tmp_path))
+    for runs in both:
+        assert_all_same(runs)
+    assert all(torch.equal(both[0][name][0][0], both[1][name][0][0]) for name in both[0])
+
+
+def test_preferences_are_measured_and_evaluated_within_the_budget(tmp_path) -> None:
+    plain, ours = dpo(tmp_path), dpo(tmp_path, PADDED)
     seen = []
-    run.model.register_forward_pre_hook(lambda m, a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True)
-    run.evaluate()
-    assert max(seen) <= budget.max_tokens
+    ours.model.register_forward_pre_hook(lambda m, a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True)
+    expected, evaluated = plain.evaluate(), ours.evaluate()
+    assert max(seen) <= PADDED.max_tokens
+    assert len(set(seen)) > 1
+    figures = [f"eval_{key}" for key in ("loss", *FIGURES)]
+    assert [evaluated[k] for k in figures] == pytest.approx([expected[k] for k in figures], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss_type", ["aot", ["sigmoid", "aot_unpaired"]])
-def test_losses_that_compare_the_pairs_of_a_batch_are_refused(tmp_path, loss_type):
+def test_losses_that_compare_the_pairs_of_a_batch_are_refused(tmp_path, loss_type) -> None:
     with pytest.raises(ConfigError, match="loss_type='aot.*it sorts the pairs of a batch"):
-        dpo(tmp_path, True, loss_type=loss_type)
+        dpo(tmp_path, PADDED, loss_type=loss_type)
 
 
-def test_trainers_that_need_their_own_batches_are_refused(tmp_path):
-    from dynagroup.integrations.config import COUPLED
-
+def test_trainers_that_need_their_own_batches_are_refused(tmp_path) -> None:
     run = trainer("causal", tmp_path, fits=False)
     for original in [getattr(trl, name) for name in COUPLED if hasattr(trl, name)]:
         run.__class__ = type("Mine", (original,), {})
@@ -133,7 +161,7 @@ def test_trainers_that_need_their_own_batches_are_refused(tmp_path):
             attach(run, 100)
 
 
-def test_what_other_trainers_note_is_left_alone(tmp_path, monkeypatch):
+def test_what_other_trainers_note_is_left_alone(tmp_path, monkeypatch) -> None:
     """``_metrics`` is TRL's own where the loss is TRL's; a Trainer of the user's may keep what it likes under that name."""
     mine = type("Mine", (DynagroupTrainer,), {"_metrics": {"train": "mine"}})
     monkeypatch.setattr(jobs, "DynagroupTrainer", mine)
@@ -142,12 +170,39 @@ def test_what_other_trainers_note_is_left_alone(tmp_path, monkeypatch):
     assert (type(run), run.state.global_step, run._metrics) == (mine, 1, {"train": "mine"})
 
 
+def test_trl_divides_a_padded_loss_by_the_first_tokens_too(tmp_path) -> None:
+    """FACTS: the same samples, the same sum; a padded loss is divided by all tokens, a padding-free one by those predicted. And
+    it pads the row to a multiple, not the samples: a budget of the same multiple leaves room for that."""
+    seen: list[tuple[int, int]] = []
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        seen.append((labels.numel(), int(num_items_in_batch)))
+        return toys.float64_causal_loss(outputs, labels, num_items_in_batch)
+
+    for free in (False, True):
+        sft(tmp_path, data=Dataset.from_dict({"text": TEXTS}), padding_free=free, max_steps=1, loss=loss).train()
+    assert [a - b for (_, a), (_, b) in zip(seen[:3], seen[3:], strict=True)] == [UPDATE] * 3
+    seen.clear()
+    budget = TokenBudget(93, layout="packed", pad_to_multiple_of=8)
+    sft(tmp_path, budget, padding_free=True, pad_to_multiple_of=8, loss=loss).train()
+    assert {tokens % 8 for tokens, _ in seen} == {0}
+    assert max(seen)[0] == 88
+
+
+def test_joined_blocks_leave_nothing_to_gain_and_that_is_said(tmp_path) -> None:
+    how = {"packing": True, "max_length": 64, "per_device_train_batch_size": 2, "max_steps": 2}
+    theirs = found(sft(tmp_path, **how))
+    with pytest.warns(UserWarning, match="packing=True TRL has already joined .* Leave dynagroup out") as told:
+        ours = found(sft(tmp_path, TokenBudget(130, layout="packed"), **how))
+    assert (ours[0] - theirs[0]).abs().max() < 1e-8
+    assert len([w for w in told if "laid end to end" in str(w.message) or "packing=True" in str(w.message)]) == 1
+
+
 @pytest.mark.slow
-def test_a_compiled_model_agrees(tmp_path):
-    found = []
+def test_a_compiled_model_agrees(tmp_path) -> None:
+    runs = []
     for settings in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
-        run = trainer("causal", tmp_path, fits=True, exact_loss=True, max_steps=3, **settings)
-        run.train()
-        found.append(parameters(run.model))
+        runs.append(trainer("causal", tmp_path, fits=True, exact_loss=True, max_steps=3, **settings))
+        runs[-1].train()
     torch._dynamo.reset()
-    assert (found[0] - found[1]).abs().max() < 1e-8
+    assert (parameters(runs[0].model) - parameters(runs[1].model)).abs().max() < 1e-8

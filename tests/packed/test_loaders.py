@@ -1,4 +1,4 @@
-"""Loaders of packed batches, beside the table of laws: sizes change at run time, nothing is padding, rows are equal work."""
+"""Loaders of packed batches: what the table of laws does not ask."""
 
 from __future__ import annotations
 
@@ -7,39 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynagroup import OnlineDataLoader, PlannedDataLoader, StepLoader, TokenBudget
+from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.testing import run_ranks
-from tests.online.helpers import Tokens, collate_packed, lengths_of
+from tests.laws.loaders import LENGTHS, online, planned
+from tests.online.helpers import Tokens
 from tests.plan.test_packed import assert_rows_are_equal_work, window_of
 
-LENGTHS = lengths_of(37, seed=2, top=40)
-BUDGET = TokenBudget(80, layout="packed")
 
-
-@pytest.fixture(params=["planned", "online"])
-def make(request: pytest.FixtureRequest) -> Any:
-    def made(**options: Any) -> StepLoader[Any]:
-        options["collate_fn"] = collate_packed
-        if request.param == "planned":
-            return PlannedDataLoader(Tokens(LENGTHS), LENGTHS, BUDGET, **options)
-        return OnlineDataLoader(Tokens(LENGTHS), BUDGET, shuffle=True, **options)
-
-    return made
-
-
-def test_a_change_at_run_time_takes_effect_at_the_update_it_names(make: Any) -> None:
-    loader = make(samples_per_update=6)
-    updates = loader.updates()
-    held = [next(updates)]
-    at = loader.set_samples_per_update(9)
-    held += list(updates)
-    assert [sum(len(step.indices) for step in update) for update in held] == [6] * at + [9] * ((37 - 6 * at) // 9) + [
-        (37 - 6 * at) % 9
-    ]
-
-
+@pytest.mark.parametrize("make", [planned, online])
 def test_padding_is_none_and_said_so(make: Any) -> None:
-    loader = make(samples_per_update=12)
+    [loader] = run_ranks(1, lambda world: make(world, "packed", samples_per_update=5))
     list(loader)
     assert loader.stats.padding == 0.0
     assert loader.stats.real_tokens == loader.stats.padded_tokens == sum(LENGTHS)

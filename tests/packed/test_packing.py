@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertForMaskedLM, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
+import transformers
 
 from benchmarks.pages import packing_rows
 from dynagroup import TokenBudget, text_dataloader
@@ -22,8 +23,14 @@ from tests.test_text import numbered
 from tests.test_text import tokenizer as tokenizer
 
 
-def llama(attention: str = "sdpa", **changes: object) -> LlamaForCausalLM:
-    return LlamaForCausalLM(models.llama(attn_implementation=attention, **{"use_cache": False, **changes}))
+def llama(attention: str = "sdpa", **changes: object) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(models.llama(attn_implementation=attention, **{"use_cache": False, **changes}))
+
+
+def roberta() -> Any:
+    return use_varlen_attention(
+        transformers.RobertaForMaskedLM(models.config(transformers.RobertaConfig, pad_token_id=1))
+    )
 
 
 def test_a_model_that_keeps_samples_apart_is_given_its_collator() -> None:
@@ -36,37 +43,56 @@ def test_a_model_that_keeps_samples_apart_is_given_its_collator() -> None:
     assert packing_collator(use_varlen_attention(llama()))([{"input_ids": [5, 6]}])["cu_seq_lens_q"].tolist() == [0, 2]
 
 
-def test_a_cache_is_refused_because_samples_would_see_each_other() -> None:
-    with pytest.raises(ConfigError, match="set model.config.use_cache = False"):
-        packing_collator(llama(use_cache=True))
+def mamba() -> Any:
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
+    )
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_encoders_whose_masks_know_no_packs_are_refused(attention: str) -> None:
-    model = BertForMaskedLM(models.bert(attn_implementation=attention))
-    with pytest.raises(ConfigError, match=f"its attention '{attention}' does not keep them apart"):
-        packing_collator(model)
+VARLEN = "call dynagroup.integrations.varlen.use_varlen_attention"
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "cache": (partial(llama, use_cache=True), {}, f"set model.config.use_cache = False .*, or {VARLEN}"),
+    "BERT": (
+        lambda: transformers.BertForMaskedLM(models.bert()),
+        {},
+        f"its attention 'sdpa' does not keep them apart; {VARLEN}",
+    ),
+    "Bloom": (
+        lambda: transformers.BloomForCausalLM(models.config(transformers.BloomConfig)),
+        {},
+        "'eager' does not keep them apart; use the padded layout",
+    ),
+    "Mamba": (mamba, {}, "does not keep them apart; use the padded layout"),
+    "T5": (
+        lambda: transformers.T5ForConditionalGeneration(models.t5()),
+        {},
+        "could not be run on .*decoders and encoders that read one row",
+    ),
+    "mask": (llama, {"max_tokens": 131_072}, f"a packed batch of 131,072 tokens would take 85.9 GB for it; {VARLEN}"),
+    "positions": (roberta, {"position_ids_start": 0}, "its positions or layers"),
+}
 
 
-def test_positions_begin_where_the_model_lets_them() -> None:
-    model = use_varlen_attention(RobertaForMaskedLM(models.config(RobertaConfig, pad_token_id=1)))
-    assert packing_collator(model)([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
-    with pytest.raises(ConfigError, match="its positions or layers"):
-        packing_collator(model, position_ids_start=0)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_packed_is_refused_with_the_ways_out_that_work(name: str) -> None:
+    make, options, message = REFUSED[name]
+    model = make()
+    before = str(model.config)
+    with pytest.raises(ConfigError, match=message):
+        packing_collator(model, **options)
+    assert str(model.config) == before
 
 
-def test_masks_that_would_be_large_are_refused_with_their_cost() -> None:
+def test_positions_begin_where_the_model_lets_them_and_masks_have_their_cost() -> None:
+    assert packing_collator(roberta())([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
     assert mask_bytes(llama(), 1000) == 1000**2 * 5
     assert mask_bytes(use_varlen_attention(llama()), 10**6) == 0
-    with pytest.raises(ConfigError, match=r"a packed batch of 131,072 tokens would take 85.9 GB"):
-        packing_collator(llama(), max_tokens=131_072)
 
 
 def test_a_collator_that_pads_is_noticed() -> None:
     def padded(rows):
-        return {
-            "input_ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(r["input_ids"]) for r in rows], batch_first=True)
-        }
+        rows = [torch.tensor(row["input_ids"]) for row in rows]
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
 
     with pytest.raises(ConfigError, match="`collate_fn` does not pack"):
         check_packing(llama(), padded)

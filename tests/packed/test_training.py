@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 from dynagroup import ConfigError  # noqa: E402
 from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import trainer  # noqa: E402
+from tests.integrations.jobs import parameters, trainer  # noqa: E402
 from tests.packed import training  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -33,19 +32,15 @@ def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind: st
 def test_the_trainer_on_packed_batches_ends_with_the_parameters_of_fixed_ones(tmp_path) -> None:
     (theirs, fixed_logs), (ours, logs) = training.trained_both(tmp_path)
     assert (ours - theirs).abs().max() < 1e-8
-    losses, fixed_losses = ([float(e["loss"]) for e in log if "loss" in e] for log in (logs, fixed_logs))
-    assert len(losses) == 1
-    assert losses == pytest.approx(fixed_losses, abs=1e-8)
-    assert float(next(entry for entry in logs if "padding" in entry)["padding"]) == 0
+    [fixed_loss], [logged] = ([entry for entry in log if "loss" in entry] for log in (fixed_logs, logs))
+    assert logged["loss"] == pytest.approx(fixed_loss["loss"], abs=1e-8)
+    assert logged["padding"] == 0
 
 
-def packed_trainer(folder: Any, **changes: Any) -> Any:
-    run = trainer(
-        "causal", folder, fits=True, max_steps=2, model=training.llama("sdpa"), config={"budget": training.BUDGET}
-    )
-    run.data_collator = training.FLAT
-    for name, value in changes.items():
-        setattr(run, name, value)
+def packed_trainer(folder: Any, collate: Any = training.FLAT, **config: Any) -> Any:
+    config = {"budget": training.BUDGET, **config}
+    run = trainer("causal", folder, fits=True, max_steps=2, model=training.llama("sdpa"), config=config)
+    run.data_collator = collate
     return run
 
 
@@ -53,13 +48,13 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
     """With a cache transformers builds no mask: samples would see each other, and the loss would look healthy."""
     run = packed_trainer(tmp_path)
     run.model.config.use_cache = True
-    before = training.parameters(run.model)
+    before = parameters(run.model)
     with pytest.raises(ConfigError, match=r"answers otherwise on packed samples .* set model.config.use_cache = False"):
         run.train()
     assert run.state.global_step == 0
-    assert torch.equal(training.parameters(run.model), before)
+    assert torch.equal(parameters(run.model), before)
     with pytest.raises(ConfigError, match=r"`collate_fn` does not pack: .* \(2, 5\); use the padded layout"):
-        packed_trainer(tmp_path, data_collator=toys.collate).train()
+        packed_trainer(tmp_path, toys.collate).train()
 
 
 def test_what_the_trainer_cannot_ask_is_warned_of_and_trains(tmp_path) -> None:
@@ -67,9 +62,9 @@ def test_what_the_trainer_cannot_ask_is_warned_of_and_trains(tmp_path) -> None:
         assert len(rows[0]["input_ids"]) != 5, "another kind of sample"
         return training.FLAT(rows)
 
-    run = packed_trainer(tmp_path, data_collator=picky)
-    run.train_dataset = [row for row in toys.samples("causal", 64) if len(row["input_ids"]) != 5]
-    run.dynagroup = replace(run.dynagroup, lengths=toys.lengths(run.train_dataset))
+    rows = [row for row in toys.samples("causal", 64) if len(row["input_ids"]) != 5]
+    run = packed_trainer(tmp_path, picky, lengths=toys.lengths(rows))
+    run.train_dataset = rows
     with pytest.warns(UserWarning, match=r"could not be checked; try .*check_packing.*AssertionError: another kind"):
         run.train()
     assert run.state.global_step == 2

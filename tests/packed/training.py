@@ -93,20 +93,12 @@ def packed(kind: str, attention: str) -> tuple[torch.Tensor, list[float], list[l
     return parameters(model), losses, updates, loader.stats.padding
 
 
-def trained(folder: Any, fits: bool, mode: str = "planned") -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def trained(folder: Any, fits: bool) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """The Trainer with fixed padded batches, or with packed ones of dynagroup."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lengths = {} if mode == "planned" else {"lengths": None, "mode": "online"}
-        run = trainer(
-            "causal",
-            folder,
-            fits=fits,
-            exact_loss=True,
-            max_steps=8,
-            model=llama("sdpa"),
-            config={"budget": BUDGET, **lengths},
-        )
+        how = {"exact_loss": True, "max_steps": 8, "model": llama("sdpa"), "config": {"budget": BUDGET}}
+        run = trainer("causal", folder, fits=fits, **how)
         if fits:
             run.data_collator = FLAT
         run.train()
