@@ -60,8 +60,8 @@ MECHANISMS = {
     "an order alike in all streams (multistream)": Mechanism("pairs", padded, "alike_order", without_order),
     "rows by dynamic programming, two streams (ranks)": Mechanism("pairs", ranks, "_cheapest", without_rows),
     "samples of uneven rows exchanged (ranks)": Mechanism("pairs", ranks, "_level_pairs", as_they_are),
-    "a row more where the fewest are unequal (packed)": Mechanism(
-        "packed", packed._Packing, "_are_equal", lambda *_: True
+    "rows filled up to their longest sample (packed)": Mechanism(
+        "packed", packed, "_paces", lambda dearest, rows, multiple: [1.0] * rows
     ),
 }
 

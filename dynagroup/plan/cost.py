@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.budget.base import Budget, Layout, padded_streams
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.shapes import BatchShape, Streams, round_up
+from dynagroup.shapes import Streams, round_up
 from dynagroup.validation import check_number
 
 __all__ = ["CPU_PER_STEP", "DEFAULT_WORK", "Work", "check_work"]
@@ -58,9 +58,7 @@ class Work:
 
         A token takes 2 floating-point operations for each weight of a layer's matrices and of the output matrix; attention
         takes ``4 * heads * head size`` for each token that a token looks at. Their ratio is the crossover: about 6 times the
-        hidden size of a dense decoder. The price is arithmetic, measured on no GPU: launching a layer's kernels, 0.3 ms
-        in training, takes as long as 3e10 such operations at 300 TFLOP/s, and moving a large model's weights and gradients as
-        long as 256 tokens, whatever its size (``docs/planning.md`` says how). On a CPU a step costs :data:`CPU_PER_STEP`.
+        hidden size of a dense decoder. The price is arithmetic (``docs/planning.md``); on a CPU it is :data:`CPU_PER_STEP`.
 
         Args:
             model_or_config: a model, or its config.
@@ -72,8 +70,7 @@ class Work:
         from dynagroup.memory.trace.model import architecture
 
         sizes = architecture(getattr(model_or_config, "config", model_or_config))
-        wanted = ("hidden_size", "num_layers", "num_heads", "head_size")
-        missing = [name for name in wanted if not sizes[name]]
+        missing = [name for name in ("hidden_size", "num_layers", "num_heads", "head_size") if not sizes[name]]
         if missing:
             raise ConfigError(
                 f"the config of {type(model_or_config).__name__} does not state {', '.join(missing)}; "
@@ -84,14 +81,13 @@ class Work:
         matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
         matrices += (3 if sizes["gated_mlp"] else 2) * sizes["intermediate_size"] * sizes["experts_per_token"]
         linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
-        on_cpu = str(device).startswith("cpu")
-        per_step = CPU_PER_STEP if on_cpu else float(np.clip(3e10 / linear, 256, 2048))
+        # launching a layer's kernels takes as long as 3e10 operations; moving weights and gradients as long as 256 tokens
+        per_step = CPU_PER_STEP if str(device).startswith("cpu") else float(np.clip(3e10 / linear, 256, 2048))
         return cls(per_step=per_step, crossover=linear / (4.0 * attention))
 
     @classmethod
     def of_known(cls, model: Any, *, device: Any) -> Work:
-        """As :meth:`of`; for a model that is none of ``transformers``, or whose config does not state its sizes, the default,
-        with the price of a step on that device.
+        """As :meth:`of`; of a model that is none of ``transformers``, or does not state its sizes, the default for the device.
 
         >>> Work.of_known(object(), device="cpu").per_step == CPU_PER_STEP
         True
@@ -135,7 +131,7 @@ class Work:
     @classmethod
     def from_moments(cls, products: NDArray[np.float64], targets: NDArray[np.float64]) -> Work:
         """The least squares behind :meth:`fit`, from sums alone: ``products`` (3, 3) of the columns (1, n L, n L^2), each
-        divided by its seconds, and ``targets`` (3,), their sums. What comes out below zero is left out, the squares last."""
+        divided by its seconds, and ``targets`` (3,), their sums."""
         scale = np.sqrt(np.diag(products))
         scaled, wanted = products / np.outer(scale, scale), targets / scale
         found = np.zeros(3)
@@ -154,24 +150,16 @@ class Work:
         linear = np.asarray(tokens, np.float64)
         return linear + linear * linear / self.crossover
 
-    def of_shapes(
-        self, shape: BatchShape, *, layout: Layout = "padded", pad_to_multiple_of: int = 1
-    ) -> NDArray[np.float64]:
-        """Work of batches of these shapes, without the price of a step, all their streams padded (others: leave them out
-        by ``shape.without``); packed at most: a shape does not tell its squares."""
-        if layout == "packed":
-            each = [shape.total[name] * (1.0 + longest / self.crossover) for name, longest in shape.longest.items()]
-            return np.sum(each, axis=0)
-        widths = {name: round_up(longest, pad_to_multiple_of) for name, longest in shape.longest.items()}
-        return shape.num_samples * self.of_lengths(widths)
-
     def of_batches(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
         """Work of every batch, without the price of a step; ``lengths`` are indexed by what ``batches`` hold."""
         padded = {name: lengths[name] for name in padded_streams(budget, lengths)}
         if budget.layout == "packed" and len(batches):
             each = self.of_lengths({name: values[batches.order] for name, values in padded.items()})
             return np.add.reduceat(each, batches.offsets[:-1])
-        return self.of_shapes(shapes_of(batches, padded), pad_to_multiple_of=budget.pad_to_multiple_of)
+        longest = shapes_of(batches, padded).longest.items()
+        return batches.sizes * self.of_lengths(
+            {name: round_up(value, budget.pad_to_multiple_of) for name, value in longest}
+        )
 
     def of_rows(self, work: NDArray[np.float64]) -> float:
         """Predicted time of steps: each costs its price and the most work of a rank. ``work``: float64 (steps, ranks)."""
@@ -182,11 +170,7 @@ DEFAULT_WORK = Work()
 
 
 def check_work(work: Work | None) -> Work:
-    """``work``, or the default where there is none.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """``work``, or the default where there is none. Raises ConfigError where it is something else."""
     if work is not None and not isinstance(work, Work):
         raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {work!r}")
     return work or DEFAULT_WORK

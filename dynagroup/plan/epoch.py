@@ -180,9 +180,8 @@ class OrderSource:
             )
         self._source, self._num_samples = source, num_samples
         self._epoch, self._indices = -1, np.zeros(0, np.int64)
-        self._generator = getattr(source, "generator", None)
-        start = _state_of(self._generator)
-        self._before: dict[int, Any] = {} if start is None else {0: start}
+        self._generator = _state_of(getattr(source, "generator", None))
+        self._before: dict[int, Any] = {} if self._generator is None else {0: self._generator[0]()}
         """Epoch -> where the generator stood before it was drawn; the first and the last."""
 
     def __len__(self) -> int:
@@ -212,37 +211,32 @@ class OrderSource:
     def of_epoch(self, epoch: int) -> IntArray:
         """Dataset indices in the epoch's order."""
         if epoch != self._epoch:
-            self._indices = self._read(epoch)
+            self._indices = self._checked(self._read(epoch))
             self._epoch = epoch
         return self._indices
 
     def checksum(self, epoch: int) -> int:
         return zlib.crc32(self.of_epoch(epoch).data)
 
-    def _read(self, epoch: int) -> IntArray:
-        set_epoch = getattr(self._source, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-            return self._checked(list(self._source))
-        if self._before:
-            return self._drawn(epoch)
-        read = [list(self._source) for _ in range(max(1, epoch - self._epoch))]  # it may be seeded out of sight
-        if (len(self._indices) or read[0]) and not read[-1]:
+    def _read(self, epoch: int) -> list[int]:
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)  # type: ignore[attr-defined]
+            return list(self._source)
+        first = self._epoch + 1 if epoch > self._epoch else epoch  # of the epochs that are drawn
+        if self._generator is not None:
+            first = max(known for known in self._before if known <= epoch)
+            self._generator[1](self._before[first])
+        begun, read = bool(len(self._indices)), list[int]()
+        for drawn in range(first, epoch + 1):
+            if self._generator is not None:
+                self._before = {0: self._before[0], drawn: self._generator[0]()}
+            begun, read = begun or bool(read), list(self._source)
+        if begun and not read and self._generator is None:
             raise ConfigError(
                 f"`order` must give indices anew every epoch, but {type(self._source).__name__} gave some once and then none; "
                 "its __iter__ must begin anew"
             )
-        return self._checked(read[-1])
-
-    def _drawn(self, epoch: int) -> IntArray:
-        known = max(e for e in self._before if e <= epoch)
-        _rewind(self._generator, self._before[known])
-        indices: list[int] = []
-        for drawn in range(known, epoch + 1):
-            self._before[drawn] = _state_of(self._generator)
-            indices = list(self._source)
-        self._before = {e: state for e, state in self._before.items() if e in (0, epoch)}
-        return self._checked(indices)
+        return read
 
     def _checked(self, indices: list[int]) -> IntArray:
         try:
@@ -259,22 +253,14 @@ class OrderSource:
         return array.astype(np.int64)
 
 
-def _state_of(generator: Any) -> Any:
-    """Where a generator (of NumPy, torch or ``random``) stands; None if it is none that can be set back."""
+def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to ask a generator (of NumPy, torch or ``random``) where it stands, and how to set it back; None if it cannot be."""
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
     if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if hasattr(generator, "get_state") else None
-
-
-def _rewind(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+        return generator.getstate, generator.setstate
+    return (generator.get_state, generator.set_state) if hasattr(generator, "get_state") else None
 
 
 def check_alike(order: OrderSource, epoch: int) -> None:

@@ -38,18 +38,11 @@ def pack(
     """Divide one window of samples into packed batches that fit ``budget``: few rows of ``multiple`` batches, of equal work.
 
     A sample of more work than a batch's fair share sets the pace of its row whatever is done, so that row's other batches are
-    filled up to it. O(N log N) and a few passes: 4,096 samples take some 10 ms where a budget only sums.
-
-    Args:
-        lengths: stream -> int32 (N,).
-        budget: any monotone budget; a sample that does not fit even alone gets a batch of its own.
-        multiple: batches a row, one for each rank.
-        work: what samples cost.
-        round_batch: batches are divided further into sizes that are values of this function.
+    filled up to it. A sample that does not fit even alone gets a batch of its own. 4,096 samples take some 10 ms.
 
     Returns:
         Positions into the window, in order of arrival inside a batch. Batches come dearest first; their number is a
-        multiple of ``multiple`` wherever there are samples enough (and nothing is rounded).
+        multiple of ``multiple`` wherever there are samples enough (and ``round_batch`` divides none further).
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> batches = pack({"tokens": np.array([4, 6, 3, 7, 2, 8], np.int32)}, TokenBudget(10, layout="packed"))
@@ -59,12 +52,12 @@ def pack(
     if not len(lengths[TOKENS]):
         return Batches.concatenate([])
     costs = work.of_lengths({name: lengths[name] for name in padded_streams(budget, lengths)})
-    bins = _Packing(lengths, budget, costs, multiple).rows(work.per_step)
-    members = [np.sort(np.asarray(bin.members, np.int64)) for bin in bins]
+    members = [
+        np.sort(np.asarray(part, np.int64)) for part in _Packing(lengths, budget, costs, multiple).rows(work.per_step)
+    ]
     if round_batch is not None:
         members = [part for batch in members for part in _rounded_parts(batch, round_batch)]
-        members.sort(key=lambda part: -float(costs[part].sum()))
-    return Batches.of(members)
+    return Batches.of(sorted(members, key=lambda part: -float(costs[part].sum())))
 
 
 def _rounded_parts(batch: IntArray, round_batch: RoundBatch) -> list[IntArray]:
@@ -244,27 +237,37 @@ class _Packing:
         self._order: list[int] = order[alone[order]].tolist()
         self._oversize: list[int] = order[~alone[order]].tolist()
 
-    def rows(self, per_step: float) -> list[Bin]:
-        """The fewest rows, dearest batches first; or one row more, where that makes rows equal work and is worth its time."""
-        bins = self._dearest_first(self._fewest())
-        if self._multiple == 1 or len(bins) % self._multiple or self._are_equal(bins):
-            return bins
-        more = self._dearest_first(self._balanced(len(bins) // self._multiple + 1) or [])
-        if not more or len(more) % self._multiple:
-            return bins
-        before, after = (sum(bin.load + per_step for bin in found[:: self._multiple]) for found in (bins, more))
-        return more if after <= (WORTH if self._are_equal(more) else 1.0) * before else bins
+    def rows(self, per_step: float) -> list[list[int]]:
+        """The fewest rows; or one more, where that makes rows equal work for at most 2 % more time: law 9 rests on it."""
+        fewest = self._fewest()
+        if self._multiple == 1 or len(fewest) % self._multiple or self._judged(fewest, per_step)[1]:
+            return fewest
+        more = [*([s] for s in self._oversize), *(self._balanced(len(fewest) // self._multiple + 1) or [])]
+        if len(more) < len(fewest) or len(more) % self._multiple:
+            return fewest
+        time, equal = self._judged(more, per_step)
+        return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
 
-    def _fewest(self) -> list[Bin]:
-        """The window in few rows, at most a hundredth more than best fit needs; every batch has a sample."""
-        if self._only_sums and (found := self._balanced(self._num_rows(self._least_bins()))) is not None:
-            return found
-        bins = best_fit(self._order, self._list, self._room.bin, self._room)
-        rows = self._num_rows(len(bins))
-        for more in dict.fromkeys((rows, rows + rows // 100)) if self._multiple > 1 else ():
-            if (found := self._balanced(more)) is not None:
-                return found
-        return self._complete([*bins, *(self._room.bin() for _ in range(self._num_bins(rows) - len(bins)))])
+    def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
+        """Predicted time of rows of like work; and whether batches of a row are equal, or a sample is more than their mean."""
+        work = np.asarray([self._costs[part].sum() for part in parts])
+        by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
+        longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)
+        rows, mean = work[by_row], work[by_row].mean(axis=1)
+        return per_step * len(rows) + rows[:, 0].sum(), bool(
+            ((np.ptp(rows, 1) <= EQUAL * mean) | (longest > mean)).all()
+        )
+
+    def _fewest(self) -> list[list[int]]:
+        """The window in few rows, hardly more than best fit needs; every batch has a sample."""
+        rows = self._num_rows(self._least_bins()) if self._only_sums else 0
+        found = self._balanced(rows) if rows else None
+        if found is None:
+            rows = max(self._num_rows(len(best_fit(self._order, self._list, self._room.bin, self._room))), 1)
+        while found is None:
+            found = self._balanced(rows)
+            rows += max(rows // 100, 1)
+        return [*([s] for s in self._oversize), *found]
 
     def _least_bins(self) -> int:
         """No division can do with fewer batches, by the sums alone; a limit of 0 admits samples without tokens."""
@@ -276,35 +279,18 @@ class _Packing:
     def _num_rows(self, bins: int) -> int:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
-    def _num_bins(self, rows: int) -> int:
-        return min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
-
-    def _balanced(self, rows: int) -> list[Bin] | None:
-        """The window in exactly so many rows; None where that way the samples do not fit in."""
-        count = self._num_bins(rows)
+    def _balanced(self, rows: int) -> list[list[int]] | None:
+        """The samples that fit alone, in exactly so many rows less the other samples; None where that way they do not fit in."""
+        count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
         if count < 1:
-            return None if self._order else self._complete([])
+            return None if self._order else []
         paces = _paces(np.sort(self._costs)[::-1], rows, self._multiple)
         bins = [self._room.bin(max(paces) - pace) for pace in paces for _ in range(self._multiple)][-count:]
-        return self._complete(bins) if least_loaded(self._order, self._list, bins, self._room) else None
-
-    def _complete(self, bins: list[Bin]) -> list[Bin]:
-        """With the samples that fit nowhere; and no bin stays empty: the fullest give one of theirs."""
-        fill_empty([bin.members for bin in bins])
-        return [*(Bin(0.0, -1, 0, [], [s]) for s in self._oversize), *(bin for bin in bins if bin.members)]
-
-    def _dearest_first(self, bins: list[Bin]) -> list[Bin]:
-        """Rows of ``multiple`` bins of like work, one after another."""
-        for bin in bins:
-            bin.load = float(self._costs[bin.members].sum())
-        return sorted(bins, key=lambda bin: -bin.load)
-
-    def _are_equal(self, bins: Sequence[Bin]) -> bool:
-        """Whether the batches of each row are equal work, or some single sample is more work than their mean."""
-        rows = np.asarray([bin.load for bin in bins]).reshape(-1, self._multiple)
-        longest = np.asarray([self._costs[bin.members].max() for bin in bins]).reshape(rows.shape).max(axis=1)
-        mean = rows.mean(axis=1)
-        return bool(((rows[:, 0] - rows[:, -1] <= EQUAL * mean) | (longest > mean)).all())
+        if not least_loaded(self._order, self._list, bins, self._room):
+            return None
+        parts = [bin.members for bin in bins]
+        fill_empty(parts)
+        return [part for part in parts if part]
 
 
 def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> list[float]:

@@ -99,22 +99,16 @@ class ShapeLadder(Budget):
 
 
 def _rungs(falling: IntArray, num_shapes: int) -> IntArray:
-    """Lengths, growing, at most so many, to which these are padded up with least padding.
-
-    Cutting the sorted lengths into runs of least padding plus a price each is exact; the price is raised by bisection until
-    the runs are few enough. O(N log(longest * N)).
-    """
-    left = np.arange(len(falling), 0, -1)
-    window = OrderedWindow(falling.astype(np.float64), left)
+    """Lengths, growing, at most so many, to which these are padded up with least padding: the exact cut into runs, of which each
+    costs a price that is bisected until they are few enough. O(N log(longest * N))."""
+    window = OrderedWindow(falling.astype(np.float64), np.arange(len(falling), 0, -1))
     low, high = 0.0, 1.0 + float(falling[0]) * len(falling)
     best = window.least_time(high)
     for _ in range(40):
         middle = (low + high) / 2
         tried = window.least_time(middle)
-        if len(tried) - 1 <= num_shapes:
-            best, high = tried, middle
-        else:
+        if len(tried) - 1 > num_shapes:
             low = middle
-        if len(best) - 1 == num_shapes:
-            break
+        else:
+            best, high = tried, middle
     return np.unique(falling[best[:-1]])

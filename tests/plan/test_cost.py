@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from dynagroup import ConfigError, TokenBudget, Work
 from dynagroup.plan.batches import Batches
-from dynagroup.shapes import BatchShape
 from tests import models
 
 
@@ -22,7 +21,6 @@ def test_literal_work() -> None:
     assert work.of_batches(batches, lengths, budget).tolist() == [2 * (16 + 2.56), 24 + 5.76]
     packed = work.of_batches(batches, lengths, TokenBudget(1000, layout="packed"))
     assert packed.tolist() == pytest.approx([11 + 3.09, 24])
-    assert work.of_shapes(BatchShape.of([2], longest=16)).tolist() == [2 * (16 + 2.56)]
     assert work.of_rows(np.array([[5.0, 7.0], [1.0, 0.0]])) == 2 * 10 + 7 + 1
     assert Work(per_step=0, crossover=math.inf).of_lengths([7]).tolist() == [7]
 
