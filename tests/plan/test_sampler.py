@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import threading
-import warnings
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -29,8 +27,9 @@ from dynagroup.plan.batches import multiple_of
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.testing import assert_conserves, assert_resumes_exactly, run_ranks
+from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
+from tests.torchrun import torchrun
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 300).astype(np.int32).clip(max=1024)
 BUDGET = TokenBudget(1024)
@@ -42,61 +41,43 @@ def sampler(rank: int | None = 0, world_size: int | None = 1, **options: Any) ->
 
 MODES: list[dict[str, Any]] = [
     {},
-    {"shuffle": True},
-    {"shuffle": True, "window": 40},
+    {"shuffle": True, "window": 40, "uneven": "drop"},
     {"window": 64, "round_batch": multiple_of(4)},
     {"samples_per_update": 37},
-    {"shuffle": True, "uneven": "drop"},
 ]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40, deadline=None)
 @given(strategies.lengths, strategies.budgets, st.sampled_from(MODES), st.integers(1, 16), st.integers(0, 2))
+@pytest.mark.filterwarnings("ignore")
 def test_ranks_together_emit_the_plan(values: list[int], budget: Budget, mode: dict, ranks: int, epoch: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mine = [LengthAwareBatchSampler(values, budget, rank=r, world_size=ranks, **mode) for r in range(ranks)]
-        for one in mine:
-            one.set_epoch(epoch)
-        emitted = [list(one) for one in mine]
-        plan = mine[0].plan
-        assert {len(batches) for batches in emitted} == {len(mine[0])} == {plan.num_steps}
-        assert [[batches[step] for batches in emitted] for step in range(plan.num_steps)] == list(plan.rows)
-        every = LengthAwareBatchSampler(values, budget, world_size=ranks, **mode)
-        every.set_epoch(epoch)
-        assert list(every) == [batch for row in plan.rows for batch in row]
-        assert len(every) == plan.num_steps * ranks
+    mine = [LengthAwareBatchSampler(values, budget, rank=r, world_size=ranks, **mode) for r in (0, ranks - 1)]
+    every = LengthAwareBatchSampler(values, budget, world_size=ranks, **mode)
+    for one in (*mine, every):
+        one.set_epoch(epoch)
+    rows = list(mine[0].plan.rows)
+    assert [list(one) for one in mine] == [[row[rank] for row in rows] for rank in (0, ranks - 1)]
+    assert list(every) == [batch for row in rows for batch in row]
+    assert len(mine[0]) == len(every) / ranks == len(rows)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_resumes_exactly(mode: dict[str, Any], ranks: int) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="too few samples for an equal number of steps")
-        make = lambda world: sampler(world.rank, world.size, **mode)  # noqa: E731
-        steps = range(0, len(sampler(0, ranks, **mode)), 1 if ranks == 1 else 4)
-        assert_resumes_exactly(make, world_size=ranks, steps=steps)
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4), (4, 1), (3, 7)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
+@pytest.mark.filterwarnings("ignore:too few samples for an equal number of steps")
 def test_what_comes_on_other_ranks_is_what_remained(mode: dict[str, Any], before: int, after: int) -> None:
     """Each sample once, but for the few that fill a last row or are left out of one: those the plans list."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="too few samples for an equal number of steps")
-        every = Counter(range(len(LENGTHS)))
-        for stop in range(0, len(sampler(0, before, **mode)), 4):
-            first = [sampler(rank, before, **mode) for rank in range(before)]
-            came = Counter(i for row in islice(zip(*first, strict=True), stop) for batch in row for i in batch)
-            then = [sampler(rank, after, **mode) for rank in range(after)]
-            for one in then:
-                one.load_state_dict(json.loads(json.dumps(first[0].state_dict())))
-            came += Counter(i for row in zip(*then, strict=True) for batch in row for i in batch)
-            repeated, left_out = came - every, every - came
-            plans = [sampler(0, before, **mode).plan, then[0].plan]
-            assert repeated <= sum((Counter(plan.repeated.tolist()) for plan in plans), Counter())
-            assert left_out <= sum((Counter(plan.dropped.tolist()) for plan in plans), Counter())
-            assert "uneven" in mode or not left_out
+    every = Counter(range(len(LENGTHS)))
+    for stop in range(0, len(sampler(0, before, **mode)), 7):
+        first = [sampler(rank, before, **mode) for rank in range(before)]
+        came = Counter(i for row in islice(zip(*first, strict=True), stop) for batch in row for i in batch)
+        then = [sampler(rank, after, **mode) for rank in range(after)]
+        for one in then:
+            one.load_state_dict(json.loads(json.dumps(first[0].state_dict())))
+        came += Counter(i for row in zip(*then, strict=True) for batch in row for i in batch)
+        plans = [sampler(0, before, **mode).plan, then[0].plan]
+        assert came - every <= sum((Counter(plan.repeated.tolist()) for plan in plans), Counter())
+        assert every - came <= sum((Counter(plan.dropped.tolist()) for plan in plans), Counter())
+        assert "uneven" in mode or not every - came
 
 
 def test_literal_state_is_small_and_json_able() -> None:
@@ -166,23 +147,15 @@ def test_a_framework_that_counts_from_zero_after_a_resume_does_not_lose_the_plac
     assert list(other) == list(third)
 
 
-def test_foreign_states_are_refused_with_what_differs() -> None:
-    state = sampler().state_dict()
+def test_states_that_do_not_belong_are_refused() -> None:
+    state, other, one = sampler().state_dict(), sampler(), sampler()
     with pytest.raises(StateError, match="seed: 0 then, 4 now"):
         sampler(seed=4).load_state_dict(state)
-    with pytest.raises(StateError, match="the state belongs to another run; lengths: "):
-        LengthAwareBatchSampler(LENGTHS // 2, BUDGET).load_state_dict(state)
-    with pytest.raises(StateError, match="version 9, this dynagroup reads version 2"):
-        sampler().load_state_dict({**state, "version": 9})
-    with pytest.raises(StateError, match="no state of"):
-        sampler().load_state_dict({"version": 1})
     with pytest.raises(StateError, match="its seal differs"):
         sampler().load_state_dict({**state, "windows_done": 1})
-    other = sampler()
     other.set_epoch(3)
     with pytest.raises(StateError, match="states differ"):
         sampler().load_state_dict([state, other.state_dict()])
-    one = sampler()
     next(iter(one))
     with pytest.raises(StateError, match="`num_steps` must be from 0 to 1, .* but is 2"):
         one.state_dict(num_steps=2)
@@ -198,19 +171,8 @@ def test_a_refused_state_does_not_teach_the_budget() -> None:
     assert fresh.state_dict() == before
 
 
-def test_settings_that_act_otherwise_are_told_apart() -> None:
-    def state(rounding: Any, seed: Any = 0) -> dict[str, Any]:
-        return json.loads(json.dumps(sampler(round_batch=rounding, seed=seed, window=np.int64(40)).state_dict()))
-
-    partial, same = functools.partial(min, 8), functools.partial(min, 8)
-    sampler(round_batch=same, window=40).load_state_dict(state(partial))
-    sampler(round_batch=lambda n: n, window=40, seed=3).load_state_dict(state(lambda n: n, np.int32(3)))
-    with pytest.raises(StateError, match="round_batch: "):
-        sampler(round_batch=lambda n: max(n - 1, 1), window=40).load_state_dict(state(lambda n: n))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_after_a_resume_the_plan_is_what_is_emitted(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_after_a_resume_the_plan_is_what_is_emitted_and_len_is_the_whole_epoch(ranks: int) -> None:
     one = sampler(0, 2, samples_per_update=64)
     it = iter(one)
     steps = int(np.flatnonzero(one.plan.update_ends)[1]) + 1
@@ -220,14 +182,11 @@ def test_after_a_resume_the_plan_is_what_is_emitted(ranks: int) -> None:
     resumed.load_state_dict(json.loads(json.dumps(one.state_dict(num_steps=steps))))
     plan = resumed.plan
     assert list(resumed) == [row[0] for row in plan.rows]
-    assert list(resumed.plan.rows) == list(plan.rows)
     assert plan.num_updates == 3  # of five
     held = sum(len(batch) for row in plan.rows for batch in row)
     assert plan.report().startswith(f"epoch 0: {held} samples ")
-    assert plan.statistics["num_samples"] == held == len(plan.batches.order) - len(plan.repeated)
-    assert plan.statistics["num_batches"] == plan.num_steps * ranks
-    whole = sampler(0, ranks, samples_per_update=64).plan
-    assert resumed.plan_of(0).fingerprint == whole.fingerprint
+    assert resumed.plan_of(0).fingerprint == sampler(0, ranks, samples_per_update=64).plan.fingerprint
+    assert len(resumed) == len(sampler(0, ranks, samples_per_update=64)) > plan.num_steps
 
 
 def test_steps_are_counted_from_the_beginning_of_the_epoch_across_resumes() -> None:
@@ -294,22 +253,6 @@ class Items(Dataset):
         return index
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_workers": 0},
-        {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"},
-    ],
-    ids=str,
-)
-def test_plain_dataloader(options: dict[str, Any]) -> None:
-    loader = DataLoader(Items(), batch_sampler=sampler(shuffle=True), **options)
-    reference = sampler(shuffle=True)
-    for _ in range(2):
-        assert [batch.tolist() for batch in loader] == list(reference)
-    assert len(loader) == len(reference)
-
-
 def test_a_state_behind_workers_is_told_the_steps_that_training_used() -> None:
     one, other = sampler(shuffle=True), sampler(shuffle=True)
     batches = iter(DataLoader(Items(), batch_sampler=one, num_workers=2, prefetch_factor=4))
@@ -321,8 +264,7 @@ def test_a_state_behind_workers_is_told_the_steps_that_training_used() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", [0, 3, -1])
+@pytest.mark.parametrize(("num_workers", "stop"), [(0, 3), (2, 3), (2, -1)])
 def test_stateful_dataloader_resumes_exactly(num_workers: int, stop: int) -> None:
     def make() -> StatefulDataLoader:
         return StatefulDataLoader(Items(), batch_sampler=sampler(shuffle=True), num_workers=num_workers)
@@ -357,3 +299,18 @@ def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monk
         run_ranks(2, lambda world: run(world, world.rank))
     columns = run_ranks(2, lambda world: run(world, 7))
     assert_conserves((batch for column in columns for batch in column), range(300))
+
+
+def test_accelerate_shards_a_sampler_that_came_out_whole_or_is_refused() -> None:
+    """Facts read from accelerate 1.15; sharded a second time, each rank would see only every other of its own batches."""
+    reports = torchrun("accelerate_sampler.py", ranks=2)
+    for key in ("own", "resumed"):
+        assert_conserves((batch for report in reports for batch in report[key]), range(200))
+    for epoch in range(2):
+        columns = [report["epochs"][epoch] for report in reports]
+        assert len(columns[0]) == len(columns[1])
+        assert_conserves((batch for column in columns for batch in column), range(200))
+    assert reports[0]["length"] == len(reports[0]["epochs"][0])
+    assert reports[0]["epochs"][0] != reports[0]["epochs"][1]  # the epoch moved on, though nobody could say set_epoch
+    assert [report["resumed"] for report in reports] == [report["epochs"][1] for report in reports]
+    assert all("would shard it a second time" in report["refused"] for report in reports)
