@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,33 +15,27 @@ HARD, HARD_LIMIT = [5, 3, 2, 10, 5, 9, 12], 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3,
 COSTS = st.lists(st.integers(0, 50), max_size=40)
 
 
-@settings(max_examples=100)
-@given(COSTS, st.integers(1, 9), st.booleans())
-def test_every_item_is_in_one_part_and_no_part_is_far_from_the_mean(
-    costs: list[int], num_parts: int, equal: bool
+@settings(max_examples=150)
+@given(COSTS, st.integers(1, 9), st.booleans(), st.none() | st.integers(1, 200), st.integers(0, 9))
+def test_every_item_is_in_one_part_of_about_equal_cost_within_the_limit(
+    costs: list[int], num_parts: int, equal: bool, limit: int | None, seed: int
 ) -> None:
-    parts = balanced_partitions(costs, num_parts, equal_size=equal)
-    assert len(parts) == num_parts
-    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
-    if equal:
-        counts = [len(part) for part in parts]
-        assert max(counts) - min(counts) <= 1
-    else:
-        heaviest = max(sum(costs[i] for i in part) for part in parts)
-        assert heaviest <= sum(costs) / num_parts + max(costs, default=0)
-
-
-@settings(max_examples=100)
-@given(COSTS, st.integers(1, 9), st.integers(1, 200), st.integers(0, 9))
-def test_no_part_is_larger_than_the_limit(costs: list[int], num_parts: int, limit: int, seed: int) -> None:
     sizes = np.random.default_rng(seed).integers(0, 60, len(costs))
     try:
-        parts = balanced_partitions(costs, num_parts, sizes=sizes, limit=limit)
+        parts = balanced_partitions(costs, num_parts, sizes=sizes, limit=limit, equal_size=equal)
     except BudgetError:
-        assert sizes.max() > limit or sizes.sum() > limit * num_parts / 2  # with half the room it always succeeds
+        assert limit is not None
+        assert (
+            equal or sizes.max() > limit or sizes.sum() > limit * num_parts / 2
+        )  # with half the room it always succeeds
         return
-    assert all(sizes[part].sum() <= limit for part in parts)
+    assert len(parts) == num_parts
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    assert limit is None or all(sizes[part].sum() <= limit for part in parts)
+    counts = [len(part) for part in parts]
+    assert not equal or max(counts) - min(counts) <= 1
+    if limit is None and not equal:
+        assert max(sum(costs[i] for i in part) for part in parts) <= sum(costs) / num_parts + max(costs, default=0)
 
 
 def test_as_few_parts_as_first_fit_needs_are_enough() -> None:
@@ -131,18 +123,6 @@ def test_ranks_get_equally_many_batches_that_fit_and_every_sample_once(lengths, 
             assert (max(longest) * len(batch) if layout == "padded" else sum(longest)) <= 100
 
 
-def test_ranks_carry_about_the_same_load():
-    lengths = np.random.default_rng(0).lognormal(5, 1, 512).clip(8, 2000).astype(int)
-    shards = shard_micro_batches(lengths, 8, TokenBudget(8192))
-    loads = [sum(max(lengths[i] for i in batch) * len(batch) for batch in rank) for rank in shards]
-    assert max(loads) / (sum(loads) / 8) < 1.05
-
-
-def test_a_sample_that_does_not_fit_is_named():
-    with pytest.raises(BudgetError, match=r"sample 1 \(12 tokens\) does not fit even alone"):
-        shard_micro_batches([3, 12], 1, TokenBudget(10), oversize="error")
-
-
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize(("oversize", "done"), [("alone", "emitted alone"), ("drop", "left out")])
 def test_a_sample_that_does_not_fit_comes_alone_or_is_left_out_as_a_sampler_does_it(layout, oversize, done):
@@ -178,11 +158,6 @@ def test_too_few_samples_are_refused():
         match="no multiple of num_ranks x multiple_of = 4; collect 1 more",
     ):
         shard_micro_batches([3, 3, 3], 4, TokenBudget(10))
-
-
-def test_sharding_needs_no_torch():
-    code = "import sys, dynagroup.plan.partition; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_nothing_to_shard():

@@ -1,60 +1,70 @@
-"""Reports say what the plan says."""
+"""Reports say what plans say, comparisons count padding as by hand, and pictures show the plan's own figures."""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.errors import ConfigError
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.plan.report import format_table, most_of_the_longest, shuffled_way
+from dynagroup.plan import plots
+from dynagroup.plan.cost import Work
+from dynagroup.plan.plan import BatchPlan
+from dynagroup.plan.report import compare, format_table, grouped_batches, most_of_the_longest, shuffled_way
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
+VARIED = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
 
 
-def report(budget, lengths=LENGTHS, **options) -> str:
-    return LengthAwareBatchSampler(lengths, budget, rank=0, **{"world_size": 2, **options}).plan.report()
+def plan(budget: Any = None, lengths: Any = LENGTHS, world_size: int = 2, **options: Any) -> BatchPlan:
+    budget = budget or TokenBudget(2000)
+    return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=world_size, **options).plan
 
 
-def test_a_report_shows_the_plans_own_figures():
-    plan = LengthAwareBatchSampler(LENGTHS, TokenBudget(2000), rank=0, world_size=2).plan
-    text = plan.report()
-    stats = plan.statistics
+def row_of(text: str, name: str) -> list[str]:
+    return next(line for line in text.splitlines() if name in line).split()
+
+
+def test_a_report_shows_the_plans_own_figures() -> None:
+    made = plan()
+    text, stats = made.report(), made.statistics
     assert text.startswith("epoch 0: 300 samples for 2 ranks, padded layout")
     for shown in (f"{stats['real_tokens']:,}", f"{stats['padded_tokens']:,}", f"{stats['padding']:.1%}"):
         assert shown in text
-    assert f"{plan.num_steps}, {plan.num_updates}" in text
+    assert f"{made.num_steps}, {made.num_updates}" in text
     assert not any(line != line.rstrip() for line in text.splitlines())
-
-
-def test_the_row_about_fixed_batches_is_larger_where_lengths_vary():
-    line = next(line for line in report(TokenBudget(2000)).splitlines() if "shuffled batches of" in line)
-    assert float(line.split()[-4].rstrip("%")) > 30
+    assert float(row_of(text, "shuffled batches of")[-4].rstrip("%")) > 30
+    assert format_table(["a", "b"], [["long", "1"], ["x", "10"]]) == "a      b\nlong   1\nx     10"
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_every_layout_and_an_empty_dataset_have_a_report(layout):
-    assert "padding" in report(TokenBudget(500, layout=layout))
-    assert "0 samples" in report(TokenBudget(500, layout=layout), [])
+@pytest.mark.filterwarnings("ignore")
+def test_every_layout_and_an_empty_dataset_have_a_report_and_a_picture(layout: Any, tmp_path: Any) -> None:
+    assert "padding" in plan(TokenBudget(2000, layout=layout)).report()
+    for lengths in ([], [5], [0, 0]):
+        made = plan(TokenBudget(500, layout=layout), lengths, 1)
+        assert f"{len(lengths)} samples" in made.report()
+        made.plot().savefig(tmp_path / "x.png")
 
 
-def test_a_memory_budget_shows_its_predicted_peak():
-    text = report(MemoryBudget(8, model=PaddedTokens(), headroom=0.9), world_size=1)
-    line = next(line for line in text.splitlines() if "predicted peak memory, share of the hardest batch" in line)
-    assert 50 < float(line.split()[-1].rstrip("%")) <= 100
-
-
-def test_oversize_samples_are_counted():
-    with pytest.warns(UserWarning, match="do not fit"):
-        text = report(TokenBudget(100), [50, 500, 600, 20], world_size=1)
-    assert text.splitlines()[-2].split()[-1] == "2"
+def test_predicted_memory_is_that_of_batches_as_padded_by_any_part_of_the_budget() -> None:
+    """100 % are 4 samples of 100: batches of 3 of 65 tokens, padded to 128 for the other part, take 384 of 400."""
+    memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
+    both = plan(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, 1)
+    assert row_of(both.report(), "predicted peak memory, share of the hardest batch")[-1] == "96.0%"
+    picture = plan(MemoryBudget(8, model=PaddedTokens(), headroom=0.9)).plot().axes[5]
+    assert picture.get_title() == "predicted memory"
+    assert [line.get_ydata()[0] for line in picture.get_lines()[1:]] == [100, 90]
 
 
 @given(
@@ -62,113 +72,153 @@ def test_oversize_samples_are_counted():
     st.integers(1, 9),
     st.integers(1, 8),
 )
-def test_padding_of_fixed_batches_is_what_padding_each_stream_of_each_batch_gives(lengths, batch_size, multiple):
+def test_padding_of_fixed_batches_is_what_padding_each_stream_of_each_batch_gives(
+    lengths: Any, batch_size: int, multiple: int
+) -> None:
     source, target = np.array(lengths, np.int64).T
-    budget = TokenBudget(10_000, pad_to_multiple_of=multiple)
-    plan = LengthAwareBatchSampler({"tokens": source, "labels": target}, budget, rank=0, world_size=1).plan
-    fixed = shuffled_way(plan, batch_size, seed=3)[0]
+    made = plan(TokenBudget(10_000, pad_to_multiple_of=multiple), {"tokens": source, "labels": target}, 1)
     order = np.random.default_rng(3).permutation(len(lengths))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     padded = sum(len(b) * -(-max(stream[b]) // multiple) * multiple for b in batches for stream in (source, target))
     if padded:
-        assert fixed.padding == pytest.approx(1 - (source.sum() + target.sum()) / padded)
+        found = shuffled_way(made, batch_size, seed=3)[0].padding
+        assert found == pytest.approx(1 - (source.sum() + target.sum()) / padded)
 
 
-def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest():
+def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest() -> None:
     lengths = {"tokens": np.array([100, 10, 10, 10, 900]), "labels": np.array([10, 10, 10, 100, 900])}
     with pytest.warns(UserWarning, match="do not fit"):
-        plan = LengthAwareBatchSampler(lengths, TokenBudget(400), rank=0, world_size=1).plan
-    assert most_of_the_longest(lengths, plan.budget) == 2  # the longest source and the longest target may meet
-    assert "(shuffled batches of 2 instead)" in plan.report()
-    assert "(shuffled batches of 3 instead; the longest would not fit)" in plan.report(batch_size=3)
+        made = plan(TokenBudget(400), lengths, 1)
+    assert most_of_the_longest(lengths, made.budget) == 2  # the longest source and the longest target may meet
+    assert "(shuffled batches of 2 instead)" in made.report()
+    assert "(shuffled batches of 3 instead; the longest would not fit)" in made.report(batch_size=3)
+    assert row_of(made.report(), "do not fit even alone")[-1] == "1"
     budget = TokenBudget(4000) & AdditiveCap("patches", 20)
-    capped = LengthAwareBatchSampler(
-        {"tokens": [9] * 9, "patches": [4, 4, 9, 8] + [1] * 5}, budget, world_size=1, rank=0
-    )
-    assert most_of_the_longest(capped.plan.lengths, budget) == 2  # 9 + 8 patches; a third sample may have 4
+    capped = plan(budget, {"tokens": [9] * 9, "patches": [4, 4, 9, 8] + [1] * 5}, 1)
+    assert most_of_the_longest(capped.lengths, budget) == 2  # 9 + 8 patches; a third sample may have 4
 
 
-def test_every_padded_stream_is_counted_and_told_apart():
+def test_every_padded_stream_is_counted_and_told_apart() -> None:
     lengths = {"tokens": np.array([10, 8]), "labels": np.array([1, 5]), "patches": np.array([7, 9])}
-    budget = TokenBudget(1000) & AdditiveCap("patches", 100)
-    plan = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1).plan
-    assert plan.statistics["real_tokens"] == 24
-    assert plan.statistics["padded_tokens"] == plan.padded.sum() == 2 * (10 + 5)
-    text = plan.report()
+    made = plan(TokenBudget(1000) & AdditiveCap("patches", 100), lengths, 1)
+    assert made.statistics["real_tokens"] == 24
+    assert made.statistics["padded_tokens"] == made.padded.sum() == 2 * (10 + 5)
+    text = made.report()
     assert "sample length in 'tokens', median" in text
     assert "sample length in 'labels', median" in text
     assert "patches" not in text
-    left_out = LengthAwareBatchSampler(lengths, TokenBudget(1000, streams=("tokens",)), rank=0, world_size=1).plan
-    assert left_out.statistics["padded_tokens"] == 20
+    assert plan(TokenBudget(1000, streams=("tokens",)), lengths, 1).statistics["padded_tokens"] == 20
 
 
-def test_columns_line_up():
-    assert format_table(["a", "b"], [["long name", "1"], ["x", "1000"]]).splitlines() == [
-        "a             b",
-        "long name     1",
-        "x          1000",
-    ]
+def test_predicted_time_is_held_against_that_of_the_batches_of_today() -> None:
+    made = plan(TokenBudget(16_384), VARIED, 1, samples_per_update=64)
+    share = float(row_of(made.report(batch_size=8), "(predicted time against batches of 8)")[-1].rstrip("%"))
+    parts = np.split(np.random.default_rng(0).permutation(VARIED), range(8, 2000, 8))
+    time = sum(made.work.per_step + len(part) * float(made.work.of_lengths(part.max())) for part in parts)
+    assert 100 > share == pytest.approx(100 * made.predicted_time / time, abs=0.1)
 
 
-def test_a_plan_that_is_faster_is_not_shown_as_a_loss():
-    lengths = np.random.default_rng(0).lognormal(5, 1, 2000).astype(int) + 1
-    plan = LengthAwareBatchSampler(lengths, TokenBudget(16_384), samples_per_update=64, rank=0, world_size=1).plan
-    lines = plan.report(batch_size=8).splitlines()
-    assert any("(shuffled batches of 8 instead; the longest would not fit)" in line for line in lines)
-    share = next(line for line in lines if "(predicted time against batches of 8)" in line)
-    assert 0 < float(share.split()[-1].rstrip("%")) < 100
-    shuffled = np.random.default_rng(0).permutation(lengths)
-    time = sum(
-        plan.work.per_step + len(b) * float(plan.work.of_lengths(b.max()))
-        for b in np.split(shuffled, range(8, 2000, 8))
-    )
-    assert float(share.split()[-1].rstrip("%")) == pytest.approx(100 * plan.predicted_time / time, abs=0.1)
-
-
-def test_what_keeps_a_plan_from_saving_more_is_said_once():
-    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
-    few = LengthAwareBatchSampler(lengths, TokenBudget(1 << 20), samples_per_update=4, rank=0, world_size=1)
+def test_what_keeps_a_plan_from_saving_more_is_said_once() -> None:
+    few = LengthAwareBatchSampler(VARIED, TokenBudget(1 << 20), samples_per_update=4, rank=0, world_size=1)
     with pytest.warns(UserWarning, match=r"^\d\d% of the tokens are padding: "):
         list(few)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(few)
     assert "more samples an update" in few.plan.report().splitlines()[-1]
-    several = LengthAwareBatchSampler(lengths, TokenBudget(1 << 20), samples_per_update=32, rank=0, world_size=1).plan
-    assert several.advice() == (
+    assert plan(TokenBudget(1 << 20), VARIED, 1, samples_per_update=32).advice() == (
         "35% of the tokens are padding: batches have 11 samples, because more and smaller ones are predicted to take longer; if "
         "steps are cheap with you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run; 128 times as "
         "many samples would fit every batch: a larger budget changes nothing"
     )
-    assert LengthAwareBatchSampler(lengths, TokenBudget(4096), rank=0, world_size=1).plan.advice() is None
-
-
-def test_a_window_too_small_to_sort_is_named():
-    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
-    with pytest.warns(
-        UserWarning, match="39% of .*: a window of 16 samples is 2 batches, too few to sort; raise `window`$"
-    ):
-        list(LengthAwareBatchSampler(lengths, TokenBudget(4096), shuffle=True, window=16, rank=0, world_size=1))
-
-
-def test_an_update_that_is_one_batch_and_a_budget_that_never_binds_are_named():
-    lengths = np.random.default_rng(0).integers(1, 100, 2000)
-    plan = LengthAwareBatchSampler(lengths, TokenBudget(1700), samples_per_update=8, rank=0, world_size=1).plan
-    said = plan.advice()
-    assert said is not None
-    assert (
-        f"{plan.statistics['padding']:.0%} of the tokens are padding: an update of 8 samples is one batch a rank"
-        in said
+    assert plan(TokenBudget(4096), VARIED, 1).advice() is None
+    window = plan(TokenBudget(4096), VARIED, 1, shuffle=True, window=16).advice() or ""
+    assert window.endswith("a window of 16 samples is 2 batches, too few to sort; raise `window`")
+    one = (
+        plan(TokenBudget(1700), np.random.default_rng(0).integers(1, 100, 2000), 1, samples_per_update=8).advice() or ""
     )
+    assert "an update of 8 samples is one batch a rank" in one
+    assert one.endswith("free updates; 2 times as many samples would fit every batch: a larger budget changes nothing")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
+@pytest.mark.filterwarnings("ignore")
+def test_every_way_has_every_sample_and_counts_its_padding(
+    lengths: list[int], batch_size: int, world_size: int, accumulation: int
+) -> None:
+    found = compare(lengths, batch_size, world_size=world_size, accumulation=accumulation)
+    for way in found.ways:
+        assert set(way.plan.batches.order.tolist()) == set(range(len(lengths)))
+        assert int(way.padded.sum()) == sum(len(b) * max(lengths[i] for i in b) for b in way.plan.batches)
+        assert way.largest_batch <= batch_size * max(lengths)
+        assert way.plan.table.shape[1] == world_size
+        assert 0 <= way.waiting < 1
+    assert found.ways[0].num_steps == -(-len(lengths) // (batch_size * world_size))
+
+
+def test_literal_comparisons() -> None:
+    found = compare([4, 2, 4, 2], 2, budget=TokenBudget(8), work=Work(per_step=10, crossover=float("inf")))
+    ordered = found["dynagroup, sorted"]
+    assert (ordered.padding, ordered.num_steps, ordered.time) == (0, 2, 2 * 10 + 8 + 4)
+    assert found.figures()["ways"]["dynagroup, sorted"]["steps"] == 2
+    first = compare([8, 1, 8, 1, 8], 1, world_size=2, work=Work(per_step=0, crossover=float("inf"))).ways[0]
+    assert first.time == first.plan.work_by_row.max(axis=1).sum()  # a step takes as long as its slowest rank
+    assert first.waiting == pytest.approx(1 - 26 / (2 * first.time))
+    with pytest.raises(ConfigError, match="`accumulation` must be an int"):
+        compare(LENGTHS, 8, accumulation=0)
+
+
+def test_fixed_batches_of_varied_lengths_are_slower_than_ours_and_it_shows() -> None:
+    alone, many = compare(VARIED, 8), compare(VARIED, 8, world_size=4)
+    today, _, same, free = many.ways[:4]
+    assert free.time < 0.7 * today.time
+    assert same.time < today.time
+    assert free.waiting < today.waiting
+    assert "ranks wait" not in alone.report()
+    assert "ranks wait" in many.report()
+    assert many.report().splitlines()[1].split()[-1] == "1.00"
+    assert len(many.plot().axes) == 6
+
+
+def test_group_by_length_sorts_fifty_batches_at_a_time() -> None:
+    lengths = np.arange(1, 401)
+    batches = grouped_batches(lengths, 2)
+    assert int(lengths[batches[0]].max()) == 400  # the longest of all comes first
+    for piece in range(1, 4):
+        longest = [int(lengths[batch].max()) for batch in batches[50 * piece + 1 : 50 * piece + 50]]
+        assert longest == sorted(longest, reverse=True)
+
+
+def test_a_plot_has_its_pictures_with_units_and_leaves_pyplot_alone() -> None:
+    before = "matplotlib.pyplot" in sys.modules
+    made = plan()
+    figure = made.plot()
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[0] == "lengths"
+    assert titles[1].startswith("before: fixed ")
+    assert titles[2] == f"after: {made.statistics['padding']:.0%} padding, {made.num_steps} steps"
+    assert figure.axes[1].get_ylim() == figure.axes[2].get_ylim()
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert ("matplotlib.pyplot" in sys.modules) == before
+
+
+def test_every_picture_accepts_axes_and_says_what_it_shows() -> None:
+    axes = plots.new_figure(8, 8).subplots(1, 3).ravel()
+    assert plots.draw_lengths(LENGTHS, ax=axes[0]) is axes[0]
+    assert plots.draw_padding([np.arange(1, 11)] * 5000, ax=axes[1]).get_xlim()[1] <= 2000  # of a long run few samples
     assert (
-        "take more samples an update (gradient accumulation), or free updates; 2 times as many samples would fit"
-        in said
+        plots.draw_work(np.array([[1.0, 3.0], [2.0, 2.0]]), ax=axes[2]).get_title() == "work of 2 ranks: 20.0% waiting"
     )
-    assert plan.num_steps == plan.num_updates
 
 
-def test_predicted_memory_is_that_of_batches_as_padded_by_any_part_of_the_budget():
-    """100 % are 4 samples of 100: batches of 3 of 65 tokens, padded to 128 for the other part, take 384 of 400."""
-    memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
-    said = report(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, world_size=1)
-    assert next(line for line in said.splitlines() if "predicted peak" in line).split()[-1] == "96.0%"
+def test_padding_is_seen_without_colour() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    grey = []
+    for batch in (np.full(5, 100), np.append(np.full(5, 50), 100)):
+        canvas = FigureCanvasAgg(plots.draw_padding([batch]).figure)  # type: ignore[arg-type]
+        canvas.draw()
+        grey.append(np.asarray(canvas.buffer_rgba())[..., :3].mean())
+    assert abs(grey[0] - grey[1]) > 5
