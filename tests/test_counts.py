@@ -17,7 +17,7 @@ from dynagroup import (
     PlannedDataLoader,
     TokenBudget,
     run_with_oom_retry,
-)
+)  # fmt: skip
 from dynagroup.memory.trace import phases
 from dynagroup.online.workers import RequestQueue
 from dynagroup.testing import run_ranks
@@ -34,17 +34,15 @@ class Counted:
 
     def __init__(self, world: Any) -> None:
         self.rank, self.size, self._world = world.rank, world.size, world
-        self.exchanges = self.bytes = 0
+        self.sent = [0, 0]
+        self.all_max, self.all_sum = self._counting(world.all_max), self._counting(world.all_sum)
 
-    def all_max(self, values: Any, /) -> list[int]:
-        return self._passed(self._world.all_max, values)
+    def _counting(self, reduce: Any) -> Any:
+        def passed(values: Any, /) -> Any:
+            self.sent = [self.sent[0] + 1, self.sent[1] + 8 * len(values)]
+            return reduce(values)
 
-    def all_sum(self, values: Any, /) -> list[float]:
-        return self._passed(self._world.all_sum, values)
-
-    def _passed(self, reduce: Any, values: Any) -> Any:
-        self.exchanges, self.bytes = self.exchanges + 1, self.bytes + 8 * len(values)
-        return reduce(values)
+        return passed
 
 
 def online(world: Any = None, **options: Any) -> Any:
@@ -55,64 +53,49 @@ def planned(world: Any = None, **options: Any) -> Any:
     return PlannedDataLoader(Tokens(LENGTHS), LENGTHS, BUDGET, collate_fn=collate, world=world, **options)
 
 
-def traffic(make: Any, ranks: int, epochs: int, **options: Any) -> tuple[int, int]:
-    """Exchanges and bytes of a rank in an epoch after so many."""
-
-    def run(world: Any) -> tuple[int, int]:
-        counted = Counted(world)
-        loader = make(counted, **options)
-        for _ in range(epochs):
-            list(loader)
-        before = counted.exchanges, counted.bytes
-        list(loader)
-        return counted.exchanges - before[0], counted.bytes - before[1]
-
-    return max(run_ranks(ranks, run))
+SIZED = {"samples_per_update": 96}
 
 
 @pytest.mark.parametrize(
     ("make", "ranks", "epochs", "options", "exchanges", "num_bytes"),
     [
-        (online, 2, 0, {"samples_per_update": 96}, 21, 4464),
-        (online, 8, 0, {"samples_per_update": 96}, 21, 4464),
-        (
-            online,
-            8,
-            1,
-            {"samples_per_update": 96},
-            24,
-            12_544,
-        ),  # lengths of the first epoch are shared before the second
+        (online, 2, 0, SIZED, 21, 4464),
+        (online, 8, 0, SIZED, 21, 4464),
+        (online, 8, 1, SIZED, 24, 12_544),  # lengths of the first epoch are shared before the second
         (online, 2, 0, {}, 5, 1824),
         (online, 8, 0, {}, 3, 952),
         (online, 8, 1, {}, 6, 8984),
-        (planned, 2, 0, {"samples_per_update": 96}, 11, 360),
-        (planned, 8, 0, {"samples_per_update": 96}, 11, 144),
+        (planned, 2, 0, SIZED, 11, 360),
+        (planned, 8, 0, SIZED, 11, 144),
         (planned, 8, 1, {}, 9, 96),
     ],
 )
 def test_exchanges_and_their_bytes(make, ranks, epochs, options, exchanges, num_bytes):
-    """Ten updates of 96 samples: two exchanges each online, one planned, and one to compare settings. Freely, one for many
-    steps. Bytes a rank do not grow with the number of ranks, but for what is learned, which grows with the samples."""
-    found = traffic(make, ranks, epochs, **options)
+    """Of a rank in an epoch after so many. Ten updates of 96 samples: two exchanges each online, one planned, and one to compare
+    settings. Freely, one for many steps. Bytes do not grow with the number of ranks, but for what is learned, which grows with
+    the samples."""
+
+    def run(world: Any) -> list[int]:
+        loader = make(counted := Counted(world), **options)
+        for _ in range(epochs):
+            list(loader)
+        before = counted.sent
+        list(loader)
+        return [now - then for now, then in zip(counted.sent, before, strict=True)]
+
+    found = max(run_ranks(ranks, run))
     assert found[0] <= exchanges
     assert found[1] <= num_bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "requests"), [({}, (15, 4)), ({"shuffle": True}, (15, 4)), ({"samples_per_update": 96}, (10, 10))]
-)
+@pytest.mark.parametrize(("options", "requests"), [({}, (15, 4)), ({"shuffle": True}, (15, 4)), (SIZED, (10, 10))])
 def test_requests_to_workers(options, requests, monkeypatch):
     """Each is a message to a process: 960 samples in windows of 64, or updates of 96, and fewer once lengths are known."""
     asked: list[Any] = []
     inner = RequestQueue.__iter__
-
-    def counting(self: RequestQueue) -> Any:
-        for request in inner(self):
-            asked.append(request)
-            yield request
-
-    monkeypatch.setattr(RequestQueue, "__iter__", counting)
+    monkeypatch.setattr(
+        RequestQueue, "__iter__", lambda self: (asked.append(request) or request for request in inner(self))
+    )
     loader = online(**options)
     for most in requests:
         asked.clear()
@@ -147,11 +130,15 @@ def memory_of(most: int, calls: list[int]) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("most", "passes"), [(16, 1), (8, 3), (2, 15), (1, 31)])
+def equal_batch(samples: int) -> Any:
+    return collate([Tokens([4] * samples)[i] for i in range(samples)])
+
+
+@pytest.mark.parametrize(("most", "passes"), [(16, 1), (8, 3), (1, 31)])
 def test_passes_of_a_retry(most, passes):
     """16 samples of which so many fit: each halving costs one pass that fails, 2 k - 1 for k parts."""
     calls: list[int] = []
-    run_with_oom_retry(memory_of(most, calls), collate([Tokens([4] * 16)[i] for i in range(16)]))
+    run_with_oom_retry(memory_of(most, calls), equal_batch(16))
     assert len(calls) <= passes
 
 
@@ -159,13 +146,10 @@ def test_passes_of_a_training_that_learns():
     """The first update finds out what fits (16 of 64 samples), at a pass a halving; later ones are cut beforehand."""
     calls: list[int] = []
     weight = torch.nn.Linear(1, 1)
-    run = memory_of(16, calls)
-    backward = OomSafeBackward(weight, weigh="samples")
-    batch = collate([Tokens([4] * 64)[i] for i in range(64)])
-    counts = []
+    run, backward, counts = memory_of(16, calls), OomSafeBackward(weight, weigh="samples"), []
     for _ in range(3):
         calls.clear()
-        backward(lambda part: run(part).float().mean() * weight.weight.sum(), batch)
+        backward(lambda part: run(part).float().mean() * weight.weight.sum(), equal_batch(64))
         counts.append(len(calls))
     assert counts[0] <= 7
     assert counts[1:] <= [4, 4]
