@@ -13,20 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-import dynagroup
-from dynagroup import (
-    AdditiveCap,
-    BudgetError,
-    ConfigError,
-    LengthAwareBatchSampler,
-    MemoryBudget,
-    OnlineDataLoader,
-    PlannedDataLoader,
-    RefinementCollator,
-    ShapeLadder,
-    TokenBudget,
-    Work,
-)
+import dynagroup as dg
+from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, ShapeLadder, TokenBudget, Work
 from dynagroup.update import schedule
 from tests.online.helpers import Tokens, collate
 
@@ -38,6 +26,9 @@ STRANGE: list[Any] = [
     [1], {}, object(), b"x", torch.tensor([1, 2]), np.array([1, 2]), 1j, {1}, (i for i in [1]), 1e300,
     np.str_("time"), [[0, 2.5]],
 ]  # fmt: skip
+
+
+UPDATES: dict[str, Any] = {"collate_fn": collate, "samples_per_update": 4}
 
 
 def sampler(**given: Any) -> None:
@@ -52,40 +43,24 @@ def run(loader: Any) -> None:
 
 
 def planned(**given: Any) -> None:
-    options = {
-        "dataset": Tokens(LENGTHS),
-        "lengths": LENGTHS,
-        "budget": 20,
-        "collate_fn": collate,
-        "samples_per_update": 4,
-    }
-    run(PlannedDataLoader(**{**options, **given}))
-
-
-def planned_free(**given: Any) -> None:
-    planned(**{"samples_per_update": None, **given})
+    run(PlannedDataLoader(**{"dataset": Tokens(LENGTHS), "lengths": LENGTHS, "budget": 20, **UPDATES, **given}))
 
 
 def online(**given: Any) -> None:
-    run(
-        OnlineDataLoader(
-            **{"dataset": Tokens(LENGTHS), "budget": 20, "collate_fn": collate, "samples_per_update": 4, **given}
-        )
-    )
+    run(OnlineDataLoader(**{"dataset": Tokens(LENGTHS), "budget": 20, **UPDATES, **given}))
 
 
-def online_free(**given: Any) -> None:
-    online(**{"samples_per_update": None, **given})
+def using(make: Callable[..., Any], **usual: Any) -> Callable[..., Any]:
+    return lambda **given: make(**{**usual, **given})
 
 
-def method(name: str, **arguments: Any) -> Callable[..., None]:
-    def call(**given: Any) -> None:
-        options: dict[str, Any] = {"samples_per_update": 2, "collate_fn": collate}
+def method(name: str) -> Callable[..., None]:
+    def call(given: Any) -> None:
         for loader in (
-            PlannedDataLoader(Tokens(LENGTHS), LENGTHS, 20, **options),
-            OnlineDataLoader(Tokens(LENGTHS), 20, **options),
+            PlannedDataLoader(Tokens(LENGTHS), LENGTHS, 20, **UPDATES),
+            OnlineDataLoader(Tokens(LENGTHS), 20, **UPDATES),
         ):
-            getattr(loader, name)(**{**arguments, **given})
+            getattr(loader, name)(given)
             run(loader)
 
     return call
@@ -94,10 +69,6 @@ def method(name: str, **arguments: Any) -> Callable[..., None]:
 def returning(make: Callable[..., None], name: str) -> Callable[..., None]:
     """``make`` with a function that gives the strange value."""
     return lambda given: make(**{name: lambda *_: given})
-
-
-def tokens(**given: Any) -> None:
-    sampler(budget=TokenBudget(**{"max_tokens": 20, **given}))
 
 
 SAMPLER = (
@@ -109,72 +80,62 @@ ONLINE = (
     "budget length_of batch_sampler shuffle length_hint window samples_per_update drop_last accumulation seed weigh uneven "
     "oversize work objective window_bytes world"
 )
+FREE: dict[str, Any] = {"samples_per_update": None}
+METHODS = "set_epoch set_samples_per_update num_updates_in samples_after updates_until"
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "sampler": (sampler, SAMPLER),
-    "sampler of two": (lambda **given: sampler(world_size=2, **given), "rank"),
+    "sampler of two": (using(sampler, world_size=2), "rank"),
     "planned": (planned, f"{PLANNED} sampler"),
-    "planned, free": (planned_free, PLANNED),
+    "planned, free": (using(planned, **FREE), PLANNED),
     "online": (online, ONLINE),
-    "online, free": (online_free, ONLINE),
-    "set_epoch": (method("set_epoch"), "epoch"),
-    "set_samples_per_update": (method("set_samples_per_update"), "samples"),
-    "num_updates_in": (method("num_updates_in"), "epoch"),
-    "samples_after": (method("samples_after"), "updates"),
-    "updates_until": (method("updates_until"), "samples"),
-    "TokenBudget": (tokens, "max_tokens max_samples pad_to_multiple_of layout streams"),
+    "online, free": (using(online, **FREE), ONLINE),
+    **{name: (method(name), "given") for name in METHODS.split()},
+    "TokenBudget": (
+        lambda **given: sampler(budget=TokenBudget(**{"max_tokens": 20, **given})),
+        "max_tokens max_samples pad_to_multiple_of layout streams",
+    ),
     "from_sequence_length": (
-        lambda **given: TokenBudget.from_sequence_length(**{"sequence_length": 4, "micro_batch_size": 2, **given}),
-        "sequence_length micro_batch_size",
+        using(TokenBudget.from_sequence_length, sequence_length=4, micro_batch_size=2), "sequence_length micro_batch_size",
     ),
     "MemoryBudget": (
-        lambda **given: sampler(budget=MemoryBudget(**{"batch_size": 2, **given})),
+        lambda **given: sampler(budget=dg.MemoryBudget(**{"batch_size": 2, **given})),
         "batch_size longest model headroom pad_to_multiple_of",
     ),
-    "AdditiveCap": (lambda **given: AdditiveCap(**{"stream": "patches", "limit": 5, **given}), "stream limit"),
+    "AdditiveCap": (using(dg.AdditiveCap, stream="patches", limit=5), "stream limit"),
     "&": (lambda other: TokenBudget(20) & other, "other"),
-    "ShapeLadder": (
-        lambda **given: ShapeLadder(**{"lengths": LENGTHS, "budget": 20, **given}), "lengths budget num_shapes",
-    ),
-    "shape_for": (lambda longest: ShapeLadder(LENGTHS, 20).shape_for(longest), "longest"),
+    "ShapeLadder": (using(ShapeLadder, lengths=LENGTHS, budget=20), "lengths budget num_shapes"),
+    "shape_for": (ShapeLadder(LENGTHS, 20).shape_for, "longest"),
     "balanced_partitions": (
-        lambda **given: dynagroup.balanced_partitions(**{"costs": LENGTHS, "num_parts": 2, **given}),
-        "costs num_parts sizes limit equal_size",
+        using(dg.balanced_partitions, costs=LENGTHS, num_parts=2), "costs num_parts sizes limit equal_size",
     ),
     "shard_micro_batches": (
-        lambda **given: dynagroup.shard_micro_batches(**{"lengths": LENGTHS, "num_ranks": 2, "budget": 20, **given}),
-        "lengths num_ranks budget multiple_of work",
+        using(dg.shard_micro_batches, lengths=LENGTHS, num_ranks=2, budget=20), "lengths num_ranks budget multiple_of work",
     ),
     "scale_learning_rate": (
-        lambda **given: dynagroup.scale_learning_rate(
-            **{"learning_rate": 0.1, "samples_per_update": 8, "base_samples_per_update": 4, **given}
-        ),
+        using(dg.scale_learning_rate, learning_rate=0.1, samples_per_update=8, base_samples_per_update=4),
         "learning_rate samples_per_update base_samples_per_update rule",
     ),
-    "multiple_of": (lambda number: sampler(round_batch=dynagroup.multiple_of(number)), "number"),
-    "friendly_size": (dynagroup.friendly_size, "size"),
+    "multiple_of": (lambda number: sampler(round_batch=dg.multiple_of(number)), "number"),
+    "friendly_size": (dg.friendly_size, "size"),
     "linear_ramp": (
         lambda **given: planned(samples_per_update=schedule.linear_ramp(**{"first": 1, "last": 4, "num_updates": 3, **given})),
         "first last num_updates multiple_of",
     ),
-    "doubling": (lambda **given: schedule.doubling(**{"first": 1, "milestones": (1, 2), **given}), "first milestones"),
+    "doubling": (using(schedule.doubling, first=1, milestones=(1, 2)), "first milestones"),
     "a milestone": (lambda value: schedule.doubling(2, (value,)), "value"),
-    "adabatch": (
-        lambda **given: schedule.adabatch(**{"first": 1, "interval": 1, **given}), "first interval growth decay most",
-    ),
+    "adabatch": (using(schedule.adabatch, first=1, interval=1), "first interval growth decay most"),
     "Work": (lambda **given: sampler(work=Work(**given)), "per_step crossover"),
     "Work.fit": (Work.fit, "rows"),
     "Work.fit of a row": (lambda row: Work.fit([row, row, row]), "row"),
     "RefinementCollator": (
-        lambda **given: RefinementCollator(**{"collate_fn": collate, "budget": TokenBudget(20), **given}),
+        using(dg.RefinementCollator, collate_fn=collate, budget=TokenBudget(20)),
         "collate_fn budget length_of oversize work objective weigh",
     ),
-    "measure_lengths": (
-        lambda **given: dynagroup.measure_lengths(**{"data": [[1], [2, 3]], **given}), "column max_length length_of",
-    ),
+    "measure_lengths": (using(dg.measure_lengths, data=[[1], [2, 3]]), "column max_length length_of"),
     "a length": (lambda value: sampler(lengths=[3, 3, value]), "value"),
     "a stream's name": (lambda value: sampler(lengths={value: LENGTHS}) if value.__hash__ else None, "value"),
     "an index": (lambda value: sampler(order=[0, 1, value]), "value"),
-    "a batch": (lambda value: online_free(batch_sampler=[[0, 1], value]), "value"),
+    "a batch": (lambda value: online(batch_sampler=[[0, 1], value], **FREE), "value"),
     "round_batch's answer": (returning(sampler, "round_batch"), "given"),
     "schedule's answer": (returning(planned, "samples_per_update"), "given"),
     "weigh's answer": (returning(planned, "weigh"), "given"),
@@ -191,7 +152,7 @@ def test_strange_arguments_are_refused_by_the_projects_errors_or_work(name: str)
         for value in STRANGE:
             try:
                 call(**{argument: value})
-            except (ConfigError, BudgetError):
+            except (dg.ConfigError, dg.BudgetError):
                 continue
             except Exception as error:
                 raise AssertionError(f"{argument}={value!r} ends in {type(error).__name__}: {error}") from error
@@ -200,12 +161,12 @@ def test_strange_arguments_are_refused_by_the_projects_errors_or_work(name: str)
 @pytest.mark.parametrize("make", [sampler, planned, online])
 @pytest.mark.parametrize("value", ["False", "no", 0, 1, None])
 def test_a_switch_is_true_or_false(make: Callable[..., None], value: Any) -> None:
-    with pytest.raises(ConfigError, match="`shuffle` must be True or False"):
+    with pytest.raises(dg.ConfigError, match="`shuffle` must be True or False"):
         make(shuffle=value)
     make(shuffle=np.bool_(False))
 
 
 def test_indices_are_not_cut_off() -> None:
     for batch in ([0, 1.5], "12"):
-        with pytest.raises(ConfigError, match="`batch_sampler` must give lists of dataset indices"):
-            online_free(batch_sampler=[[0, 1], batch])
+        with pytest.raises(dg.ConfigError, match="`batch_sampler` must give lists of dataset indices"):
+            online(batch_sampler=[[0, 1], batch], **FREE)

@@ -25,35 +25,26 @@ def gloo():
         dist.destroy_process_group()
 
 
-def open_files_and_threads() -> tuple[int, int]:
+def opened() -> tuple[int, int]:
+    """Files and threads."""
     gc.collect()  # what other tests left behind
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux shows")
-def test_all_worlds_of_a_job_share_one_group(gloo):
-    first = DistributedWorld()
-    files, threads = open_files_and_threads()
-    worlds = [DistributedWorld() for _ in range(20)]
-    files_now, threads_now = open_files_and_threads()
-    assert files_now <= files, "twenty worlds cost a hundred files, once"
-    assert threads_now <= threads, "and sixty threads"
-    assert [world.all_sum([1]) for world in (first, *worlds)] == [[1.0]] * 21
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux shows")
-def test_a_world_is_closed_with_its_job():
+def test_all_worlds_of_a_job_share_one_group_that_is_closed_with_it():
     counts = []
     for _ in range(4):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         sub = dist.new_group([0])
         assert DistributedWorld(sub).all_max([3]) == DistributedWorld().all_max([3]) == [3]
+        first = opened()
+        assert [DistributedWorld().all_sum([1]) for _ in range(20)] == [[1.0]] * 20
+        assert all(now <= then for now, then in zip(opened(), first, strict=True)), "twenty cost a hundred files, once"
         del sub
         dist.destroy_process_group()
-        counts.append(open_files_and_threads())
-    files, threads = zip(*counts, strict=True)
-    assert files[-1] <= files[0], counts
-    assert threads[-1] <= threads[0], counts
+        counts.append(opened())
+    assert all(last <= first for first, last in zip(counts[0], counts[-1], strict=True)), counts
 
 
 def test_a_group_that_is_gone_is_named(gloo):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.torchrun import ROOT
+
 STUB = """#!/bin/sh
 echo "$*" >> calls
 case "$*" in *"pip install"*) [ ! -e broken ];; esac
@@ -42,32 +43,20 @@ def installs(calls: list[str]) -> list[str]:
     return [call for call in calls if "pip install" in call]
 
 
-def test_the_first_call_installs_and_the_second_does_not(checkout):
-    demo = str(checkout / "scripts" / "demo.sh")
-    first = run(checkout, demo, "--samples", "9")
-    assert installs(first) == ["-m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]"]
-    assert first[-1] == "-m dynagroup demo --samples 9"
-    assert run(checkout, demo) == ["-m dynagroup demo"]
-
-
-@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
-def test_what_was_installed_from_changed_so_it_is_installed_again(checkout, changed):
-    demo = str(checkout / "scripts" / "demo.sh")
-    run(checkout, demo)
-    with (checkout / changed).open("a") as file:
-        file.write("# changed\n")
-    assert len(installs(run(checkout, demo))) == 1
-    assert installs(run(checkout, demo)) == []
-
-
-def test_an_interrupted_installation_is_made_again(checkout):
+def test_what_is_needed_is_installed_once_again_when_it_changes_and_never_half(checkout):
     demo = str(checkout / "scripts" / "demo.sh")
     (checkout / "broken").touch()
     assert not any("dynagroup demo" in call for call in run(checkout, demo))
     (checkout / "broken").unlink()
-    calls = run(checkout, demo)
-    assert len(installs(calls)) == 1
-    assert calls[-1] == "-m dynagroup demo"
+    first = run(checkout, demo, "--samples", "9")
+    assert installs(first) == ["-m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]"]
+    assert first[-1] == "-m dynagroup demo --samples 9"
+    assert run(checkout, demo) == ["-m dynagroup demo"]
+    for changed in ("pyproject.toml", "constraints.txt"):
+        with (checkout / changed).open("a") as file:
+            file.write("# changed\n")
+        assert len(installs(run(checkout, demo))) == 1
+        assert installs(run(checkout, demo)) == []
 
 
 def test_tests_are_linted_typed_and_run_in_this_order(checkout):
@@ -76,10 +65,7 @@ def test_tests_are_linted_typed_and_run_in_this_order(checkout):
     assert calls[-1].endswith("-m not slow -k x")
     everything = run(checkout, str(checkout / "scripts" / "test.sh"), "--all")[-1]
     assert "not slow" not in everything
-
-
-def test_the_check_of_every_change_runs_the_tests():
-    assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+    assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text(), "every change is checked by it"
 
 
 def pinned() -> dict[str, str]:

@@ -37,11 +37,11 @@ def test_what_is_damaged_is_named(change, said):
         opened({**STATE, **change}, "Loader", IDENTITY)
 
 
-@pytest.mark.parametrize("key", STATE)
-def test_what_is_missing_is_refused(key):
-    cut = {name: value for name, value in STATE.items() if name != key}
-    with pytest.raises(StateError, match="its seal differs|no state of Loader"):
-        opened([STATE, cut], "Loader", IDENTITY)
+def test_what_is_missing_is_refused():
+    for key in STATE:
+        cut = {name: value for name, value in STATE.items() if name != key}
+        with pytest.raises(StateError, match="its seal differs|no state of Loader"):
+            opened([STATE, cut], "Loader", IDENTITY)
 
 
 def test_a_state_of_another_run_says_what_differs():
