@@ -1,4 +1,10 @@
+"""What fits: the law of budgets for all of them, what each counts by hand, and what is refused."""
+
 from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +16,26 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.lengths import as_streams
 from dynagroup.memory.protocols import PaddedTokens
+from dynagroup.plan.padded import cut
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import BatchShape
+from dynagroup.shapes import BatchShape, said, target_tokens
 from dynagroup.testing import assert_budget_law
 from tests import strategies
 
 LENGTHS = {"tokens": np.array([0, 1, 5, 9, 30, 60], np.int32), "patches": np.array([0, 9, 0, 40, 2, 7], np.int32)}
+ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
+
+
+class Bytes(PaddedTokens):
+    """10 bytes for a token of the encoder, 20 for one of the decoder, whatever that stream is called."""
+
+    fingerprint = "seq2seq"
+    static_bytes = 1000
+
+    def batch_bytes(self, shape: BatchShape, /) -> np.ndarray:
+        return shape.num_samples * (10.0 * shape.longest["tokens"] + 20.0 * target_tokens(shape))
 
 
 @settings(max_examples=40)
@@ -27,197 +46,59 @@ def test_no_budget_accepts_more_after_refusing_less(budget: Budget) -> None:
         assert_budget_law(budget, {"tokens": LENGTHS["tokens"]}, num_shapes=300)
 
 
-def test_padded_budget_counts_the_padding_that_collation_adds() -> None:
-    budget = TokenBudget(64, pad_to_multiple_of=8)
-    assert budget.fits(BatchShape.of([4, 4, 8], longest=[16, 17, 8])).tolist() == [True, False, True]
-    assert padded_tokens(BatchShape.of(3, 17), budget).tolist() == [72]
-
-
-def test_packed_budget_counts_the_sum() -> None:
-    budget = TokenBudget(64, layout="packed")
-    assert budget.fits(BatchShape.of([4, 4], longest=[60, 60], total=[64, 65])).tolist() == [True, False]
-
-
-def test_empty_samples_cannot_make_a_batch_infinite() -> None:
-    assert TokenBudget(64).fits(BatchShape.of([64, 65], longest=0)).tolist() == [True, False]
-    assert TokenBudget(64).largest(np.array([0])).tolist() == [64]  # type: ignore[union-attr]
-
-
-def test_sequence_length_rule() -> None:
-    assert TokenBudget.from_sequence_length(2048, 4) == TokenBudget(16384)
-
-
-def test_memory_budget_always_accepts_what_is_no_harder_than_its_first_batch() -> None:
-    budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.5)
-    assert budget.fits(BatchShape.of([4, 3, 5, 2, 4], longest=[100, 100, 100, 101, 50])).tolist() == [
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
-
-
-def test_memory_budget_takes_its_limit_from_the_data() -> None:
-    bound = MemoryBudget(2, model=PaddedTokens(), headroom=1.0).bind({"tokens": np.array([4, 10, 2], np.int32)})
-    assert bound.fits(BatchShape.of([5, 5], longest=[4, 5])).tolist() == [True, False]
-
-
-def test_combined_budgets_need_every_part() -> None:
-    both = TokenBudget(100) & AdditiveCap("patches", 10) & TokenBudget(50)
-    shape = BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]})
-    assert both.fits(shape).tolist() == [True, False, False]
-    assert both.largest(np.array([10])) is None
-    assert (TokenBudget(100) & TokenBudget(50)).largest(np.array([10])).tolist() == [5]  # type: ignore[union-attr]
-    assert (TokenBudget(100, pad_to_multiple_of=4) & TokenBudget(50, pad_to_multiple_of=6)).pad_to_multiple_of == 12
-
-
-def test_a_law_breaking_budget_is_caught() -> None:
-    class EvenOnly(Budget):
-        def fits(self, shape: BatchShape, /) -> np.ndarray:
-            return shape.num_samples % 2 == 0
-
-    with pytest.raises(AssertionError, match="but accepts it after a sample"):
-        assert_budget_law(EvenOnly(), LENGTHS)
-
-    class LongOnly(TokenBudget):
-        def fits(self, shape: BatchShape, /) -> np.ndarray:
-            return shape.longest["tokens"] > 10
-
-    with pytest.raises(AssertionError, match="but accepts it after"):
-        assert_budget_law(LongOnly(100), LENGTHS)
-
-    class Disagrees(TokenBudget):
-        def largest(self, longest: np.ndarray, /) -> np.ndarray:
-            return np.full(len(longest), 3)
-
-    with pytest.raises(AssertionError, match="`largest` says 3 samples"):
-        assert_budget_law(Disagrees(100), {"tokens": LENGTHS["tokens"]})
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
-        (lambda: TokenBudget(1.5), "`max_tokens` must be an int of at least 1, but is 1.5"),  # type: ignore[arg-type]
-        (lambda: TokenBudget(True), "`max_tokens` must be an int of at least 1, but is True"),
-        (lambda: TokenBudget(8, max_samples=-1), "`max_samples` must be an int of at least 1, but is -1"),
-        (lambda: TokenBudget(8, pad_to_multiple_of=0), "`pad_to_multiple_of` must be an int of at least 1"),
-        (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
-        (lambda: TokenBudget.from_sequence_length(0, 4), "`sequence_length`"),
-        (lambda: AdditiveCap("", 4), "`stream` must be the name of a length stream"),
-        (lambda: AdditiveCap("patches", float("inf")), "`limit` must be an int of at least 1, but is inf"),  # type: ignore[arg-type]
-        (lambda: MemoryBudget(0), "`batch_size` must be an int of at least 1"),
-        (lambda: MemoryBudget(4, headroom=1.2), "at most 1, but is 1.2"),
-        (lambda: MemoryBudget(4, headroom=0.0), "`headroom` must be greater than 0"),
-        (lambda: MemoryBudget(4, longest=0), "`longest` must be an int of at least 1"),
-        (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
-        (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),
-        (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
-        (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),
-        (lambda: TokenBudget(8, streams="tokens"), "`streams` must list names of length streams"),  # type: ignore[arg-type]
-        (
-            lambda: TokenBudget(8, streams=("labels",)).fits(BatchShape.of(1, 1)),
-            "`streams` names 'labels', but lengths",
-        ),
-        (lambda: as_budget("4096"), "`budget` must be a budget such as TokenBudget(4096)"),  # type: ignore[arg-type]
-        (lambda: as_budget(True), "`budget` must be a budget such as TokenBudget(4096)"),
-        (lambda: as_budget(TokenBudget), "`budget` must be a budget such as TokenBudget(4096)"),  # type: ignore[arg-type]
-        (
-            lambda: MemoryBudget(2, longest=7, model=PaddedTokens()).fits(BatchShape.of(1, {"tokens": 1, "labels": 1})),
-            "how long the first batch is in 'labels' is not known",
-        ),
-        (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but lengths have"),
-    ],
+FIRST = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.5)
+BOUND = MemoryBudget(2, model=PaddedTokens(), headroom=1.0).bind({"tokens": np.array([4, 10, 2], np.int32)})
+PARTLY = MemoryBudget(2, longest=10, model=PaddedTokens(), headroom=1.0).bind(
+    {"tokens": np.array([4], np.int32), "labels": np.array([30], np.int32)}
 )
-def test_bad_arguments_name_themselves(make: object, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make()  # type: ignore[operator]
-    assert message in str(caught.value)
+PACKED = TokenBudget(64, layout="packed", pad_to_multiple_of=8) & AdditiveCap("tokens", 20) & AdditiveCap("patches", 9)
+BY_HAND: dict[str, tuple[Budget, BatchShape, list[bool]]] = {
+    "padding of collation counts": (
+        TokenBudget(64, pad_to_multiple_of=8), BatchShape.of([4, 4, 8], longest=[16, 17, 8]), [True, False, True],
+    ),
+    "packed: the sum": (TokenBudget(64, layout="packed"), BatchShape.of([4, 4], 60, [64, 65]), [True, False]),
+    "empty samples": (TokenBudget(64), BatchShape.of([64, 65], 0), [True, False]),
+    "streams that are named": (
+        TokenBudget(100, streams=("tokens",)), BatchShape.of([2, 3], {"tokens": 50, "labels": 900}), [True, False],
+    ),
+    "64 bits": (TokenBudget(2**41), BatchShape.of([2**40, 2**40, 2**41], [2**31 - 1, 2, 2]), [False, True, False]),
+    "no harder than the first batch": (
+        FIRST, BatchShape.of([4, 3, 5, 2, 4], [100, 100, 100, 101, 50]), [True, True, False, False, True],
+    ),
+    "the first batch by the data": (BOUND, BatchShape.of(5, [4, 5]), [True, False]),
+    "the first batch, a stream by the data": (
+        PARTLY, BatchShape.of([2, 2, 3], {"tokens": 10, "labels": [30, 31, 20]}), [True, False, False],
+    ),
+    "bytes": (MemoryBudget.from_bytes(4000, model=Bytes(), headroom=1.0), BatchShape.of([10, 11], 10), [True, False]),
+    "all parts": (
+        TokenBudget(100) & AdditiveCap("patches", 10) & TokenBudget(50),
+        BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}),
+        [True, False, False],
+    ),
+    "a first batch beside a cap": (
+        MemoryBudget(2, longest=7, model=PaddedTokens(), headroom=1.0) & AdditiveCap("patches", 10),
+        BatchShape.of([2, 2, 3], {"tokens": 7, "patches": [5, 6, 1]}),
+        [True, False, False],
+    ),
+    "a cap is not shown a packed row's padding": (
+        PACKED, BatchShape.of([3, 3, 3], {"tokens": 8, "patches": 5}, {"tokens": [20, 21, 20], "patches": [9, 9, 10]}),
+        [True, False, False],
+    ),
+}  # fmt: skip
 
 
-def test_bytes_budget_refuses_a_model_that_leaves_no_room() -> None:
-    class Model(PaddedTokens):
-        static_bytes = 90
-
-        def batch_bytes(self, shape: BatchShape, /) -> np.ndarray:
-            return shape.num_samples * shape.longest["tokens"] * 1.0
-
-    with pytest.raises(BudgetError, match="alone exceeds 90%"):
-        MemoryBudget.from_bytes(100, model=Model())
-    assert MemoryBudget.from_bytes(200, model=Model()).fits(BatchShape.of([9, 10], longest=10)).tolist() == [
-        True,
-        False,
-    ]
+@pytest.mark.parametrize(("budget", "shape", "fits"), BY_HAND.values(), ids=BY_HAND)
+def test_what_fits_by_hand(budget: Budget, shape: BatchShape, fits: list[bool]) -> None:
+    assert budget.fits(shape).tolist() == fits
 
 
-@pytest.mark.parametrize("answer", [True, None, np.ones(3), np.ones((2, 2), bool)])
-def test_a_budget_of_the_users_own_answers_for_every_shape(answer):
-    class Mine(Budget):
-        def fits(self, shape, /):
-            return answer
-
-    lengths = np.array([3, 4, 5, 6], np.int32)
-    with pytest.raises(ConfigError, match=r"Mine\.fits must answer for all shapes at once"):
-        LengthAwareBatchSampler(lengths, Mine())
-    with pytest.raises(ConfigError, match=r"Mine\.fits must answer for all shapes at once"):
-        assert_budget_law(Mine(), {"tokens": lengths})
-
-
-def test_a_budget_of_the_users_own_that_asks_arrays_by_if_is_told_what_to_write():
-    class Short(Budget):
-        def fits(self, shape, /):
-            return shape.num_samples <= (4 if shape.longest["tokens"] < 10 else 2)
-
-    class Between(Budget):
-        def fits(self, shape, /):
-            return shape.num_samples > 0 and shape.num_samples < 9
-
-    class Dear(TokenBudget):
-        def cost(self, shape, /):
-            return max(shape.num_samples, shape.longest["tokens"])
-
-    class Table(TokenBudget):
-        def largest(self, longest, /):
-            return longest * 0 + (4 if longest < 10 else 2)
-
-    class Right(Budget):
-        def fits(self, shape, /):
-            return (shape.num_samples > 0) & (shape.num_samples <= np.where(shape.longest["tokens"] < 10, 4, 2))
-
-    lengths = np.array([3, 40, 5, 6], np.int32)
-    wrong = {
-        "Short.fits": Short(),
-        "Between.fits": Between() & TokenBudget(99),
-        "Table.largest": LearningBudget(Table(99)),
-    }
-    for name, budget in wrong.items():
-        with pytest.raises(ConfigError, match=rf"{name} uses `if`.*np\.where"):
-            assert LengthAwareBatchSampler(lengths, budget).plan
-    learned = LearningBudget(Dear(99))
-    learned.record_failed_cost(50.0)
-    with pytest.raises(ConfigError, match=r"Dear\.cost uses .*np\.maximum"):
-        learned.allows(BatchShape.of([1, 2], 3))
-    assert sorted(map(len, LengthAwareBatchSampler(lengths, Right()).plan.batches)) == [1, 3]
-
-
-def test_an_error_of_the_users_own_budget_stays_what_it_is():
-    class Broken(Budget):
-        def fits(self, shape, /):
-            raise ValueError("no table for this GPU")
-
-    with pytest.raises(ValueError, match="no table for this GPU") as caught:
-        LengthAwareBatchSampler(np.array([3, 4]), Broken())
-    assert not isinstance(caught.value, ConfigError)
-
-
-def test_what_a_budget_of_the_users_own_says_is_largest_has_one_number_a_length():
-    class Mine(TokenBudget):
-        def largest(self, longest, /):
-            return 4
-
-    with pytest.raises(ConfigError, match=r"Mine\.largest must answer for all lengths at once"):
-        assert LengthAwareBatchSampler(np.array([3, 4]), Mine(99)).plan
+def test_figures_by_hand() -> None:
+    assert padded_tokens(BatchShape.of(3, 17), TokenBudget(64, pad_to_multiple_of=8)).tolist() == [72]
+    assert TokenBudget.from_sequence_length(2048, 4) == TokenBudget(16384) == as_budget(16384)
+    assert TokenBudget(64).largest(np.array([0])).tolist() == [64]  # type: ignore[union-attr]
+    assert (TokenBudget(100) & TokenBudget(50)).largest(np.array([10])).tolist() == [5]  # type: ignore[union-attr]
+    assert (TokenBudget(100) & AdditiveCap("patches", 10)).largest(np.array([10])) is None
+    assert (TokenBudget(100, pad_to_multiple_of=4) & TokenBudget(50, pad_to_multiple_of=6)).pad_to_multiple_of == 12
 
 
 @given(
@@ -227,7 +108,6 @@ def test_what_a_budget_of_the_users_own_says_is_largest_has_one_number_a_length(
 )
 @example([5] * 8, [(40, 1), (1000, 8)], "padded")
 @example([5] * 3, [(40, 4), (1000, 6)], "packed")
-@pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
 def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts, layout):
     """It pads to a multiple of all parts: each part holds for that, also one that asks for less padding itself."""
     both = AllOf.of(*(TokenBudget(most, pad_to_multiple_of=pad, layout=layout) for most, pad in parts))
@@ -239,25 +119,160 @@ def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts
     assert bool(both.fits(shape)[0]) == (made <= least and len(lengths) <= least)
     if layout == "padded" and width:
         assert both.largest(np.array([max(lengths)]))[0] == least // width
-    sampler = LengthAwareBatchSampler(lengths, both, rank=0, world_size=1)
-    for batch in sampler:
-        widths = [lengths[i] for i in batch]
-        made = len(batch) * -(-max(widths) // pad) * pad if layout == "padded" else -(-sum(widths) // pad) * pad
-        assert made <= least or len(batch) == 1
 
 
-def test_a_cap_on_other_units_is_not_shown_the_padding_of_a_packed_row() -> None:
-    """The row is padded to a multiple of 8 in tokens; a cap on tokens counts samples as they are, whatever the row adds."""
-    both = (
-        TokenBudget(64, layout="packed", pad_to_multiple_of=8) & AdditiveCap("tokens", 20) & AdditiveCap("patches", 9)
-    )
-    shape = BatchShape.of([3, 3, 3], {"tokens": 8, "patches": 5}, {"tokens": [20, 21, 20], "patches": [9, 9, 10]})
-    assert both.fits(shape).tolist() == [True, False, False]
-    uneven = TokenBudget(24, layout="packed", pad_to_multiple_of=8) & AdditiveCap("patches", 9)
-    rows = BatchShape.of([3, 3], {"tokens": 20, "patches": 9}, {"tokens": [24, 25], "patches": [9, 9]})
-    assert uneven.fits(rows).tolist() == [True, False]
+PAIRS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize(("count", "longest", "fits"), [(2**40, 2**31 - 1, False), (2**40, 2, True), (2**41, 2, False)])
-def test_counts_whose_tokens_pass_64_bits_do_not_come_round_to_few(count, longest, fits):
-    assert TokenBudget(2**41).fits(BatchShape.of(count, longest)).tolist() == [fits]
+@settings(max_examples=40)
+@given(PAIRS, st.sampled_from(["target", "labels"]), st.integers(1, 400), st.sampled_from([1, 8]))
+def test_source_and_target_count_together(lengths: list[tuple[int, int]], name: str, most: int, multiple: int) -> None:
+    """Padded tokens of both, or the bytes of both."""
+    tokens = TokenBudget(most, pad_to_multiple_of=multiple)
+    device = MemoryBudget.from_bytes(10 * most + 1200, model=Bytes(), headroom=1.0)
+    streams = dict(zip(("tokens", name), np.array(lengths, np.int32).T, strict=True))
+    for budget in (tokens, device):
+        batches = cut(streams, budget.bind(streams))
+        for part in np.split(batches.order, batches.offsets[1:-1]):
+            long, wide = (-(-int(values[part].max()) // multiple) * multiple for values in streams.values())
+            if budget is tokens:
+                assert len(part) == 1 or len(part) * (long + wide) <= most
+            else:
+                longest, widest = (int(values[part].max()) for values in streams.values())
+                assert len(part) == 1 or 1000 + len(part) * (10 * longest + 20 * widest) <= 10 * most + 1200
+
+
+@settings(max_examples=40)
+@given(
+    st.one_of(
+        st.builds(TokenBudget, st.integers(1, 400), pad_to_multiple_of=st.sampled_from([1, 8])),
+        st.builds(lambda n: MemoryBudget(n, model=PaddedTokens(), headroom=1.0), st.integers(1, 6)),
+    ),
+    PAIRS,
+    st.integers(1, 300),
+    st.booleans(),
+)
+def test_a_capped_stream_is_not_counted_as_padding(budget, lengths, limit, learns) -> None:
+    tokens, patches = np.array(lengths, np.int32).T
+    streams = {"tokens": tokens, "patches": patches}
+    alone = budget.bind({"tokens": tokens})
+    both = ((LearningBudget(budget) if learns else budget) & AdditiveCap("patches", limit)).bind(streams)
+    count = np.arange(1, 9)
+    shape = BatchShape.of(count, {"tokens": int(tokens.max()), "patches": 5})
+    expected = alone.fits(BatchShape.of(count, int(tokens.max()))) & (count * 5 <= limit)
+    assert both.fits(shape).tolist() == expected.tolist()
+    assert both.cost(shape).tolist() == alone.cost(shape.without(["patches"])).tolist()
+    assert_budget_law(both, streams, num_shapes=100)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
+        (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
+        (lambda: AdditiveCap("", 4), "`stream` must be the name of a length stream"),
+        (lambda: MemoryBudget(4, headroom=1.2), "at most 1, but is 1.2"),
+        (lambda: MemoryBudget(4, longest=0), "`longest` must be an int of at least 1"),
+        (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
+        (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),  # type: ignore[arg-type]
+        (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must answer in bytes"),  # type: ignore[arg-type]
+        (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
+        (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),
+        (lambda: TokenBudget(8, streams="tokens"), "`streams` must list names of length streams"),  # type: ignore[arg-type]
+        (lambda: TokenBudget(8, streams=("a",)).fits(BatchShape.of(1, 1)), "`streams` names 'a', but lengths"),
+        (lambda: as_budget(True), "`budget` must be a budget such as TokenBudget(4096)"),
+        (lambda: as_budget(TokenBudget), "`budget` must be a budget such as TokenBudget(4096)"),  # type: ignore[arg-type]
+        (
+            lambda: MemoryBudget(2, longest=7, model=PaddedTokens()).fits(BatchShape.of(1, {"tokens": 1, "labels": 1})),
+            "how long the first batch is in 'labels' is not known",
+        ),
+        (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but lengths have"),
+    ],
+)
+def test_bad_arguments_name_themselves(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_bytes_budget_refuses_a_model_that_leaves_no_room() -> None:
+    with pytest.raises(BudgetError, match="alone exceeds 90%"):
+        MemoryBudget.from_bytes(1100, model=Bytes())
+
+
+# Budgets of the user's own.
+
+
+def own(base: type[Any] = Budget, **methods: Any) -> Any:
+    return type("Mine", (base,), methods)(*(() if base is Budget else (99,)))
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (own(fits=lambda self, shape, /: shape.num_samples % 2 == 0), "but accepts it after a sample"),
+        (own(TokenBudget, fits=lambda self, shape, /: shape.longest["tokens"] > 10), "but accepts it after"),
+        (own(TokenBudget, largest=lambda self, longest, /: longest * 0 + 3), "`largest` says 3 samples"),
+    ],
+)
+def test_a_law_breaking_budget_is_caught(budget: Budget, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_budget_law(budget, {"tokens": LENGTHS["tokens"]})
+
+
+def asks(shape: BatchShape) -> Any:
+    return shape.num_samples <= (4 if shape.longest["tokens"] < 10 else 2)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        *((own(fits=lambda self, shape, /, a=a: a), r"Mine\.fits must answer") for a in (True, None, np.ones(3))),
+        (own(TokenBudget, largest=lambda self, longest, /: 4), r"Mine\.largest must answer for all lengths at once"),
+        (own(fits=lambda self, shape, /: asks(shape)), r"Mine\.fits uses `if`.*np\.where"),
+        (
+            LearningBudget(own(TokenBudget, largest=lambda self, n, /: n * 0 + (4 if n < 9 else 2))),
+            r"Mine\.largest uses `if`",
+        ),
+    ],
+)
+def test_a_budget_of_the_users_own_answers_for_every_shape(budget: Budget, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assert LengthAwareBatchSampler(np.array([3, 40, 5, 6], np.int32), budget, **ALONE).plan
+
+
+def test_an_error_of_the_users_own_budget_stays_what_it_is() -> None:
+    def broken(self: Any, shape: BatchShape, /) -> Any:
+        raise ValueError("no table for this GPU")
+
+    with pytest.raises(ValueError, match="no table for this GPU") as caught:
+        LengthAwareBatchSampler(np.array([3, 4]), own(fits=broken))
+    assert not isinstance(caught.value, ConfigError)
+
+
+# Names.
+
+
+def test_messages_and_budgets_know_the_names_that_the_user_gave() -> None:
+    pairs = {"source": [3, 90], "target": [4, 5]}
+    assert sorted(as_streams(pairs)) == ["target", "tokens"]  # what budgets are written for
+    with pytest.raises(BudgetError, match=r"sample 1 \(90 source, 5 target\) does not fit even alone"):
+        LengthAwareBatchSampler(pairs, 50, oversize="error", **ALONE)
+    with pytest.warns(UserWarning, match="the first is sample 1 with 90 source, 5 target;"):
+        LengthAwareBatchSampler(pairs, 50, **ALONE)
+    with pytest.raises(ConfigError, match=r"`streams` names 'patches', but lengths have \['source', 'target'\]"):
+        LengthAwareBatchSampler(pairs, TokenBudget(100, streams=("patches",)), **ALONE)
+    named = LengthAwareBatchSampler(pairs, TokenBudget(200, streams=("source",)), **ALONE).plan
+    assert named.statistics["padded_tokens"] == 180
+    report = LengthAwareBatchSampler(pairs, 200, **ALONE).plan.report()
+    assert "sample length in 'source', median" in report
+    assert "'tokens'" not in report
+
+
+def test_a_renamed_stream_travels() -> None:
+    (first, _) = pickle.loads(pickle.dumps(as_streams({"source": [3], "target": [4]})))
+    assert (said(first), first, json.dumps({first: 1})) == ("source", "tokens", '{"tokens": 1}')
+    pairs = [{name: [3, 9, 4], "labels": [1, 2, 3]} for name in ("source", "tokens")]
+    plans = [LengthAwareBatchSampler(lengths, 40, **ALONE) for lengths in pairs]
+    plans[1].load_state_dict(plans[0].state_dict())
+    assert plans[0].plan.fingerprint == plans[1].plan.fingerprint

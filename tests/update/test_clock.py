@@ -12,10 +12,19 @@ from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
 from dynagroup.update.step import LoaderStats
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
 TRUE = Work(per_step=300, crossover=900)
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 1500), 2, 400).astype(int)
-DATA = [{"input_ids": [1] * n} for n in LENGTHS]
+PAIRS = {"source": LENGTHS, "target": np.random.default_rng(1).permutation(LENGTHS)}
+ROWS = [{"source": int(a), "target": int(b)} for a, b in zip(*PAIRS.values(), strict=True)]
+HOW = {"samples_per_update": 16, "collate_fn": list, "weigh": "samples"}
+LOADERS = {
+    "planned": lambda **how: PlannedDataLoader(ROWS, LENGTHS, TokenBudget(2000), **{**HOW, **how}),
+    "online": lambda: OnlineDataLoader(
+        ROWS, TokenBudget(2000), length_of=lambda row: row["source"], shuffle=True, **HOW
+    ),
+    "planned pairs": lambda: PlannedDataLoader(ROWS, PAIRS, TokenBudget(4000), **HOW),
+    "online pairs": lambda: OnlineDataLoader(ROWS, TokenBudget(4000), length_of=dict, shuffle=True, **HOW),
+}
 
 
 class Clock:
@@ -25,82 +34,28 @@ class Clock:
         self.now = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
-    def run(self, steps):
+    def run(self, steps, names=("source",)):
         for step in steps:
             if not step.idle:
-                n, longest = len(step.indices), int(LENGTHS[list(step.indices)].max())
-                self.now += 1e-6 * (TRUE.per_step + n * float(TRUE.of_lengths(longest)))
+                widest = {name: PAIRS[name][list(step.indices)].max(keepdims=True) for name in names}
+                self.now += 1e-6 * (TRUE.per_step + len(step.indices) * float(TRUE.of_lengths(widest)[0]))
 
 
-def planned(**options):
-    return PlannedDataLoader(
-        DATA, LENGTHS, TokenBudget(2000), samples_per_update=16, collate_fn=list, weigh="samples", **options
-    )
-
-
-def online(**options):
-    return OnlineDataLoader(
-        DATA, TokenBudget(2000), samples_per_update=16, collate_fn=list, weigh="samples", shuffle=True, **options
-    )
-
-
-PAIRS = {"source": LENGTHS, "target": np.random.default_rng(1).permutation(LENGTHS)}
-
-
-def planned_pairs():
-    return PlannedDataLoader(DATA, PAIRS, TokenBudget(4000), samples_per_update=16, collate_fn=list, weigh="samples")
-
-
-def online_pairs():
-    rows = [{"source": int(a), "target": int(b)} for a, b in zip(*PAIRS.values(), strict=True)]
-    return OnlineDataLoader(
-        rows, TokenBudget(4000), samples_per_update=16, collate_fn=list, weigh="samples", shuffle=True, length_of=dict
-    )
-
-
-@pytest.mark.parametrize("make", [planned, online])
-def test_times_give_back_the_work_that_made_them(make, monkeypatch):
-    loader = make()
+@pytest.mark.parametrize("name", LOADERS)
+def test_times_give_back_the_work_that_made_them(name, monkeypatch):
+    """Of two padded streams, each costs its own attention."""
+    loader = LOADERS[name]()
     assert loader.stats.work is None
-    Clock(monkeypatch).run(loader)
+    Clock(monkeypatch).run(loader, PAIRS if "pairs" in name else ("source",))
     assert loader.stats.work is not None
     assert loader.stats.work.per_step == pytest.approx(TRUE.per_step, rel=1e-3)
     assert loader.stats.work.crossover == pytest.approx(TRUE.crossover, rel=1e-3)
-
-
-@pytest.mark.parametrize("make", [planned_pairs, online_pairs])
-def test_two_padded_streams_each_cost_their_own_attention(make, monkeypatch):
-    loader, clock = make(), Clock(monkeypatch)
-    for step in loader:
-        widest = {name: PAIRS[name][list(step.indices)].max(keepdims=True) for name in PAIRS}
-        clock.now += 1e-6 * (TRUE.per_step + len(step.indices) * float(TRUE.of_lengths(widest)[0]))
-    assert loader.stats.work is not None
-    assert loader.stats.work.crossover == pytest.approx(TRUE.crossover, rel=1e-3)
-
-
-def test_an_update_at_a_time_gives_the_same(monkeypatch):
-    loader, clock = planned(), Clock(monkeypatch)
-    for update in loader.updates():
-        clock.run(update)
-    assert loader.stats.work is not None
-    assert loader.stats.work.per_step == pytest.approx(TRUE.per_step, rel=1e-3)
-
-
-def test_a_plan_does_not_follow_the_clock(monkeypatch):
-    loader, other = planned(), planned()
-    clock = Clock(monkeypatch)
-    first = [list(step.indices) for step in loader]
-    clock.run(other)
-    loader.set_epoch(1)
-    other.set_epoch(1)
-    assert first
-    assert [list(step.indices) for step in loader] == [list(step.indices) for step in other]
 
 
 def test_stats_of_ranks_and_of_parts_of_a_run_add_up(monkeypatch):
-    loader = planned()
-    clock = Clock(monkeypatch)
-    clock.run(loader)
+    loader, clock = LOADERS["planned"](), Clock(monkeypatch)
+    for update in loader.updates():
+        clock.run(update)
     before = loader.stats.copy()
     clock.run(loader)
     assert (loader.stats - before).num_timed > before.num_timed > 20, "only a run warms up, not each epoch"
@@ -109,15 +64,6 @@ def test_stats_of_ranks_and_of_parts_of_a_run_add_up(monkeypatch):
     assert loader.stats.work is not None
     assert doubled.work.per_step == pytest.approx(loader.stats.work.per_step)
     assert LoaderStats().work is None
-
-
-def test_packed_batches_are_not_timed():
-    loader = PlannedDataLoader(
-        DATA, LENGTHS, TokenBudget(2000, layout="packed"), samples_per_update=16, collate_fn=list, weigh="samples"
-    )
-    for _ in loader:
-        pass
-    assert loader.stats.num_timed == 0
 
 
 class Slow:
@@ -129,11 +75,11 @@ class Slow:
         self.clock = clock
 
     def __len__(self):
-        return len(DATA)
+        return len(ROWS)
 
     def __getitem__(self, index):
         self.clock.now += 1.0
-        return DATA[index]
+        return ROWS[index]
 
     def all_max(self, values, /):
         self.clock.now += 100.0
@@ -146,15 +92,8 @@ class Slow:
 
 def test_stats_tell_apart_the_seconds_spent_on_samples_and_on_exchanges(monkeypatch):
     slow = Slow(Clock(monkeypatch))
-    options = {"samples_per_update": 500, "weigh": len, "collate_fn": list}
-    loader = PlannedDataLoader(slow, LENGTHS, TokenBudget(2000), world=slow, **options)
+    how = {**HOW, "samples_per_update": 500, "weigh": len}
+    loader = PlannedDataLoader(slow, LENGTHS, TokenBudget(2000), world=slow, **how)
     used = sum(step.samples.local for step in loader)
-    assert 0 < used < len(DATA)
-    assert loader.stats.wait_s == used
-    assert loader.stats.exchange_s == 10.0 * 3  # an exchange an update
-    assert loader.stats.exchanges == 3
-
-    alone = OnlineDataLoader(slow, TokenBudget(2000), samples_per_update=500, weigh="samples", collate_fn=list)
-    assert sum(step.samples.local for step in alone) == len(DATA)
-    assert alone.stats.wait_s == len(DATA)
-    assert alone.stats.exchange_s == 0.0
+    assert 0 < used < len(ROWS)
+    assert (loader.stats.wait_s, loader.stats.exchange_s, loader.stats.exchanges) == (used, 30.0, 3)

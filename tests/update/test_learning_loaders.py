@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import IterableDataset
 
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
 from dynagroup.oom import LearningBudget
@@ -109,19 +108,3 @@ def test_ranks_follow_the_one_that_learned_most(kind):
     assert largest([batch for found, _ in results for batch in found]) <= LEARNED
     assert results[0][1] == results[1][1]
     assert sorted(i for found, _ in results for batch in found for i in batch) == list(range(300))
-
-
-class Rows(IterableDataset):
-    """A stream has no plan: what a batch may be is decided in the worker alone."""
-
-    def __iter__(self):
-        yield from DATA
-
-
-def test_workers_that_stay_follow_too():
-    learning = LearningBudget(TokenBudget(1000))
-    kept = {"num_workers": 1, "persistent_workers": True}
-    loader = OnlineDataLoader(Rows(), learning, collate_fn=list, weigh="samples", window=64, **kept)
-    assert largest(batches(loader)) > LEARNED
-    learning.record_oom(FAILED)
-    assert largest(batches(loader)) <= LEARNED
