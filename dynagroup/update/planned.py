@@ -154,7 +154,8 @@ class PlannedDataLoader(StepLoader[B]):
         return self._walk().start(self._epoch) if self._place is None else self._place
 
     def _walk(self) -> Updates:
-        return self._plan.on_ranks(self._size)
+        self._plan.on_ranks(self._size)
+        return self._plan
 
     @property
     def plan(self) -> BatchPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -55,20 +55,19 @@ class PlannedUpdate:
     @property
     def num_samples(self) -> int:
         """Samples of the whole update over all ranks."""
-        return self.before.begun_samples + sum(step.row_samples for step in self.steps)
+        return self._samples(len(self.steps))
 
     def behind(self, number: int, weight: float) -> Cursor:
         """The place behind a step, when all that was taken of the update by then weighs ``weight``."""
-        if number == len(self.steps) - 1:
+        taken, before = number + 1, self.before
+        if taken == len(self.steps):
             return self.after
-        kept = {name: getattr(self.before, name) for name in ("update", "samples_used", "samples_seen", "current")}
-        return replace(
-            self.steps[number].cursor,
-            **kept,
-            begun_rows=self.before.begun_rows + number + 1,
-            begun_samples=self.before.begun_samples + sum(step.row_samples for step in self.steps[: number + 1]),
-            begun_weight=weight,
-        )
+        begun = {"begun_rows": before.begun_rows + taken, "begun_samples": self._samples(taken), "begun_weight": weight}
+        kept = {name: getattr(before, name) for name in ("update", "samples_used", "samples_seen", "current")}
+        return replace(self.steps[number].cursor, **kept, **begun)
+
+    def _samples(self, taken: int) -> int:
+        return self.before.begun_samples + sum(step.row_samples for step in self.steps[:taken])
 
 
 def steps_of(window: PlannedWindow, planner: Planner, rank: int) -> Iterator[PlannedStep]:
@@ -90,51 +89,33 @@ def steps_of(window: PlannedWindow, planner: Planner, rank: int) -> Iterator[Pla
         )
 
 
-class Updates(Walk):
-    """Plans updates one after another; knows ranks only by number."""
+class _Updates(Walk):
+    """What both kinds of updates share. They know ranks only by number."""
 
     num_changes: int
     """Grows whenever the number of updates may have changed."""
 
     def __init__(self, planner: Planner) -> None:
+        super().__init__()
         self.planner = planner
         self._remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
 
     @abstractmethod
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
-        """What remains of the cursor's epoch."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """What updates depend on besides epoch and ranks; JSON-able."""
-
-    @abstractmethod
-    def state(self, cursor: Cursor) -> dict[str, Any]:
-        """What a place needs besides itself: ``walk``, and a checksum of the epoch's ``order`` where a sampler gives it."""
-
-    @abstractmethod
-    def take_over(self, state: Mapping[str, Any], cursor: Cursor) -> None:
-        """Take over what :meth:`state` held of another run, which stands at ``cursor``."""
-
-    @abstractmethod
-    def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
-        """What remains of the cursor's epoch on all ranks."""
+    def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan: ...
 
     @property
     def num_samples(self) -> int:
         """Samples of an epoch."""
         return self.planner.num_planned
 
-    def on_ranks(self, world_size: int) -> Updates:
-        """Itself: so many ranks are about to walk its updates."""
-        return self
+    def on_ranks(self, world_size: int) -> None:
+        """So many ranks are about to walk its updates."""
 
     def open_epoch(self, planner: Planner, epoch: int) -> None:
         """An epoch begins, planned by this planner."""
         self.planner = planner
 
-    def close_epoch(self, cursor: Cursor) -> None:  # noqa: B027 - updates of a set size have nothing to note
+    def close_epoch(self, cursor: Cursor) -> None:
         """An epoch has ended at this cursor."""
 
     def is_over(self, cursor: Cursor) -> bool:
@@ -153,16 +134,9 @@ class Updates(Walk):
 # An epoch's order is cut into spans, and each span is planned by itself, as if it were an epoch of one window: rows of batches
 # that fit, of like cost. So what an update holds depends on order and schedule alone, not on budget or ranks; only its division
 # does. Cost: one plan of so many samples an update, when its turn comes.
-class PreservedUpdates(Updates, UpdateSizes):
-    """Updates of exactly as many samples as a schedule says, drawn as fixed batches would draw them.
-
-    Args:
-        planner: its window must be at least as large as any update.
-        schedule: samples an update, or (update, current) -> samples.
-        order: the user's order of samples; None: seeded by the planner's seed and the epoch.
-        shuffle: without ``order``; False: the dataset's order in every epoch.
-        drop_last: leave out an epoch's last update if it is smaller than asked.
-    """
+class PreservedUpdates(_Updates, UpdateSizes):
+    """Updates of exactly as many samples as ``schedule`` says, drawn as fixed batches would draw them: in the user's ``order``,
+    or one that is seeded, or without ``shuffle`` the dataset's. ``drop_last`` leaves out an epoch's last, if it is smaller."""
 
     def __init__(
         self,
@@ -173,8 +147,8 @@ class PreservedUpdates(Updates, UpdateSizes):
         shuffle: bool,
         drop_last: bool,
     ) -> None:
-        Updates.__init__(self, planner)
         UpdateSizes.__init__(self, schedule, self._num_ordered, drop_last=drop_last)
+        self.planner, self._remembered = planner, None
         self._said, self._order, self._shuffle = described(schedule), order, shuffle
 
     def _num_ordered(self) -> int:
@@ -234,13 +208,12 @@ class PreservedUpdates(Updates, UpdateSizes):
 # The plan's rows, window after window, so many to an update. How many an epoch has depends on the number of ranks and on what the
 # budget has learned, so an epoch that was begun keeps the beginning that it had; those to come are planned for as many ranks as
 # ask, and anew where that changes.
-class FreeUpdates(Updates):
+class FreeUpdates(_Updates):
     """Every ``accumulation`` rows of the plan are an update: batches as large as fit, updates as large as they come. Only an
     epoch's last update may have fewer rows."""
 
     def __init__(self, planner: Planner, *, accumulation: int) -> None:
-        Updates.__init__(self, planner)
-        Walk.__init__(self)
+        super().__init__(planner)
         self.accumulation, self.num_changes = accumulation, 0
         self._num_begun, self._ranks = 1, 0
         """Epochs whose beginning is settled, and ranks for which those behind them were planned."""
@@ -251,11 +224,10 @@ class FreeUpdates(Updates):
     def identity(self) -> dict[str, Any]:
         return {**self.planner.identity, "accumulation": self.accumulation}
 
-    def on_ranks(self, world_size: int) -> Updates:
+    def on_ranks(self, world_size: int) -> None:
         if self._ranks != world_size:
             self._settle(self._starts[: self._num_begun])
             self._ranks = world_size
-        return self
 
     def open_epoch(self, planner: Planner, epoch: int) -> None:
         self.start(epoch)
@@ -322,14 +294,10 @@ class FreeUpdates(Updates):
 def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
     """An update that holds what these steps do, and what was taken of it before."""
     samples = before.begun_samples + sum(step.row_samples for step in steps)
-    after = replace(
-        steps[-1].cursor,
-        update=before.update + 1,
-        samples_used=before.samples_used + samples,
-        samples_seen=before.samples_seen + samples,
-        current=samples,
-        begun_rows=0,
-        begun_samples=0,
-        begun_weight=0.0,
-    )
+    done = {"update": before.update + 1, "current": samples}
+    done |= {name: getattr(before, name) + samples for name in ("samples_used", "samples_seen")}
+    after = replace(steps[-1].cursor, **done, begun_rows=0, begun_samples=0, begun_weight=0.0)
     return PlannedUpdate(steps, before, after)
+
+
+Updates: TypeAlias = PreservedUpdates | FreeUpdates

@@ -318,7 +318,7 @@ def test_a_rank_may_ask_alone(monkeypatch):
         assert again.cursor == loader.cursor
 
 
-@pytest.mark.parametrize("how", [{"samples_per_update": 10, "num_workers": 1, "persistent_workers": True}, {}])
+@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {}])
 def test_a_copy_goes_on_where_the_loader_stands(how):
     """Between epochs, in the middle of one, and of one that was left: what its state says."""
     loader = loader_of(**how)
