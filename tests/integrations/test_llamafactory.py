@@ -12,16 +12,17 @@ pytest.importorskip(
     "llamafactory", reason="LLaMA-Factory has an environment of its own: bash scripts/test_llamafactory.sh"
 )
 from datasets import Dataset  # noqa: E402
-from llamafactory.data import PairwiseDataCollatorWithPadding, SFTDataCollatorWith4DAttentionMask  # noqa: E402
+from llamafactory.data import PairwiseDataCollatorWithPadding  # noqa: E402
 from llamafactory.data.template import get_template_and_fix_tokenizer  # noqa: E402
 from llamafactory.hparams import DataArguments, FinetuningArguments  # noqa: E402
 from llamafactory.hparams.training_args import TrainingArguments  # noqa: E402
+from llamafactory.train.rm.trainer import PairwiseTrainer  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
 from dynagroup.integrations.hf_data import UpdateItems
-from dynagroup.integrations.llamafactory import STAGES, dynamic_batching, stage_trainer  # noqa: E402
+from dynagroup.integrations.llamafactory import dynamic_batching, stage_trainer  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
@@ -38,39 +39,12 @@ def tokenizer():
     )
 
 
-def rows(stage, template, tok):
-    rng = np.random.default_rng(0)
-
-    def encoded(size):
-        text = " ".join(f"w{i}" for i in rng.integers(4, toys.VOCAB, size))
-        prompt, answer = template.encode_oneturn(
-            tok, [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text}]
-        )
-        return {
-            "input_ids": prompt + answer,
-            "attention_mask": [1] * len(prompt + answer),
-            "labels": [-100] * len(prompt) + answer,
-        }
-
-    found = []
-    for size in rng.integers(2, 40, 32):
-        if stage in ("dpo", "rm"):
-            pair = {"chosen": encoded(int(size)), "rejected": encoded(int(size) // 2 + 1)}
-            found.append(
-                {f"{side}_{k}": v for side, row in pair.items() for k, v in row.items()}
-                | {"images": None, "videos": None, "audios": None}
-            )
-        else:
-            found.append(encoded(int(size)))
-    return Dataset.from_list(found)
-
-
 class ValueHead(torch.nn.Module):
     """The reward model's interface: (logits, loss, values)."""
 
     def __init__(self):
         super().__init__()
-        self.pretrained_model = toys.causal_lm().double()
+        self.pretrained_model = toys.causal_lm()
         self.config, self.v_head = self.pretrained_model.config, torch.nn.Linear(16, 1).double()
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
@@ -78,42 +52,37 @@ class ValueHead(torch.nn.Module):
         return out.logits, None, self.v_head(out.hidden_states[-1]).squeeze(-1)
 
 
-def trained(stage, folder, make):
-    tok = tokenizer()
+def pairs():
+    rng = np.random.default_rng(0)
+    sides = {"chosen": lambda size: size, "rejected": lambda size: size // 2 + 1}
+    rows = []
+    for size in rng.integers(6, 40, 32):
+        ids = {side: rng.integers(4, toys.VOCAB, of(size)).tolist() for side, of in sides.items()}
+        row = {f"{side}_input_ids": v for side, v in ids.items()} | {f"{side}_labels": v for side, v in ids.items()}
+        row |= {f"{side}_attention_mask": [1] * len(v) for side, v in ids.items()}
+        rows.append(row | {"images": None, "videos": None, "audios": None})
+    return Dataset.from_list(rows)
+
+
+def test_a_reward_model_learns_what_it_learns_from_fixed_batches(tmp_path):
+    found, tok = [], tokenizer()
     template = get_template_and_fix_tokenizer(tok, DataArguments(template="empty"))
-    torch.manual_seed(0)
-    model = ValueHead() if stage == "rm" else toys.causal_lm()
-    args = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2,
-        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )  # fmt: skip
-    collator = PairwiseDataCollatorWithPadding if stage in ("dpo", "rm") else SFTDataCollatorWith4DAttentionMask
-    given = {
-        "model": model,
-        "args": args,
-        "finetuning_args": FinetuningArguments(stage=stage, finetuning_type="full"),
-        "data_collator": collator(template=template, model=None, tokenizer=tok, label_pad_token_id=-100),
-        "train_dataset": rows(stage, template, tok),
-        "tokenizer": tok,
-        "processor": None,
-    }
-    if stage == "dpo":
-        given["ref_model"] = toys.causal_lm()
-    run = make(**given)
-    run.train()
-    return parameters(run.model), run
-
-
-@pytest.mark.parametrize("stage", sorted(STAGES))
-def test_each_stage_makes_the_updates_of_fixed_batches(stage, tmp_path):
-    from importlib import import_module
-
-    original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), STAGES[stage])
-    fixed, _ = trained(stage, tmp_path / "fixed", original)
-    ours, run = trained(stage, tmp_path / "ours", stage_trainer(stage, TokenBudget(320)))
+    collate = PairwiseDataCollatorWithPadding(template=template, model=None, tokenizer=tok, label_pad_token_id=-100)
+    for make in (PairwiseTrainer, stage_trainer("rm", TokenBudget(320))):
+        torch.manual_seed(0)
+        args = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4, report_to=[],
+            learning_rate=1e-2, save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )  # fmt: skip
+        run = make(
+            model=ValueHead(), args=args, finetuning_args=FinetuningArguments(stage="rm", finetuning_type="full"),
+            data_collator=collate, train_dataset=pairs(), tokenizer=tok, processor=None,
+        )  # fmt: skip
+        run.train()
+        found.append(parameters(run.model))
     assert run.update_loader.stats.batches > 4, "updates were divided"
-    assert (fixed - ours).abs().max() < 1e-5
+    assert (found[0] - found[1]).abs().max() < 1e-5
 
 
 def test_workflows_are_as_they_were_after_the_block():
