@@ -6,38 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import LearningBudget, run_with_oom_retry
-from tests.oom.fixtures import collecting_garbage_is_quick as collecting_garbage_is_quick
+from tests.garbage import little_to_collect as little_to_collect
 
 
 def padded(part: dict[str, Any]) -> int:
     return part["attention_mask"].numel()
-
-
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), limit=st.integers(9, 60), left=st.booleans()
-)  # fmt: skip
-def test_results_come_in_input_order_and_no_part_exceeds_what_fits(lengths: list[int], limit: int, left: bool) -> None:
-    places = torch.arange(max(lengths))[None]
-    mask = ((places.flip(1) if left else places) < torch.tensor(lengths)[:, None]).long()
-    ids = torch.arange(mask.numel()).reshape(mask.shape) * mask
-    batch = {"input_ids": ids, "attention_mask": mask, "sample": list(range(len(lengths)))}
-    passed: list[int] = []
-
-    def fn(part: dict[str, Any]) -> list[tuple[int, int]]:
-        if padded(part) > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        passed.extend(part["sample"])
-        return list(zip(part["sample"], part["input_ids"].sum(1).tolist(), strict=True))
-
-    results = [row for part in run_with_oom_retry(fn, batch) for row in part]
-    assert results == list(zip(range(len(lengths)), ids.sum(1).tolist(), strict=True))
-    assert passed == list(range(len(lengths)))  # what passed was never run again
 
 
 class Fn:
