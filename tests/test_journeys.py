@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import dynagroup
-from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget, embed_dataset
+from tests.oom.texts import TEXTS, small_llama, small_tokenizer
 
 PACKAGE = Path(dynagroup.__file__).parent
 LENGTHS = [3 + (7 * i) % 40 for i in range(64)]
@@ -60,3 +61,11 @@ def test_a_first_step_passes_few_files(make: Callable[[], Any], most: int) -> No
     next(iter(make()))  # what is imported when first needed
     passed = files_of(lambda: next(iter(make())))
     assert len(passed) <= most, sorted(passed)
+
+
+def test_embedding_to_a_file_passes_few_files(tmp_path: Path) -> None:
+    given: Any = (small_llama(), small_tokenizer(), TEXTS)
+    embed = lambda name: embed_dataset(*given, budget=BUDGET, output=tmp_path / name, progress=False)  # noqa: E731
+    embed("first.npy")
+    passed = files_of(lambda: embed("second.npy"))
+    assert len(passed) <= 24, sorted(passed)

@@ -94,20 +94,21 @@ def generate_in_parts(
     learned: LearningBudget, indices: Sequence[int] = (), min_samples: int = 1, pad_to_multiple_of: int = 1,
 ) -> Generated:  # fmt: skip
     """The same, with options that are checked; parts stay as wide as a multiple of ``pad_to_multiple_of``."""
-    whole = _Whole(model, batch, kwargs, pad_to_multiple_of)
-    watch = watch_of(model)
-    parts = Parts(
-        run=whole.generate, part=whole.part, shape=whole.shape, learned=learned, min_samples=min_samples, indices=indices,
-        measured=watch.new_peak if watch is not None else lambda: (None, None), doing="generating for",
-    ).run_all([(0, whole.num_samples)])  # fmt: skip
+    whole = _Whole(model, batch, kwargs, pad_to_multiple_of, learned, min_samples, indices)
+    parts = whole.run_all([(0, whole.num_samples)])
     return Generated(parts[0][2] if len(parts) == 1 else whole.merged(parts), len(parts) - 1)
 
 
-class _Whole:
+class _Whole(Parts[Any]):
     """One batch to generate for: how it splits, what each part is given, and how the parts' outputs fit together."""
 
-    def __init__(self, model: Any, batch: Any, kwargs: Mapping[str, Any], pad_to_multiple_of: int) -> None:
-        self.model = model
+    doing = "generating for"
+
+    def __init__(
+        self, model: Any, batch: Any, kwargs: Mapping[str, Any], pad_to_multiple_of: int, learned: LearningBudget,
+        min_samples: int, indices: Sequence[int],
+    ) -> None:  # fmt: skip
+        self.model, self._watch = model, watch_of(model)
         self.batch: dict[str, Any] = {**batch} if isinstance(batch, Mapping) else {"input_ids": batch}
         self.batch |= {name: value for name, value in kwargs.items() if is_data(value)}
         self.kwargs = {name: value for name, value in kwargs.items() if not is_data(value)}
@@ -116,15 +117,19 @@ class _Whole:
         self.num_beams = self._option("num_beams") or 1
         self.num_sequences = self._option("num_return_sequences") or 1
         vision = VisionTokens.from_config(model.config)
-        self.splitter = BatchSplitter(trim=self._trim(), pad_to_multiple_of=pad_to_multiple_of, vision=vision)
+        splitter = BatchSplitter(trim=self._trim(), pad_to_multiple_of=pad_to_multiple_of, vision=vision)
+        super().__init__(self.batch, splitter, learned, min_samples, indices)
+
+    def measured(self) -> tuple[int | None, int | None]:
+        return (None, None) if self._watch is None else self._watch.new_peak()
 
     def part(self, start: int, stop: int) -> dict[str, Any]:
         if stop - start < self.num_samples:
-            return self.splitter.take(self.batch, start, stop)
+            return super().part(start, stop)
         # An attempt extends the cache it is given: it gets a copy, so that the next finds the cache as it was.
         return {k: take_cache(v, start, stop) if is_cache(v) and first_dim(v) else v for k, v in self.batch.items()}
 
-    def generate(self, start: int, stop: int) -> Any:
+    def run(self, start: int, stop: int) -> Any:
         kwargs, allowed = self.kwargs, self.kwargs.get("prefix_allowed_tokens_fn")
         if start and allowed is not None:  # it is asked by position in the batch
             kwargs = {**kwargs, "prefix_allowed_tokens_fn": lambda sample, ids: allowed(sample + start, ids)}

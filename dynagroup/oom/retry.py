@@ -109,13 +109,10 @@ def run_with_oom_retry(
     [[2, 4], [6], [8, 10]]
     """
     splitter = split if split is not None else BatchSplitter()
-    part = lambda start, stop: splitter.take(batch, start, stop)  # noqa: E731
-    parts = Parts(
-        run=lambda start, stop: fn(part(start, stop)), part=part,
-        shape=lambda start, stop: shape_of(part(start, stop), stop - start),
-        learned=learned if learned is not None else LearningBudget(),
-        min_samples=min_samples, retry_on=retry_on, indices=indices,
-    )  # fmt: skip
+    parts = _Calls(
+        batch, splitter, learned if learned is not None else LearningBudget(), min_samples, indices, retry_on
+    )
+    parts.fn = fn
     if parts.learned.has_learned:
         waiting = [(0, splitter.num_samples(batch))]
     else:
@@ -126,31 +123,36 @@ def run_with_oom_retry(
     return [value for _, _, value in parts.run_all(waiting)]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Parts(Generic[T]):
     """Ranges of a batch's samples, run in order; what fails is cut in halves.
 
-    Args:
-        run: (first sample, the one behind the last) -> the part's result.
-        part, shape: of a range, for messages and for what is learned.
-        learned: is asked when a range's turn has come, because what failed before it may have taught something; a range that
-            it does not allow is cut without being run.
-        measured: (peak bytes, device bytes) of the latest run, where they are known.
-        doing: what a message says was done.
+    What was learned is asked when a range's turn has come, because what failed before it may have taught something; a range
+    that it does not allow is cut without being run.
     """
 
-    run: Callable[[int, int], T]
-    part: Callable[[int, int], Any]
-    shape: Callable[[int, int], BatchShape]
-    learned: LearningBudget
-    min_samples: int
-    indices: Sequence[int]
-    retry_on: Callable[[BaseException], bool] = is_out_of_memory
-    measured: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
-    doing: str = "at"
+    doing = "at"
 
-    def __post_init__(self) -> None:
-        check_int("min_samples", self.min_samples)
+    def __init__(
+        self, batch: Any, splitter: Splitter[Any], learned: LearningBudget, min_samples: int, indices: Sequence[int],
+        retry_on: Callable[[BaseException], bool] = is_out_of_memory,
+    ) -> None:  # fmt: skip
+        self.batch, self.splitter, self.learned = batch, splitter, learned
+        self._min_samples, self._indices, self._retry_on = check_int("min_samples", min_samples), indices, retry_on
+
+    def run(self, start: int, stop: int) -> T:
+        """The result of a range."""
+        raise NotImplementedError
+
+    def part(self, start: int, stop: int) -> Any:
+        return self.splitter.take(self.batch, start, stop)
+
+    def shape(self, start: int, stop: int) -> BatchShape:
+        """What its memory grows with."""
+        return shape_of(self.part(start, stop), stop - start)
+
+    def measured(self) -> tuple[int | None, int | None]:
+        """(peak bytes, device bytes) of the latest run, where they are known."""
+        return None, None
 
     def run_all(self, waiting: list[tuple[int, int]]) -> list[tuple[int, int, T]]:
         """(first sample, the one behind the last, result) of every part.
@@ -164,7 +166,7 @@ class Parts(Generic[T]):
             if not self._allowed(start, stop):
                 waiting = halves(start, stop) + waiting
                 continue
-            outcome = attempt(lambda a=start, b=stop: self.run(a, b), self.retry_on)
+            outcome = attempt(lambda a=start, b=stop: self.run(a, b), self._retry_on)
             if outcome.error is not None:
                 waiting = self.failed(start, stop, outcome) + waiting
                 continue
@@ -179,24 +181,29 @@ class Parts(Generic[T]):
         shown = describe(self.part(start, stop))
         _log.warning("out of memory %s %s; going on in halves. %s", self.doing, shown, outcome.error)
         self.learned.record_oom(self.shape(start, stop), wasted_s=outcome.seconds)
-        if stop - start >= 2 * self.min_samples:
+        if stop - start >= 2 * self._min_samples:
             return halves(start, stop)
-        whose = " of the batch" if not len(self.indices) else ""
-        names = [int(i) for i in self.indices[start:stop]] or list(range(start, stop))
-        one = stop - start == 1
-        who = f"sample {names[0]}{whose} does" if one else f"samples {_listed(names)}{whose} do"
-        alone = "even alone" if one else "together, and `min_samples` forbids cutting further"
+        whose = "" if len(self._indices) else " of the batch"
+        names = ", ".join(
+            str(int(i)) for i in (self._indices[start:stop] if len(self._indices) else range(start, stop))
+        )
+        who = f"sample {names}{whose} does not fit even alone"
+        if stop - start > 1:
+            who = f"samples {names}{whose} do not fit together, and `min_samples` forbids cutting further"
         raise BudgetError(
-            f"{who} not fit {alone} ({shown}); truncate or filter out such samples, or free memory on the device. "
+            f"{who} ({shown}); truncate or filter out such samples, or free memory on the device. "
             f"The allocator said: {outcome.error}"
         )
 
     def _allowed(self, start: int, stop: int) -> bool:
-        smallest = stop - start < 2 * self.min_samples
+        smallest = stop - start < 2 * self._min_samples
         return smallest or not self.learned.has_learned or bool(self.learned.allows(self.shape(start, stop))[0])
 
 
-def _listed(names: Sequence[int]) -> str:
-    if list(names) == list(range(names[0], names[0] + len(names))):
-        return f"{names[0]} to {names[-1]}"
-    return ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
+class _Calls(Parts[Any]):
+    """Of a function."""
+
+    fn: Callable[[Any], Any]
+
+    def run(self, start: int, stop: int) -> Any:
+        return self.fn(self.part(start, stop))

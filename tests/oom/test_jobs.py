@@ -35,7 +35,7 @@ from dynagroup.oom import (
     iter_generate,
     jobs,
 )
-from dynagroup.oom.tasks import Generation
+from dynagroup.oom.inference import Generation
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import run_ranks
