@@ -29,8 +29,8 @@ TAKEN = ("batch_size", "batch_sampler", "generator")
 
 # An update's batches are loaded, each is weighed, and one sum over ranks (a number a step) tells every rank what each step
 # weighs in all, so that the loss scale of each batch is exact and a place inside the update can be saved by any rank. Plans
-# are alike on all ranks, so nothing else needs telling, but for a rank that fails: its numbers are NaN. With "samples" the
-# plan says the weights itself. Cost: one all-reduce of a few floats an update; the update's batches are held at once.
+# are alike on all ranks, so nothing else needs telling, but for a rank that fails: its numbers are NaN. Cost: one all-reduce of
+# a few floats an update; the update's batches are held at once.
 class PlannedFeed:
     """Loads planned updates, one after another, with the user's workers and collate function, and weighs them over all ranks.
 
@@ -45,8 +45,7 @@ class PlannedFeed:
         if kwargs.get("in_order") is False:
             raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
         self._made_of = dataset, seed, weigh, stats, kwargs
-        self._weight_of, self._by_samples = weigher(weigh), weigh == "samples"
-        self._seed, self._stats = seed, stats
+        self._weight_of, self._seed, self._stats = weigher(weigh), seed, stats
         self.asked: deque[PlannedUpdate] = deque()
         """Updates that workers were asked for and that were not collected yet."""
         self._source: Iterator[PlannedUpdate] = iter(())
@@ -68,54 +67,43 @@ class PlannedFeed:
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
     ) -> Iterator[tuple[PlannedUpdate, list[Any], list[float], list[float]]]:
         """Each update, its batches on this rank, what each of them weighs, and what all ranks' batches behind each step weigh,
-        and first what was taken of the update before. Collective, unless samples are what is weighed."""
-        loaded = self._load(updates, epoch)
-        while (found := self._next(loaded, world)) is not None:
-            update, batches, weights = found
-            # Summed from the left, step by step: a run resumed in between gets the same bits.
-            summed = accumulate(self._totals(update, weights, world), initial=update.before.begun_weight)
-            yield update, batches, weights, list(summed)
-
-    def _load(self, updates: Iterator[PlannedUpdate], epoch: int) -> Iterator[tuple[PlannedUpdate, list[Any]]]:
+        and first what was taken of the update before. Collective."""
         self.asked.clear()
         self._source = updates
         self._loader.generator.manual_seed(_seed_of(self._seed, epoch))
         batches = iter(self._loader)
-        for batch in batches:
-            count = len(self.asked[0].steps)
-            collected = [batch, *islice(batches, count - 1)]
-            if len(collected) == count:
-                yield self.asked.popleft(), collected
-        if self.asked:
-            raise RuntimeError(ENDED_EARLY)
+        while (loaded := self._loaded(batches, world)) is not None:
+            update, collected, weights = loaded
+            # Summed from the left, step by step: a run resumed in between gets the same bits.
+            summed = accumulate(self._totals(update, weights, world), initial=update.before.begun_weight)
+            yield update, collected, weights, list(summed)
 
-    def _next(
-        self, loaded: Iterator[tuple[PlannedUpdate, list[Any]]], world: World
-    ) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
+    def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
         """The next update, and what each of its batches weighs here. What fails here is told to the other ranks."""
-        began, update = time.perf_counter(), None
+        began = time.perf_counter()
         try:
-            found = next(loaded, None)
-            if found is None:
+            collected = [*islice(batches, 1)]  # asks for the update
+            if not self.asked:
                 return None
-            update, batches = found
-            return update, batches, [self._weight(*each) for each in zip(update.steps, batches, strict=True)]
+            update = self.asked[0]
+            collected += islice(batches, len(update.steps) - len(collected))
+            if len(collected) < len(update.steps):
+                raise RuntimeError(ENDED_EARLY)
+            weights = [
+                0.0 if step.idle else self._weight_of(batch, len(step.indices))
+                for step, batch in zip(update.steps, collected, strict=True)
+            ]
+            return self.asked.popleft(), collected, weights
         except Exception:
-            failed = update or next(iter(self.asked), None)
-            if failed is not None and not self._by_samples:
+            if self.asked:
                 with suppress(AlignmentError):  # this rank's own error says more
-                    world.all_sum([math.nan] * len(failed.steps))
+                    world.all_sum([math.nan] * len(self.asked[0].steps))
             raise
         finally:
             self._stats.wait_s += time.perf_counter() - began
 
-    def _weight(self, step: Any, batch: Any) -> float:
-        return 0.0 if step.idle else self._weight_of(batch, len(step.indices))
-
     def _totals(self, update: PlannedUpdate, weights: list[float], world: World) -> list[float]:
         """What each step weighs over all ranks."""
-        if self._by_samples:
-            return [float(step.row_samples) for step in update.steps]
         if world.size == 1:
             return weights
         began = time.perf_counter()
