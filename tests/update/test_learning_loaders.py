@@ -8,97 +8,77 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
-from dynagroup.oom import LearningBudget
+from dynagroup import LearningBudget, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import run_ranks
-from dynagroup.update.planned import PlannedDataLoader
 
 LENGTHS = np.random.default_rng(0).integers(5, 100, 300).tolist()
 DATA = [{"input_ids": [1] * length} for length in LENGTHS]
 FAILED = BatchShape.of(9, 100)
 LEARNED = 810  # 0.9 of what failed
+HOW: dict[str, Any] = {"collate_fn": list, "weigh": "samples"}
+KINDS = {
+    "sampler": lambda learning, world: LengthAwareBatchSampler(LENGTHS, learning, shuffle=True, rank=0, world_size=1),
+    "preserved": lambda learning, world: PlannedDataLoader(
+        DATA, LENGTHS, learning, samples_per_update=48, world=world, **HOW
+    ),
+    "free": lambda learning, world: PlannedDataLoader(DATA, LENGTHS, learning, world=world, **HOW),
+    "online": lambda learning, world: OnlineDataLoader(DATA, learning, shuffle=True, window=64, world=world, **HOW),
+}
 
 
-def loader_of(kind: str, learning: Any, world: Any = None, **options: Any) -> Any:
-    if kind == "sampler":
-        return LengthAwareBatchSampler(LENGTHS, learning, shuffle=True, rank=0, world_size=1)
-    if kind == "online":
-        return OnlineDataLoader(
-            DATA, learning, collate_fn=list, weigh="samples", shuffle=True, window=64, world=world, **options
-        )
-    per_update = None if kind == "free" else 48
-    return PlannedDataLoader(
-        DATA, LENGTHS, learning, samples_per_update=per_update, collate_fn=list, weigh="samples", world=world, **options
-    )
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest) -> Any:
+    return lambda learning, world=None: KINDS[request.param](learning, world)
 
 
-def batches(loader: Any) -> list[list[int]]:
-    if isinstance(loader, (PlannedDataLoader, OnlineDataLoader)):
-        return [list(step.indices) for step in loader if not step.idle]
-    return list(loader)
+def batches(items: Any) -> list[list[int]]:
+    return [list(getattr(item, "indices", item)) for item in items if not getattr(item, "idle", False)]
 
 
 def largest(found: list[list[int]]) -> int:
     return max(len(batch) * max(LENGTHS[i] for i in batch) for batch in found)
 
 
-KINDS = ["sampler", "preserved", "free", "online"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_follows_what_the_one_before_taught(kind):
+def test_an_epoch_follows_what_the_one_before_taught_and_states_hold_it(make):
     learning = LearningBudget(TokenBudget(1000))
-    loader = loader_of(kind, learning)
-    items, sizes = iter(loader), []
+    loader = make(learning)
+    items = iter(loader)
     next(items)
     learning.record_oom(FAILED)
-    for item in items:
-        sizes.append(list(item if kind == "sampler" else item.indices))
-    assert largest(sizes) > LEARNED, "a plan stays what it was while it is carried out"
-    second = batches(loader)
-    assert largest(second) <= LEARNED
-    assert sorted(i for batch in second for i in batch) == list(range(300))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loaders_state_holds_what_was_learned(kind):
-    learning = LearningBudget(TokenBudget(1000))
-    loader = loader_of(kind, learning)
-    batches(loader)
-    learning.record_oom(FAILED)
-    items = loader.updates() if kind in ("preserved", "free") else iter(loader)
-    used = [next(items) for _ in range(2)]
+    assert largest(batches(items)) > LEARNED, "a plan stays what it was while it is carried out"
+    items = iter(loader)
+    second = batches([next(items) for _ in range(2)])
     learning.record_oom(BatchShape.of(8, 100))
-    state = json.loads(json.dumps(loader.state_dict()))
-
     again = LearningBudget(TokenBudget(1000))
-    resumed = loader_of(kind, again)
-    resumed.load_state_dict(state)
+    resumed = make(again)
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert again.report.num_ooms == 2
-    assert batches(resumed) == batches_of_rest(items, kind)
-    if kind == "free":
+    rest = batches(items)
+    assert largest(second + rest) <= LEARNED
+    assert sorted(i for batch in second + rest for i in batch) == list(range(300))
+    assert batches(resumed) == rest
+    if hasattr(loader, "cursor"):
         assert resumed.cursor == loader.cursor, "the books count what was, not what the new limit would have made of it"
-        counts = [resumed.num_updates_in(epoch) for epoch in range(2)]
-        assert counts[0] < counts[1]
-        assert counts == [loader.num_updates_in(epoch) for epoch in range(2)]
-        assert sum(counts) == resumed.cursor.update
     assert largest(batches(resumed)) <= 0.9 * 800
-    del used
 
 
-def batches_of_rest(items: Any, kind: str) -> list[list[int]]:
-    if kind == "sampler":
-        return list(items)
-    flat = [step for item in items for step in (item if isinstance(item, list) else [item])]
-    return [list(step.indices) for step in flat]
+def test_free_updates_that_were_done_are_counted_as_they_were():
+    learning = LearningBudget(TokenBudget(1000))
+    loader = KINDS["free"](learning, None)
+    list(loader)
+    learning.record_oom(FAILED)
+    list(loader)
+    counts = [loader.num_updates_in(epoch) for epoch in range(2)]
+    assert counts[0] < counts[1]
+    assert sum(counts) == loader.cursor.update
 
 
 @pytest.mark.parametrize("kind", ["preserved", "free", "online"])
 def test_ranks_follow_the_one_that_learned_most(kind):
     def run(world):
         learning = LearningBudget(TokenBudget(1000))
-        loader = loader_of(kind, learning, world)
+        loader = KINDS[kind](learning, world)
         batches(loader)
         if world.rank == 1:
             learning.record_oom(FAILED)
