@@ -79,11 +79,8 @@ class CudaKernels(TorchFunctionMode):
         self._cast_weights.clear()
 
     def _recast(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if func in LOWER:
-            return tuple(map(self._lower, args)), {k: self._lower(v) for k, v in kwargs.items()}
-        if func in HIGHER:
-            return tuple(map(_higher, args)), {k: _higher(v) for k, v in kwargs.items()}
-        return args, kwargs
+        cast = self._lower if func in LOWER else _higher if func in HIGHER else lambda value: value
+        return tuple(map(cast, args)), {k: cast(v) for k, v in kwargs.items()}
 
     def _lower(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
-from dynagroup.memory.trace.adapters import fold_on_meta, with_adapters
 from dynagroup.shapes import TOKENS
 
 ALIKE_LAYERS = 3  # as many layers of one kind make a stack
 
-__all__ = [
-    "ALIKE_LAYERS",
-    "architecture",
-    "as_config",
-    "as_meta_model",
-    "as_random_model",
-    "as_run_model",
-    "checkpoint_layers",
-    "describe",
-    "is_encoder",
-    "is_model",
-    "make_inputs",
-    "stacks",
-]
+__all__ = ["ALIKE_LAYERS", "architecture", "as_config", "as_meta_model", "as_random_model", "as_run_model", "checkpoint_layers",
+           "describe", "is_encoder", "is_model", "make_inputs", "stacks"]  # fmt: skip
 
 
 def _transformers() -> Any:
@@ -65,16 +56,20 @@ def as_meta_model(
 
     With a run (a workload), its dtype and attention implementation are set; without one, ``attention``.
     """
-    dtype = run.dtype if run else None
     asked = run.attention if run else attention
-    if run or attention:
-        attention = "eager" if asked == "eager" else "sdpa"
-    if is_model(model_or_config):
-        model: Any = _without_data(model_or_config)
-        if attention and hasattr(model, "set_attn_implementation"):
-            _attend(model, attention, asked)
-        return model
-    return _from_config(copy.deepcopy(as_config(model_or_config)), dtype, attention)
+    kind = "eager" if asked == "eager" else "sdpa" if run or asked else None
+    if not is_model(model_or_config):
+        return _from_config(model_or_config, run.dtype if run else None, kind)
+    memo: dict[int, Any] = {
+        id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model_or_config.parameters()
+    }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model_or_config.buffers()}
+    model = copy.deepcopy(model_or_config, memo).to("meta")
+    _fold_on_meta(model)
+    if kind:
+        _attend(model, kind, asked)
+    return model
 
 
 def as_run_model(model_or_config: Any, *, dtype: str | None, attention: Attention | None, lora: Any = None) -> Any:
@@ -82,17 +77,13 @@ def as_run_model(model_or_config: Any, *, dtype: str | None, attention: Attentio
     config of peft. Adapters are kept in float32, as peft does by itself."""
     if is_model(model_or_config):
         model: Any = as_meta_model(model_or_config, attention=attention)
-        own = next(model.parameters()).dtype
-        if dtype is not None and str(own) != f"torch.{dtype}":
-            model = model.to(getattr(torch, dtype))
+        model = model if dtype is None else model.to(getattr(torch, dtype))
     else:
-        config = copy.deepcopy(as_config(model_or_config))
-        config.dtype = dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        config = as_config(model_or_config)
+        dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
         model = _from_config(config, dtype, "eager" if attention == "eager" else "sdpa")
-        check_attention(model, attention)
-    if lora is None or lora is False:
-        return model
-    return with_adapters(model, lora)
+        _attend(model, "sdpa", attention) if attention in ("sdpa", "flash") else None
+    return model if lora is None or lora is False else _with_adapters(model, lora)
 
 
 def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Module:
@@ -100,20 +91,20 @@ def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Mod
 
     The run (a workload) says its dtype and whether its attention is eager.
     """
-    attention = "eager" if run.attention == "eager" else "sdpa"
-    return _from_config(copy.deepcopy(as_config(config)), run.dtype, attention, device)
+    return _from_config(config, run.dtype, "eager" if run.attention == "eager" else "sdpa", device)
 
 
 def _from_config(
     config: Any, dtype: str | None, attention: str | None, device: torch.device | str = "meta"
 ) -> torch.nn.Module:
+    config = copy.deepcopy(as_config(config))
     auto, options = _auto_class(config), {"dtype": getattr(torch, dtype or "float32")}
-    kinds = {None: [{}], "sdpa": [{"attn_implementation": kind} for kind in ("sdpa", "eager")]}  # some have none fused
     failed: Exception | None = None
-    for kind in kinds.get(attention, [{"attn_implementation": attention}]):
+    for kind in ("sdpa", "eager") if attention == "sdpa" else (attention,):  # some have none fused
+        how = {"attn_implementation": kind} if kind else {}
         try:
             with torch.device(device):
-                return auto.from_config(config, **options, **kind)
+                return auto.from_config(config, **options, **how)
         except Exception as error:  # whatever the model's own code raises
             failed = error
     reason = f"{type(failed).__name__}: {failed}".splitlines()[0][:200]
@@ -122,15 +113,11 @@ def _from_config(
     ) from failed
 
 
-def check_attention(model: torch.nn.Module, asked: str | None) -> None:
+def _attend(model: Any, attention: str, asked: str | None) -> None:
     """Raises ConfigError where a model cannot attend as it was asked to."""
-    if asked in ("sdpa", "flash") and hasattr(model, "set_attn_implementation"):
-        _attend(model, "sdpa", asked)
-
-
-def _attend(model: Any, attention: str, asked: str | None = None) -> None:
     try:
-        model.set_attn_implementation(attention)
+        if hasattr(model, "set_attn_implementation"):
+            model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"`attention` is {asked or attention!r}, but {type(model).__name__} has no fused attention and runs 'eager'; "
@@ -147,26 +134,15 @@ def is_encoder(config: Any) -> bool:
 def _auto_class(config: Any) -> Any:
     """The Auto class that trains or generates with this kind of model."""
     hf, kind = _transformers(), type(config)
-    order = [hf.AutoModelForSpeechSeq2Seq, hf.AutoModelForSeq2SeqLM, hf.AutoModelForImageTextToText]
-    if not getattr(config, "is_encoder_decoder", False):
-        order = [hf.AutoModelForImageTextToText, hf.AutoModelForCausalLM]
+    order = [hf.AutoModelForImageTextToText, hf.AutoModelForCausalLM]
+    if getattr(config, "is_encoder_decoder", False):
+        order = [hf.AutoModelForSpeechSeq2Seq, hf.AutoModelForSeq2SeqLM, hf.AutoModelForImageTextToText]
     if is_encoder(config):
         order = [hf.AutoModelForMaskedLM, *order]
     for auto in [*order, hf.AutoModel]:
         if kind in auto._model_mapping:
             return auto
     raise ConfigError(f"transformers has no model for {kind.__name__}; pass a model built from it instead")
-
-
-def _without_data(model: torch.nn.Module) -> torch.nn.Module:
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
-    without = copy.deepcopy(model, memo).to("meta")
-    fold_on_meta(without)
-    return without
 
 
 def checkpoint_layers(model: Any, **options: Any) -> None:
@@ -180,14 +156,11 @@ def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """The lists of like layers that a model is made of, outermost ones only."""
     found: list[torch.nn.ModuleList] = []
     for module in model.modules():
+        if not isinstance(module, torch.nn.ModuleList) or len(module) < ALIKE_LAYERS:
+            continue
         nested = any(module is inner for outer in found for inner in outer.modules())
-        alike = (
-            isinstance(module, torch.nn.ModuleList)
-            and len(module) >= ALIKE_LAYERS
-            and len({type(m) for m in module}) == 1
-        )
-        if alike and not nested:
-            found.append(module)  # type: ignore[arg-type]
+        if not nested and len({type(layer) for layer in module}) == 1:
+            found.append(module)
     return found
 
 
@@ -201,27 +174,24 @@ def make_inputs(
     """
     config: Any = getattr(model, "config", None)
     length = int(longest[TOKENS])
-    target = int(longest.get("target", length))
-    speech = getattr(model, "main_input_name", "input_ids") == "input_features"
     with torch.device(device):
         ids = torch.zeros(num_samples, length, dtype=torch.long)
-        if speech:
-            frames = 2 * config.max_source_positions
-            features = torch.zeros(num_samples, config.num_mel_bins, frames, dtype=next(model.parameters()).dtype)
-            inputs = {"input_features": features}
+        if getattr(model, "main_input_name", "input_ids") == "input_features":
+            window = (num_samples, config.num_mel_bins, 2 * config.max_source_positions)
+            inputs = {"input_features": torch.zeros(window, dtype=next(model.parameters()).dtype)}
         else:
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         decodes = bool(getattr(config, "is_encoder_decoder", False))
-        words = torch.zeros(num_samples, target, dtype=torch.long) if decodes else ids
+        words = torch.zeros(num_samples, int(longest.get("target", length)), dtype=torch.long) if decodes else ids
         if with_labels:
             inputs["labels"] = words if "ForSequenceClassification" not in type(model).__name__ else words[:, 0].clone()
             words = words.clone()  # what the decoder reads: the labels, shifted by the collator or by the model
         if decodes:
             inputs["decoder_input_ids"] = words
     accepted = inspect.signature(model.forward).parameters
-    if "kwargs" not in accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        inputs = {k: v for k, v in inputs.items() if k in accepted}
-    return inputs
+    if "kwargs" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return inputs
+    return {k: v for k, v in inputs.items() if k in accepted}
 
 
 def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,8 +207,7 @@ def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[
         raise ConfigError(
             f"`mode` 'generate' is for models that decode, but {type(config).__name__} is of an encoder; mode='forward'"
         )
-    found = {"mode": mode, **architecture(config), **_run_as(model_or_config, config, mode, known)}
-    return {**found, **known}
+    return {"mode": mode, **architecture(config), **_run_as(model_or_config, config, mode, known), **known}
 
 
 def architecture(config: Any) -> dict[str, Any]:
@@ -252,13 +221,11 @@ def architecture(config: Any) -> dict[str, Any]:
 
     hidden = first("hidden_size", "d_model", "n_embd")
     heads = first("num_attention_heads", "num_heads", "n_head", decoder=("decoder_attention_heads",))
-    ffn = first("moe_intermediate_size") or first(
-        "intermediate_size", "ffn_dim", "d_ff", "n_inner", decoder=("decoder_ffn_dim",)
-    )
+    widths = ("moe_intermediate_size",), ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
+    ffn = first(*widths[0]) or first(*widths[1], decoder=("decoder_ffn_dim",))
+    layers = first("num_hidden_layers", "num_layers", "n_layer", decoder=("decoder_layers", "num_decoder_layers"))
     return {
-        "num_layers": first(
-            "num_hidden_layers", "num_layers", "n_layer", decoder=("decoder_layers", "num_decoder_layers")
-        ),
+        "num_layers": layers,
         "num_encoder_layers": first("encoder_layers", "num_layers", "num_hidden_layers") if two_stacks else 0,
         "hidden_size": hidden,
         "num_heads": heads,
@@ -266,8 +233,8 @@ def architecture(config: Any) -> dict[str, Any]:
         "head_size": first("head_dim", "d_kv") or (hidden // heads if hidden and heads else None),
         "intermediate_size": ffn or (4 * hidden if hidden else None),
         "experts_per_token": first("num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1,
-        "gated_mlp": _gated(text),
-        "dropout": _dropout(text),
+        "gated_mlp": bool(getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)),
+        "dropout": any(isinstance(p, float) and p > 0 for p in (getattr(text, name, None) for name in _DROPOUTS)),
         "vocabulary_size": first("vocab_size") or 0,
         "tied_embeddings": bool(getattr(config, "tie_word_embeddings", True)),
         "encoder_decoder": two_stacks,
@@ -277,41 +244,42 @@ def architecture(config: Any) -> dict[str, Any]:
     }
 
 
+_PLAIN_MLP = {"gpt2", "opt", "bert", "roberta", "bart", "marian", "m2m_100", "whisper", "gpt_neox", "bloom", "phi", "distilbert",
+              "electra", "gpt_neo", "gptj", "falcon", "mpt", "codegen", "starcoder2", "deberta-v2"}  # fmt: skip
+_DROPOUTS = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", "dropout_rate", "mlp_dropout")
+
+
 def _run_as(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """What a model's parameters and settings say about how it is run."""
-    model = model_or_config if is_model(model_or_config) else as_meta_model(config, attention=known.get("attention"))
-    sizes = {id(p): (p.numel(), p.requires_grad) for p in model.parameters()}
-    total = sum(n for n, _ in sizes.values())
+    own = is_model(model_or_config)
+    model: Any = model_or_config if own else as_meta_model(config, attention=known.get("attention"))
+    parameters = list({id(p): p for p in model.parameters()}.values())
+    trained = [p for p in parameters if p.requires_grad]
+    total, count = (sum(p.numel() for p in part) for part in (parameters, trained))
     dtype = known.get("dtype") or _dtype_of(model_or_config, config)
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"`dtype` must be one of {', '.join(map(repr, ELEMENT_BYTES))} or None, but is {dtype!r}")
-    trained = [p for p in {id(p): p for p in model.parameters()}.values() if p.requires_grad]
-    count = max(sum(p.numel() for p in trained), 1)
     # Adapters may be wider than what they adapt.
-    own = 2.0 * sum(p.numel() * p.element_size() for p in trained) / count
-    state = own if is_model(model_or_config) else 2.0 * ELEMENT_BYTES[dtype]
+    width = sum(p.numel() * p.element_size() for p in trained) / max(count, 1) if own else ELEMENT_BYTES[dtype]
     stated = getattr(model.config, "_attn_implementation", None)  # what the model runs, not what was asked for
     attention = stated if stated in ("eager", "sdpa") else "flash" if stated and "flash" in stated else "sdpa"
-    if known.get("attention") != attention:
-        check_attention(as_meta_model(model) if is_model(model_or_config) else model, known.get("attention"))
+    asked = known.get("attention")
+    if asked in ("sdpa", "flash") and asked != attention:
+        _attend(as_meta_model(model) if own else model, "sdpa", asked)
+    checkpoints = getattr(model, "is_gradient_checkpointing", False)
+    settings = getattr(model, "generation_config", None)
+    new_tokens = int(getattr(settings, "max_new_tokens", None) or 20)  # generate()'s own default
     return {
         "num_parameters": total,
-        "trainable_share": sum(n for n, trains in sizes.values() if trains) / max(total, 1) if mode == "train" else 0.0,
+        "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
         "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
         "dtype": dtype,
         "attention": attention,
-        "gradient_checkpointing": _checkpoints(model),
-        "optimizer_bytes": state if mode == "train" else 0.0,
+        "gradient_checkpointing": bool(getattr(model, "is_activation_checkpointing", checkpoints)),
+        "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
         "ddp": False,
-        "max_new_tokens": _new_tokens(model) if mode == "generate" else 0,
+        "max_new_tokens": new_tokens if mode == "generate" else 0,
     }
-
-
-def _checkpoints(model: Any) -> bool:
-    name = (
-        "is_activation_checkpointing" if hasattr(model, "is_activation_checkpointing") else "is_gradient_checkpointing"
-    )
-    return bool(getattr(model, name, False))
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -324,19 +292,6 @@ def _first(config: Any, *names: str) -> Any:
         if value is not None:
             return value[0] if isinstance(value, (list, tuple)) else value
     return None
-
-
-def _gated(config: Any) -> bool:
-    if hasattr(config, "is_gated_act"):
-        return bool(config.is_gated_act)
-    plain = {"gpt2", "opt", "bert", "roberta", "bart", "marian", "m2m_100", "whisper", "gpt_neox", "bloom", "phi",
-             "distilbert", "electra", "gpt_neo", "gptj", "falcon", "mpt", "codegen", "starcoder2", "deberta-v2"}  # fmt: skip
-    return getattr(config, "model_type", "") not in plain
-
-
-def _dropout(config: Any) -> bool:
-    names = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", "dropout_rate", "mlp_dropout")
-    return any(isinstance(getattr(config, n, None), float) and getattr(config, n) > 0 for n in names)
 
 
 def _fixed_tokens(config: Any) -> int:
@@ -355,10 +310,63 @@ def _dtype_of(model_or_config: Any, config: Any) -> str:
     else:
         dtype = getattr(config, "dtype", None) or "float32"
     name = str(dtype).removeprefix("torch.")
-    return name if name in ("float32", "bfloat16", "float16") else "float32"
+    return name if name in ELEMENT_BYTES else "float32"
 
 
-def _new_tokens(model: Any) -> int:
-    """generate()'s own default where none is set: 20 tokens beyond the input."""
-    settings = getattr(model, "generation_config", None)
-    return int(getattr(settings, "max_new_tokens", None) or 20)
+def _with_adapters(model: Any, lora: Any) -> Any:
+    """The model with adapters of every linear layer, unless a LoraConfig says otherwise, kept in float32."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("`lora` needs peft: pip install peft") from error
+    if not isinstance(lora, (int, peft.LoraConfig)):
+        raise ConfigError(f"`lora` must be True, a rank or a LoraConfig of peft, but is {lora!r}")
+    own = isinstance(lora, int)
+    config: Any = peft.LoraConfig(r=16 if lora is True else lora) if own else lora
+    config.target_modules = config.target_modules or "all-linear"
+    with warnings.catch_warnings():
+        if own:  # peft adds patterns for stacks of experts by itself, and warns where they match nothing
+            ignored = "The following (rank|alpha)_pattern keys"
+            warnings.filterwarnings("ignore", message=ignored, category=RuntimeWarning)
+        adapted: Any = peft.inject_adapter_in_model(config, model)
+    for p in adapted.parameters():
+        if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
+            p.data = p.data.float()
+    return adapted.to("meta")
+
+
+def _fold_on_meta(model: torch.nn.Module) -> None:
+    """Let a copy without data run adapters of expert stacks, which are folded into the stack before each use.
+
+    peft folds under ``torch.autocast(device_type=...)``, which PyTorch refuses for "meta"; here it is done without.
+    """
+    for module in model.modules():
+        if hasattr(module, "get_delta_factors") and hasattr(module, "_activate_lora"):
+            module._activate_lora = MethodType(_folded, module)  # type: ignore[assignment]
+
+
+@contextmanager
+def _folded(wrapper: Any, active: list[str]) -> Iterator[None]:
+    named = [name for name in active if name in wrapper.lora_A]
+    if len(named) != 1 or wrapper.num_experts < 2:  # peft then adds the adapters' product, and needs no autocast
+        with type(wrapper)._activate_lora(wrapper, active):
+            yield
+        return
+    layer, name, trained = wrapper.get_base_layer(), wrapper.parameter_name, wrapper.get_param().requires_grad
+    parametrize.register_parametrization(layer, name, _Fold(*wrapper.get_delta_factors(named[0])))
+    layer.parametrizations[name].original.requires_grad_(trained)
+    try:
+        with parametrize.cached():
+            yield
+    finally:
+        wrapper._remove_parametrizations()
+
+
+class _Fold(torch.nn.Module):
+    def __init__(self, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
+        super().__init__()
+        self._factors = (left, right, scaling)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        left, right, scaling = self._factors
+        return torch.baddbmm(weight, left, right, alpha=scaling)

@@ -46,7 +46,7 @@ def trace_phases(
 
     Memory is the largest of the phases. Where attention slides, the program and its cache are others for lengths beyond the
     window: then there are two sets of them. Where the program itself depends on the shape, as one does that loops over
-    tokens, phases are fitted to a few simulations, and a warning says so.
+    tokens or pads its input, phases are fitted to a few simulations, and a warning says so.
 
     Args:
         model_or_config: a model, a transformers config, or its name.
@@ -56,7 +56,7 @@ def trace_phases(
     Raises:
         ValueError: the program depends on more than the shape, or the model has too few positions to tell.
     """
-    padded = _Traced(model_or_config, workload, inputs, aligned=False)
+    padded = _Traced(model_or_config, workload, inputs)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
         try:
             found = _phases(padded)
@@ -64,7 +64,7 @@ def trace_phases(
             return _simulated(padded, error)
         if workload.attention != "sdpa" or padded.packed or not aligned:
             return found
-        spared = _phases(replace(padded, aligned=True))
+        spared = _phases(replace(padded, copies_masks=False))
     return found if spared == found else replace(found, aligned=spared)
 
 
@@ -75,7 +75,7 @@ class _Traced:
     source: Any
     workload: Run
     inputs: MakeInputs | None
-    aligned: bool
+    copies_masks: bool = True
 
     @property
     def packed(self) -> bool:
@@ -87,26 +87,21 @@ class _Traced:
 
     @property
     def columns(self) -> list[int]:
-        """The monomials that sizes can have."""
-        if self.packed:  # one row, as long as all samples together
-            return [MONOMIALS.index(name) for name in ("1", "L", "L2")]
-        return list(range(len(MONOMIALS) if self.two_streams else MONOMIALS.index("T")))
-
-    @property
-    def config(self) -> Any:
-        return getattr(as_meta_model(self.source, self.workload), "config", None)
+        """The monomials that sizes can have; packed, of one row as long as all samples together."""
+        names = ("1", "L", "L2") if self.packed else MONOMIALS if self.two_streams else MONOMIALS[:6]
+        return [MONOMIALS.index(name) for name in names]
 
     def model(self, most_layers: int | None = None) -> torch.nn.Module:
         """Ready to run, with at most so many layers in each stack."""
         model = as_meta_model(self.source, self.workload)
         for stack in stacks(model) if most_layers else ():
             del stack[most_layers:]
-        return as_gathered(prepare(model, self.workload, not self.aligned), self.workload)
+        return as_gathered(prepare(model, self.workload, self.copies_masks), self.workload)
 
     def run(self, model: torch.nn.Module, probe: Probe, watch: Any = None) -> LiveBytes:
         n, length, target = probe
         longest = {"tokens": length, "target": target} if self.two_streams else {"tokens": length}
-        how: dict[str, Any] = {"inputs": self.inputs, "watch": watch, "copies_masks": not self.aligned}
+        how: dict[str, Any] = {"inputs": self.inputs, "watch": watch, "copies_masks": self.copies_masks}
         return trace(model, self.workload, n, longest, block=1, slack=BLOCK // 2, **how)
 
     def timeline(self, check: Probe) -> Timeline:
@@ -185,14 +180,18 @@ def _cast_bytes(layer: torch.nn.Module) -> int:
     return sum(2 * p.numel() for p in cast)
 
 
+def _config(traced: _Traced) -> Any:
+    config = getattr(as_meta_model(traced.source, traced.workload), "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
 def _phases(traced: _Traced) -> Phases:
-    config = traced.config
     if traced.packed:
         return Phases(_exact(traced, PACKED_PROBES))
+    config, workload = _config(traced), traced.workload
     window = _sliding_window(config)
     if window is None:
         return Phases(_exact(traced, _probes(config, traced)))
-    workload = traced.workload
     until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
     beyond = [(n, length + -(-window // 16) * 16, target) for n, length, target in _probes(config, traced)]
     after = _exact(traced, beyond)
@@ -203,8 +202,8 @@ def _phases(traced: _Traced) -> Phases:
 
 def _probes(config: Any, traced: _Traced, within: int = LONGEST) -> list[Probe]:
     """Shapes that tell the monomials apart, within the model's positions; the last is as long as ``within`` allows."""
-    most = min(_positions(config) or LONGEST, within)
-    most_target = min(getattr(_text(config), "max_target_positions", None) or most, most)
+    most = min(getattr(config, "max_position_embeddings", None) or LONGEST, within)
+    most_target = min(getattr(config, "max_target_positions", None) or most, most)
     scaled = [(n, _scaled(length, most), _scaled(target, most_target)) for n, length, target in PROBES]
     columns = traced.columns
     for count in range(len(columns) + 1, len(scaled) + 1):
@@ -221,23 +220,12 @@ def _scaled(length: int, most: int) -> int:
     return length if most >= PROBED else max(16, most * length // PROBED // 16 * 16 + length % 2)
 
 
-def _text(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _positions(config: Any) -> int | None:
-    return getattr(_text(config), "max_position_embeddings", None)
-
-
 def _sliding_window(config: Any) -> int | None:
     """Positions that the cache of a sliding layer keeps, or None where no layer slides."""
-    from transformers import DynamicCache
+    from transformers import DynamicCache, PretrainedConfig
 
-    if not hasattr(config, "get_text_config"):
-        return None
-    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
-    windows = {layer.sliding_window for layer in cache.layers if getattr(layer, "sliding_window", None)}
-    return max(windows) if windows else None
+    layers: Any = DynamicCache(config=config).layers if isinstance(config, PretrainedConfig) else ()
+    return max((window for layer in layers if (window := getattr(layer, "sliding_window", None))), default=None)
 
 
 def _exact(traced: _Traced, probes: Sequence[Probe]) -> tuple[tuple[float, ...], ...]:
@@ -258,9 +246,7 @@ def _exact(traced: _Traced, probes: Sequence[Probe]) -> tuple[tuple[float, ...],
     error = np.abs(known @ coefficients - observed).max() / observed.max()
     if error > EXACT:
         raise ValueError(f"sizes are no polynomial of the shape: relative error {error:.2e}")
-    phases = np.zeros((coefficients.shape[1], len(MONOMIALS)))
-    phases[:, traced.columns] = np.maximum(coefficients, 0.0).T  # below zero is rounding: nothing has a negative size
-    return _rows(_binding(phases, traced))
+    return _rows(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # below zero is rounding
 
 
 def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
@@ -274,14 +260,15 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     length = drawn(16, MOST_TOKENS)
     target = drawn(16, MOST_TOKENS) if traced.two_streams else np.zeros(6000, int)
     phases = np.unique(phases.round(1), axis=0)  # most allocations repeat an earlier state
-    winners: set[int] = set()
-    for part in np.array_split(np.arange(6000), 12):
-        winners |= set((monomials(n[part], length[part], target[part]) @ phases.T).argmax(axis=1).tolist())
-    return phases[sorted(winners)]
+    shapes = monomials(n, length, target)[:, traced.columns]
+    winners = [(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
+    return phases[np.unique(np.concatenate(winners))]
 
 
-def _rows(phases: FloatArray) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(map(float, row)) for row in phases)
+def _rows(columns: Sequence[int], phases: FloatArray) -> tuple[tuple[float, ...], ...]:
+    rows = np.zeros((len(phases), len(MONOMIALS)))
+    rows[:, columns] = phases
+    return tuple(map(tuple, rows.tolist()))
 
 
 # Where a program loops over tokens or over chunks of them, its allocations cannot be told apart by their place. Then whole
@@ -292,12 +279,13 @@ SHORT, LONG, LONG_SAMPLES = (1, 17, 33, 65, 129), (257, 513, 1025, 2049, 4097), 
 LOOPS = 4  # a program so many times as long as that of one token loops over tokens: a minute for a thousand of them
 SAMPLES = (1, 2, 4, 16, 64, 256)
 FITS = 0.5  # how far off the closest phases may be at most before they are raised
+FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 
 
 def _simulated(traced: _Traced, error: ValueError) -> Phases:
     if traced.two_streams or traced.packed:
         raise error
-    most = _positions(traced.config) or LONG[-1]
+    most = getattr(_config(traced), "max_position_embeddings", None) or LONG[-1]
     timeline = traced.timeline((2, SHORT[1], 0))
     rows = [row for length in SHORT if length <= most for row in _peaks_of(timeline, length)]
     one_token = len(timeline((1, 1, 0)))
@@ -307,8 +295,7 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
         if len(line) > LOOPS * one_token:
             break
     n, length, size = np.array(rows).T
-    columns = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
-    known = monomials(n, length, np.zeros_like(n))[:, columns]
+    known = monomials(n, length, np.zeros_like(n))[:, FITTED]
     found, off = max_affine(known, size)
     if off > FITS:
         raise error
@@ -317,9 +304,7 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
         "it is a guess",
         stacklevel=5,
     )
-    phases = np.zeros((len(found), len(MONOMIALS)))
-    phases[:, columns] = found * (size / (known @ found.T).max(axis=1)).max()
-    return Phases(_rows(phases))
+    return Phases(_rows(FITTED, found * (size / (known @ found.T).max(axis=1)).max()))
 
 
 def _peaks_of(timeline: Timeline, length: int) -> list[tuple[int, int, float]]:

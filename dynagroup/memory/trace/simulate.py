@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynagroup.errors import ConfigError
@@ -64,7 +65,7 @@ def simulate(
             with _explained(workload):
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
             rows.append(Measurement(num_samples, longest, static, peak))
-    return Measurements(tuple(rows), workload, "simulated", _about())
+    return Measurements(tuple(rows), workload, "simulated", _versions())
 
 
 def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
@@ -93,11 +94,9 @@ def _checked_workload(model_or_config: Any, workload: Workload | None) -> Worklo
     """The workload with unknown fields read from the model, or a ConfigError where the two differ."""
     if workload is None:
         return Workload.from_model(model_or_config, trace=False)
-    mode = workload.mode or "train"
     own = {n: getattr(workload, n) for n in Workload.__slots__ if n != "mode" and getattr(workload, n) is not None}
-    described = Workload.from_model(
-        model_or_config, mode, trace=False, **({"dtype": own["dtype"]} if "dtype" in own else {})
-    )
+    dtype = {name: own[name] for name in ("dtype",) if name in own}
+    described = Workload.from_model(model_or_config, workload.mode or "train", trace=False, **dtype)
     field = workload.contradicts(described)
     if field is not None:
         raise ConfigError(
@@ -126,15 +125,14 @@ def _explained(workload: Workload) -> Iterator[None]:
         ) from error
 
 
-def _about() -> dict[str, str]:
-    import torch
-
-    about = {"torch": str(torch.__version__)}
-    try:
-        import transformers
-    except ImportError:
-        return about
-    return {**about, "transformers": str(transformers.__version__)}
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def measure(
@@ -163,17 +161,14 @@ def measure(
     wanted = _checked_shapes(shapes)
     workload = _checked_workload(model, workload)
     counters = device or CudaDevice()
-    model = _prepared(model, workload, counters.device)
+    model, added = _prepared(model, workload, counters.device)
     counters.reset()
-    resident = counters.allocated()
-    static, rows = resident + _optimizer_bytes(model, workload), []
+    resident, rows = counters.allocated(), []
     for num_samples, longest in wanted:
-        passed = _passes(
-            lambda n=num_samples, by=longest: _run(model, workload, n, by, inputs, counters.device), counters
-        )
+        passed = _passes(lambda n=num_samples, by=longest: _run(model, workload, n, by, inputs, counters), counters)
         allocated, reserved = counters.peaks() if passed else (None, None)
         grown = None if allocated is None else max(0, allocated - resident)
-        rows.append(Measurement(num_samples, longest, static, grown, not passed, reserved))
+        rows.append(Measurement(num_samples, longest, resident + added, grown, not passed, reserved))
     about = counters.about() if isinstance(counters, CudaDevice) else {}
     return Measurements(tuple(rows), workload, "measured", about)
 
@@ -197,29 +192,24 @@ def _passes(run: Callable[[], None], counters: Device) -> bool:
     return True
 
 
-def _prepared(model: Any, workload: Workload, device: torch.device) -> torch.nn.Module:
+def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[torch.nn.Module, int]:
+    """The model as the workload runs it, with gradients; and the bytes of its optimizer and of DDP, which are not there."""
     import torch
 
     from dynagroup.memory.trace.model import checkpoint_layers
 
     model = model.to(device)
     model.train(workload.mode == "train")
-    if workload.mode == "train":
-        if workload.gradient_checkpointing:
-            checkpoint_layers(model)
-        for p in model.parameters():
-            if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
-    return model
-
-
-def _optimizer_bytes(model: torch.nn.Module, workload: Workload) -> int:
     if workload.mode != "train":
-        return 0
+        return model, 0
+    if workload.gradient_checkpointing:
+        checkpoint_layers(model)
     trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     per_parameter = workload.optimizer_bytes if workload.optimizer_bytes is not None else 8.0
     ddp = sum(p.numel() * p.element_size() for p in trained) if workload.ddp else 0
-    return int(per_parameter * sum(p.numel() for p in trained)) + ddp
+    return model, int(per_parameter * sum(p.numel() for p in trained)) + ddp
 
 
 def _run(
@@ -228,13 +218,13 @@ def _run(
     num_samples: int,
     longest: Mapping[str, int],
     inputs: MakeInputs | None,
-    device: torch.device,
+    counters: Device,
 ) -> None:
     import torch
 
     from dynagroup.memory.trace.model import make_inputs
 
-    training = workload.mode == "train"
+    training, device = workload.mode == "train", counters.device
     if inputs is None:
         batch = make_inputs(model, num_samples, longest, with_labels=training, device=str(device))
     else:
@@ -243,17 +233,12 @@ def _run(
     if "attention_mask" in batch and num_samples > 1:
         batch["attention_mask"][0, 0] = 0  # padding, as real batches have
     lower = getattr(torch, workload.autocast) if workload.autocast else None
-    with torch.autocast(device.type, dtype=lower, enabled=lower is not None):
+    with torch.autocast(device.type, dtype=lower, enabled=lower is not None), torch.set_grad_enabled(training):
         if workload.mode == "generate":
-            for name in ("decoder_input_ids", "labels"):
-                batch.pop(name, None)
             count = workload.max_new_tokens or 1
-            with torch.no_grad():
-                model.generate(**batch, max_new_tokens=count, min_new_tokens=count, do_sample=True)
-            return
-        if not training:
-            with torch.no_grad():
-                _held = model(**batch)
+            batch = {k: v for k, v in batch.items() if k not in ("decoder_input_ids", "labels")}
+            model.generate(**batch, max_new_tokens=count, min_new_tokens=count, do_sample=True)
             return
         outputs = model(**batch)
-    outputs["loss"].backward()
+    if training:
+        outputs["loss"].backward()
