@@ -6,6 +6,7 @@ materialised score matrix under dropout or a mask, dropout masks as wide as thei
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -42,8 +43,8 @@ class CudaKernels(TorchFunctionMode):
     Args:
         autocast: dtype of ``torch.autocast`` around the forward pass, or None.
         padded: whether batches reach the model with a padding mask.
-        copies_masks: whether every call of attention copies its mask; None: as the kernel does, which pads masks whose width
-            is no multiple of 16. Padding is no polynomial of the width, a copy is.
+        copies_masks: whether every call of attention copies its mask with the most padding that a width can need, a
+            polynomial of the width; None: as the kernel does, which pads masks to multiples of 16.
     """
 
     def __init__(
@@ -130,10 +131,9 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, copied: bo
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     width = mask.shape[-1]
-    if copied:
-        mask = mask.clone()
-    elif copied is None and width % MASK_ALIGNMENT:
-        mask = F.pad(mask, (0, MASK_ALIGNMENT - width % MASK_ALIGNMENT))[..., :width]
+    padding = -width % MASK_ALIGNMENT if copied is None else (MASK_ALIGNMENT - 1) * copied
+    if padding:
+        mask = F.pad(mask, (0, padding))[..., :width]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
@@ -165,7 +165,7 @@ class LiveBytes(TorchDispatchMode):
         apart: tensors that are counted elsewhere (parameters, gradients); their storages and views count nothing here.
         block: allocations are rounded up to a multiple of this many bytes.
         slack: bytes that every allocation takes beyond its size: half a block, where rounding would hide what it grows with.
-            Then what kernels pad to multiples of 16 or 32 counts without its padding, which is no polynomial of the shape.
+            Then what kernels pad to multiples of 16 or 32 counts with the most padding, a polynomial of the shape.
     """
 
     def __init__(self, apart: Iterable[torch.Tensor] = (), block: int = BLOCK, slack: int = 0) -> None:
@@ -184,7 +184,7 @@ class LiveBytes(TorchDispatchMode):
             self._reach(self.live + _workspace(args[1]))
         for place, item in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
             if isinstance(item, torch.Tensor):
-                self._add(item, _unpadded(func, place, item, args) if self._slack else None)
+                self._add(item, _most_padded(func, place, item, args) if self._slack else None)
         return out
 
     def mark(self, name: str) -> None:
@@ -215,11 +215,14 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _unpadded(func: Any, place: int, made: torch.Tensor, args: tuple) -> int | None:
-    """Bytes without padding of what the memory-efficient kernel makes: one float32 a row, and the gradient of the bias."""
+def _most_padded(func: Any, place: int, made: torch.Tensor, args: tuple) -> int | None:
+    """Bytes with the most padding of what the memory-efficient kernel makes: one float32 a row, and the bias's gradient."""
     if func is _EFFICIENT and place == 1 and made.numel():
-        return 4 * args[0].numel() // args[0].shape[-1]
-    return made.nbytes if func is _EFFICIENT_BACKWARD and place == 3 else None
+        *outer, rows, _ = args[0].shape
+        return 4 * math.prod(outer) * (rows + 31)
+    if func is _EFFICIENT_BACKWARD and place == 3 and made.numel():
+        return made.nbytes // made.shape[-1] * (made.shape[-1] + MASK_ALIGNMENT - 1)
+    return None
 
 
 def _workspace(query: torch.Tensor) -> int:

@@ -266,7 +266,8 @@ def _run_as(model_or_config: Any, config: Any, mode: str, known: Mapping[str, An
     asked = known.get("attention")
     if asked in ("sdpa", "flash") and asked != attention:
         _attend(as_meta_model(model) if own else model, "sdpa", asked)
-    checkpoints = getattr(model, "is_gradient_checkpointing", False)
+    renamed = hasattr(model, "is_activation_checkpointing")
+    checkpoints = getattr(model, "is_activation_checkpointing" if renamed else "is_gradient_checkpointing", False)
     settings = getattr(model, "generation_config", None)
     new_tokens = int(getattr(settings, "max_new_tokens", None) or 20)  # generate()'s own default
     return {
@@ -275,7 +276,7 @@ def _run_as(model_or_config: Any, config: Any, mode: str, known: Mapping[str, An
         "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
         "dtype": dtype,
         "attention": attention,
-        "gradient_checkpointing": bool(getattr(model, "is_activation_checkpointing", checkpoints)),
+        "gradient_checkpointing": bool(checkpoints),
         "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
         "ddp": False,
         "max_new_tokens": new_tokens if mode == "generate" else 0,

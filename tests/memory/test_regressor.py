@@ -1,21 +1,29 @@
-"""Laws of the memory models: monotone predictions, tables that agree with budgets, damaged artifacts refused."""
+"""Laws of the regressor, the closed form and the profile: monotone predictions, tables, artifacts that belong together."""
 
+import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import ClosedForm, Measurement, Measurements, MemoryRegressor, ProfiledMemory, Workload
 from dynagroup.memory.features import FEATURES, MONOTONE
+from dynagroup.memory.regressor import Plausible, member
+from dynagroup.memory.run import Phases
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
+from regressor import report
+from regressor.rows import load_groups
+from regressor.train import Recipe, train
 
+ROOT = Path(__file__).parent.parent.parent
+DATA = ROOT / "regressor" / "data" / "simulated.parquet"
+SHIPPED = ROOT / "dynagroup" / "memory" / "artifacts" / "pretrained.ubj"
 KNOWN = Workload(
     mode="train", num_layers=24, num_encoder_layers=0, hidden_size=896, num_heads=14, num_kv_heads=2, head_size=64,
     intermediate_size=4864, experts_per_token=1, gated_mlp=True, dropout=False, vocabulary_size=151936, lm_head=True,
@@ -33,9 +41,8 @@ WORKLOADS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the regressor never saw:UserWarning")
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_shipped_artifact_is_monotone_on_a_dense_grid(name):
+def test_shipped_artifact_is_monotone_on_a_dense_grid_and_budgets_say_what_it_says(name):
     regressor = MemoryRegressor.pretrained(WORKLOADS[name])
     n = np.unique(np.geomspace(1, 4096, 30).astype(int))
     length = np.unique(np.geomspace(4, 16384, 30).astype(int))
@@ -44,25 +51,16 @@ def test_shipped_artifact_is_monotone_on_a_dense_grid(name):
         ratio = regressor.relative(BatchShape.of(mesh_n.ravel(), mesh_length.ravel()), baseline).reshape(mesh_n.shape)
         assert (np.diff(ratio, axis=0) >= -1e-9 * ratio[1:]).all()
         assert (np.diff(ratio, axis=1) >= -1e-9 * ratio[:, 1:]).all()
+    budget = MemoryBudget(16, longest=2048, model=regressor)
+    most = budget.largest(lengths := np.unique(np.geomspace(1, 4096, 12).astype(np.int64)))
+    assert budget.fits(BatchShape.of(np.maximum(most, 1), lengths))[most > 0].all()
+    assert not budget.fits(BatchShape.of(most + 1, lengths)).any()
+    assert (most[lengths <= 2048] >= 16).all()
 
 
 def test_constraints_are_on_exactly_the_features_of_the_candidate():
     assert dict(zip(FEATURES, MONOTONE, strict=True))["closed_form"] == 1
     assert sum(MONOTONE) == 5
-
-
-@settings(max_examples=8)
-@given(st.integers(1, 64), st.integers(8, 4096), st.sampled_from(sorted(WORKLOADS)))
-@pytest.mark.filterwarnings("ignore:the regressor never saw:UserWarning")
-def test_largest_agrees_with_fits(batch_size, longest, name):
-    budget = MemoryBudget(batch_size, longest=longest, model=MemoryRegressor.pretrained(WORKLOADS[name]))
-    lengths = np.unique(np.geomspace(1, 2 * longest, 12).astype(np.int64))
-    most = budget.largest(lengths)
-    assert most is not None
-    assert budget.fits(BatchShape.of(np.maximum(most, 1), lengths))[most > 0].all()
-    assert not budget.fits(BatchShape.of(most + 1, lengths)).any()
-    assert (most[lengths <= longest] >= batch_size).all()
-    assert (np.diff(most) <= 0).all()
 
 
 def test_a_budget_asks_the_regressor_once_for_all_batches():
@@ -82,21 +80,19 @@ def test_a_budget_asks_the_regressor_once_for_all_batches():
     assert Counting.calls == asked
 
 
-def test_batch_size_alone_is_enough():
+def test_batch_size_alone_is_enough_and_knowing_more_is_bolder():
+    """Nothing known must allow for generation; training known need not."""
     budget = MemoryBudget(32).bind({"tokens": np.array([10, 500], np.int32)})
-    assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
-    assert budget.largest(np.array([50]))[0] > 48
-    training = MemoryBudget(32, longest=500, model=MemoryRegressor.pretrained(Workload(mode="train")))
-    assert training.largest(np.array([50]))[0] > 256
-    assert "regressor-" in budget.fingerprint
-    assert budget.fingerprint != MemoryBudget(32, longest=500, model=MemoryRegressor.pretrained(KNOWN)).fingerprint
-
-
-def test_two_streams_are_one_table():
     training = MemoryRegressor.pretrained(Workload(mode="train"))
-    budget = MemoryBudget(8, longest={"tokens": 1280, "target": 640}, model=training)
+    assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
+    assert (
+        48
+        < budget.largest(np.array([50]))[0]
+        < MemoryBudget(32, longest=500, model=training).largest(np.array([50]))[0]
+    )
+    pairs = MemoryBudget(8, longest={"tokens": 1280, "target": 640}, model=training)
     shape = BatchShape.of([8, 9, 16], {"tokens": [1280, 1280, 8], "target": [640, 640, 4]})
-    assert budget.fits(shape).tolist() == [True, False, True]
+    assert pairs.fits(shape).tolist() == [True, False, True]
 
 
 def rows(form, static=1000, shapes=None):
@@ -104,7 +100,7 @@ def rows(form, static=1000, shapes=None):
     return tuple(Measurement(n, {"tokens": length}, static, int(form(n, length))) for n, length in shapes)
 
 
-def test_a_profile_finds_the_phases():
+def test_a_profile_finds_the_phases_and_says_once_when_it_guesses():
     def truth(n, length):
         return max(1e6 + 50 * n * length, 900 * n * length, 300 * n * length + 2 * n * length**2)
 
@@ -112,42 +108,22 @@ def test_a_profile_finds_the_phases():
     for n, length in ((3, 100), (16, 2048), (1, 16)):
         assert profile.batch_bytes(BatchShape.of(n, length))[0] == pytest.approx(truth(n, length), rel=0.05)
     assert profile.error < 0.02
-
-
-def test_how_many_fit_in_these_bytes():
-    shapes = [(n, length) for n in (1, 2, 4) for length in (64, 512, 8192)]
-    profile = ProfiledMemory.fit(Measurements(rows(lambda n, length: 10 * n * length, shapes=shapes), Workload()))
-    budget = MemoryBudget.from_bytes(101_001, model=profile, headroom=1.0)
-    most = budget.largest(np.array([10, 100, 10_001]))
-    assert most.tolist() == [1000, 100, 0]
-
-
-def test_a_profile_says_when_it_guesses():
-    profile = ProfiledMemory.fit(Measurements(rows(lambda n, length: 10 * n * length), Workload()))
-    profile.batch_bytes(BatchShape.of(1, 2048))
     with pytest.warns(UserWarning, match="up to 1024 tokens and is asked about 4096"):
         profile.batch_bytes(BatchShape.of(1, 4096))
-    profile.batch_bytes(BatchShape.of(1, 4096))  # said once
+    profile.batch_bytes(BatchShape.of(1, 4096))
 
 
-def test_out_of_memory_is_never_a_number():
-    with pytest.raises(ConfigError, match="ran out of memory has no size"):
-        Measurements((Measurement(1, {"tokens": 4}, 0, 5, oom=True),), Workload())
-    kept = Measurements(
-        (*rows(lambda n, length: n * length), Measurement(99, {"tokens": 4096}, 0, None, oom=True)), Workload()
+@pytest.mark.parametrize(("size", "oom"), [(float("nan"), False), (-1, False), (float("inf"), False), (5, True)])
+def test_absurd_measurements_name_their_row(size, oom):
+    with pytest.raises(ConfigError, match="row 0: `batch_bytes` " + ("is 5 and" if oom else "must be a finite number")):
+        Measurements((Measurement(1, {"tokens": 4}, 0, size, oom),), Workload())
+
+
+def test_too_few_rows_are_refused_and_those_without_a_size_do_not_count():
+    full = Measurement(9, {"tokens": 4}, 0, None, oom=True)
+    few = Measurements(
+        (*rows(lambda n, length: n * length, shapes=[(1, 8), (2, 8), (3, 8)]), full), Workload(mode="train")
     )
-    assert len(kept.complete) == len(kept) - 1
-    ProfiledMemory.fit(kept)
-
-
-@pytest.mark.parametrize("value", [float("nan"), -1, float("inf")])
-def test_absurd_measurements_name_their_row(value):
-    with pytest.raises(ConfigError, match=r"row 0: `batch_bytes` must be a finite number"):
-        Measurements((Measurement(1, {"tokens": 4}, 0, value),), Workload())
-
-
-def test_too_few_rows():
-    few = Measurements(rows(lambda n, length: n * length, shapes=[(1, 8), (2, 8)]), Workload(mode="train"))
     with pytest.raises(ConfigError, match="at least 4 rows"):
         ProfiledMemory.fit(few)
     with pytest.raises(ConfigError, match="at least 8 measurements"):
@@ -155,29 +131,26 @@ def test_too_few_rows():
 
 
 def test_measurements_survive_parquet(tmp_path):
-    kept = Measurements(
-        (*rows(lambda n, length: n * length), Measurement(9, {"tokens": 4}, 0, None, oom=True)),
-        KNOWN,
-        "measured",
-        {"gpu": "x"},
-    )
+    full = Measurement(9, {"tokens": 4}, 0, None, oom=True)
+    kept = Measurements((*rows(lambda n, length: n * length), full), KNOWN, "measured", {"gpu": "x"})
     kept.to_parquet(tmp_path / "rows.parquet")
     assert Measurements.from_parquet(tmp_path / "rows.parquet") == kept
 
 
+def truth(n, length):
+    return 1e7 + 900 * n * length + n * length**2
+
+
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    def truth(n, length):
-        return 1e7 + 900 * n * length + n * length**2
-
     regressor = MemoryRegressor.fit(Measurements(rows(truth), KNOWN), rounds=60)
     path = tmp_path_factory.mktemp("artifact") / "mine.ubj"
     regressor.save(path)
-    return regressor, path, truth
+    return regressor, path
 
 
 def test_a_regressor_learns_a_workload_of_your_own_and_says_the_same_after_loading(fitted):
-    regressor, path, truth = fitted
+    regressor, path = fitted
     shape, baseline = BatchShape.of([8, 4, 2], [512, 1024, 128]), BatchShape.of(8, 1024)
     true = np.array([truth(8, 512), truth(4, 1024), truth(2, 128)]) / truth(8, 1024)
     assert regressor.relative(shape, baseline) == pytest.approx(true, abs=0.1)
@@ -186,6 +159,28 @@ def test_a_regressor_learns_a_workload_of_your_own_and_says_the_same_after_loadi
     assert (again.workload, again.fingerprint) == (KNOWN, regressor.fingerprint)
     other = MemoryRegressor.fit(Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN), rounds=60)
     assert other.fingerprint != regressor.fingerprint
+    with pytest.raises(ConfigError, match=r"must end in \.ubj"):
+        regressor.save("model.pkl")
+    with pytest.raises(ConfigError, match="`workload` must be a Workload, but is str"):
+        MemoryRegressor.pretrained("gpt2")
+
+
+def test_fitted_to_a_traced_workload_it_only_raises_the_trace():
+    traced = Phases(((5000.0, *[0.0] * 11), (0, 0, 0, 100, 0, 1, *[0] * 6)))  # type: ignore[arg-type]
+    shapes = [(n, length) for n in (1, 3, 20) for length in (16, 100, 900)]
+    taken = rows(lambda n, length: max(5000, 100 * n * length + n * length**2) + 40_000, shapes=shapes)
+    regressor = MemoryRegressor.fit(Measurements(taken, Workload(mode="train", phases=traced)))
+    unseen, first = BatchShape.of([1, 2, 30], [50, 700, 300]), BatchShape.of(20, 900)
+    said, plain = regressor.relative(unseen, first), traced.bytes(unseen) / traced.bytes(first)
+    assert (said >= plain * (1 - 1e-6)).all()
+    assert said[0] > 1.2 * plain[0]  # the constant weighs on small batches
+
+
+def edit(path, sealed=True, **changes):
+    """Change the card, and seal it as if it had been saved so."""
+    card = path.with_suffix(".json")
+    changed = {**json.loads(card.read_text()), **changes}
+    card.write_text(json.dumps({**changed, "seal": seal_of(changed)} if sealed else changed))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +192,7 @@ def test_a_regressor_learns_a_workload_of_your_own_and_says_the_same_after_loadi
         (lambda p: p.with_suffix(".json").write_text("{"), "is not JSON"),
         (lambda p: edit(p, features=["other"]), "computes other features"),
         (lambda p: edit(p, format=99), "has format 99"),
-        (lambda p: digit(p), "is not as it was saved"),
+        (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "is not as it was saved"),
         (lambda p: p.unlink(), "is missing"),
     ],
 )
@@ -209,37 +204,21 @@ def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
         MemoryRegressor.load(tmp_path / "mine.ubj")
 
 
-def edit(path, **changes):
-    """Change the card, and seal it as if it had been saved so."""
-    card = path.with_suffix(".json")
-    changed = {**json.loads(card.read_text()), **changes}
-    card.write_text(json.dumps({**changed, "seal": seal_of(changed)}))
-
-
-def digit(path):
-    """A constant of the card is another number."""
-    card = path.with_suffix(".json")
-    card.write_text(json.dumps({**json.loads(card.read_text()), "constants": {"keep_hidden": 0.1}}))
-
-
-def test_xgboost_is_needed_for_trees_alone(fitted):
+def test_xgboost_is_needed_for_trees_alone():
     code = """
 import sys
 for name in ("xgboost", "scipy"):
     sys.modules[name] = None
-import numpy as np
-from transformers import GPT2Config
 from dynagroup import LengthAwareBatchSampler, MemoryBudget, TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.shapes import BatchShape
-lengths = [3, 9, 4, 100]
-config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50)
-for budget in (TokenBudget(200), 200, MemoryBudget(2), MemoryBudget.from_model(config, "1GB")):
-    assert len(LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1)) >= 1
-sizes = Workload.from_model(config, trace=False)
+for budget in (TokenBudget(200), 200, MemoryBudget(2)):
+    assert len(LengthAwareBatchSampler([3, 9, 4, 100], budget, rank=0, world_size=1)) >= 1
+sizes = dict(num_layers=2, hidden_size=8, num_heads=1, num_kv_heads=1, head_size=8, intermediate_size=8, vocabulary_size=9)
+sizes |= dict(encoder_decoder=False, dtype="float32", attention="sdpa", gradient_checkpointing=False)
 try:
-    MemoryRegressor.pretrained(sizes).relative(BatchShape.of(2, 8), BatchShape.of(4, 8))
+    MemoryRegressor.pretrained(Workload(mode="train", **sizes)).relative(BatchShape.of(2, 8), BatchShape.of(4, 8))
 except ConfigError as error:
     assert "pip install dynagroup[memory]" in str(error)
 else:
@@ -247,11 +226,6 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_only_ubjson_is_written(fitted):
-    with pytest.raises(ConfigError, match=r"must end in \.ubj"):
-        fitted[0].save("model.pkl")
 
 
 def test_outside_the_trained_range_it_is_careful_and_says_so_once():
@@ -274,7 +248,6 @@ def test_the_closed_form_is_monotone_and_positive(workload):
     [
         ({"mode": "serve"}, "`mode` must be one of 'train'"),
         ({"num_layers": 0}, "`num_layers` must be an int of at least 1"),
-        ({"hidden_size": 2.5}, "`hidden_size` must be an int"),
         ({"num_heads": 4, "num_kv_heads": 8}, "at most `num_heads` "),
         ({"trainable_share": 1.5}, "between 0 and 1"),
         ({"optimizer_bytes": -1}, "between 0 and 64"),
@@ -284,3 +257,39 @@ def test_the_closed_form_is_monotone_and_positive(workload):
 def test_a_workload_that_cannot_be(fields, message):
     with pytest.raises(ConfigError, match=message):
         Workload(**fields)
+
+
+def test_models_that_disagree_with_what_is_known_do_not_count_and_the_nearest_sizes_do():
+    def one(mode, per_token, per_sample=0.0, **known):
+        return member(Workload(mode=mode, **known), False, [[0.0, per_sample, 0.0, per_token, *[0.0] * 8]])
+
+    generates = one("generate", 1.0, 1000.0, max_new_tokens=100)
+    members = [one("train", 10.0), generates, one("train", 1.0, 99.0, fixed_tokens=99)]
+    shape = BatchShape.of([2, 4], 100)
+    assert Plausible(Workload(mode="train"), members, False).batch_bytes(shape).tolist() == [[2000.0], [4000.0]]
+    assert Plausible(Workload(), members, False).batch_bytes(shape).tolist() == [[2000.0, 2200.0], [4000.0, 4400.0]]
+    whisper = Workload(mode="train", fixed_tokens=50)
+    assert Plausible(whisper, members, False).batch_bytes(shape).tolist() == [[398.0], [796.0]]
+    many = [one("generate", 1.0, 10.0 * new, max_new_tokens=new) for new in range(1, 101)]
+    near = Plausible(Workload(mode="generate", max_new_tokens=80), many, False).batch_bytes(BatchShape.of(1, 1))
+    assert (near.shape, near.min() > 600) == ((1, 33), True)
+
+
+def test_data_figures_and_report_belong_to_the_artifact_and_give_its_trees_bit_for_bit(tmp_path):
+    card, result = MemoryRegressor.pretrained().card, json.loads(report.RESULTS.read_text())
+    assert card["data_sha256"] == result["data_sha256"] == hashlib.sha256(DATA.read_bytes()).hexdigest()
+    assert card["recipe"] == result["recipe"]
+    assert report.REPORT.read_text() == report.write(result)
+    again = train(load_groups(DATA), Recipe(), constants=card["constants"])
+    assert again.trees == SHIPPED.read_bytes()
+    made = json.loads(json.dumps(again.card))
+    assert {name: card.get(name) for name in made} == made
+
+
+@pytest.mark.slow  # half a minute, nearly all of it for the constants
+def test_the_committed_data_gives_the_artifact_bit_for_bit(tmp_path):
+    again = tmp_path / "pretrained.ubj"
+    command = [sys.executable, "-m", "regressor.train", "--no-evaluation", "--artifact", str(again)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert again.read_bytes() == SHIPPED.read_bytes()
+    assert again.with_suffix(".json").read_text() == SHIPPED.with_suffix(".json").read_text()
