@@ -43,7 +43,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "balance": ("loader", "balance", "loader_balance"),
     },
     "ranks": {"windows": ("ranks", "many_ranks", "loader_ranks"), "train": ("ranks", "train", "loader_train")},
-    "memory": {"batch_sizes": ("memory", "picture", "batch_sizes")},
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
         "trainer": ("trainer", "adapter", "trainer"),

@@ -15,20 +15,18 @@ from dynagroup.shapes import BatchShape
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 LENGTHS = np.random.default_rng(3).lognormal(4, 0.8, 64).clip(8, 400).astype(np.int32)
-BUDGET = TokenBudget(1600)
 
 
 def budget() -> Any:
     """Two batches of one budget: few long samples, many short ones; both are 1,600 tokens at most."""
     figure = new_figure(8, 2.8)
-    left, right = figure.subplots(1, 2, sharey=True)
     ordered = np.sort(LENGTHS)[::-1]
-    short = ordered[28:]
-    short = short[: 1600 // int(short[0])]
-    for axes, batch, name in ((left, ordered[:4], "4 long samples"), (right, short, f"{len(short)} short samples")):
+    short = ordered[28:][: 1600 // int(ordered[28])]
+    for axes, batch, name in zip(
+        figure.subplots(1, 2, sharey=True), (ordered[:4], short), ("long", "short"), strict=True
+    ):
         draw_padding([batch], ax=axes)
-        padded = len(batch) * int(batch.max())
-        axes.set_title(f"{name}: {padded:,} of 1,600 tokens")
+        axes.set_title(f"{len(batch)} {name} samples: {len(batch) * int(batch.max()):,} of 1,600 tokens")
         axes.set(xlabel="samples of the batch", xlim=(0, len(short) + 2))
     return figure
 
@@ -37,10 +35,10 @@ def window() -> Any:
     """The same samples in their order, and sorted inside windows."""
     figure = new_figure(8, 2.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    fixed = [LENGTHS[start : start + 8] for start in range(0, 64, 8)]
-    draw_padding(fixed, ax=left)
+    draw_padding([LENGTHS[start : start + 8] for start in range(0, 64, 8)], ax=left)
     left.set_title("batches of 8, as the samples come")
-    sampler = LengthAwareBatchSampler(LENGTHS, BUDGET, shuffle=True, window=32, hardest_first=0, rank=0, world_size=1)
+    how: dict[str, Any] = {"shuffle": True, "window": 32, "hardest_first": 0, "rank": 0, "world_size": 1}
+    sampler = LengthAwareBatchSampler(LENGTHS, TokenBudget(1600), **how)
     draw_padding([LENGTHS[batch] for batch in sampler.plan.batches], ax=right)
     right.set_title("sorted inside windows of 32, cut to fit")
     right.axvline(32, color=LINE, linestyle="--")
@@ -48,39 +46,22 @@ def window() -> Any:
 
 
 def steps() -> Any:
-    """An update on two ranks: rows are steps, and a rank with nothing left idles."""
+    """Two updates on two ranks: columns are steps, and a rank with nothing left idles."""
     figure = new_figure(8, 2.6)
     axes = figure.subplots()
-    widths = {0: [24, 6, 10, 36, 8], 1: [22, 7, 9, 34, 0]}
-    for rank, sizes in widths.items():
+    for rank, sizes in enumerate(([24, 6, 10, 36, 8], [22, 7, 9, 34, 0])):
         for step, size in enumerate(sizes):
-            axes.barh(
-                rank,
-                0.9,
-                left=step,
-                height=0.7,
-                color=REAL if size else "white",
-                edgecolor=LINE,
-                hatch="" if size else "////",
-            )
-            text, color = (f"{size} samples", "white") if size else ("idle\nweight 0", LINE)
-            axes.text(
-                step + 0.45,
-                rank,
-                text,
-                ha="center",
-                va="center",
-                color=color,
-                fontsize=9,
-                backgroundcolor=REAL if size else "white",
-            )
+            fill, hatch, ink = (REAL, "", "white") if size else ("white", "////", LINE)
+            axes.barh(rank, 0.9, left=step, height=0.7, color=fill, edgecolor=LINE, hatch=hatch)
+            text = f"{size} samples" if size else "idle\nweight 0"
+            axes.text(step + 0.45, rank, text, ha="center", va="center", color=ink, fontsize=9, backgroundcolor=fill)
     axes.add_patch(Rectangle((0.93, -0.45), 1.04, 1.9, fill=False, edgecolor=LINE, linestyle="--"))
     axes.text(1.45, -0.52, "one step: a batch on every rank", ha="center", va="bottom", fontsize=9)
     for start, stop, name in ((0, 3, "update 1: 78 samples"), (3, 5, "update 2: 78 samples")):
         axes.annotate("", (start, -0.75), (stop - 0.1, -0.75), arrowprops={"arrowstyle": "<->", "color": LINE})
         axes.text((start + stop - 0.1) / 2, -0.82, name, ha="center", va="bottom", fontsize=9)
     axes.set(yticks=[0, 1], yticklabels=["rank 0", "rank 1"], xlim=(-0.05, 5), ylim=(1.6, -1.25), xlabel="step")
-    axes.set_xticks([s + 0.45 for s in range(5)], [str(s) for s in range(5)])
+    axes.set_xticks([step + 0.45 for step in range(5)], [str(step) for step in range(5)])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     return figure
@@ -91,17 +72,15 @@ def layouts() -> Any:
     figure = new_figure(8, 2.4)
     left, right = figure.subplots(1, 2)
     lengths = [300, 190, 120, 60]
+    starts = np.cumsum([0, *lengths])
     for row, length in enumerate(lengths):
         left.barh(row, 300, color=PADDING, edgecolor=LINE, hatch="////")
         left.barh(row, length, color=REAL, edgecolor=LINE)
+        right.barh(0, length, left=starts[row], color=REAL, edgecolor="white", linewidth=2)
+        right.text(starts[row] + length / 2, 0, str(row), color="white", ha="center", va="center")
     left.set(title="padded: 4 x 300 = 1,200 tokens", yticks=range(4), ylabel="sample", xlabel="tokens")
     left.invert_yaxis()
-    start = 0
-    for row, length in enumerate(lengths):
-        right.barh(0, length, left=start, color=REAL, edgecolor="white", linewidth=2)
-        right.text(start + length / 2, 0, str(row), color="white", ha="center", va="center")
-        start += length
-    right.set(title=f"packed: {start} tokens, end to end", yticks=[], xlabel="tokens", ylim=(-1, 1))
+    right.set(title=f"packed: {starts[-1]} tokens, end to end", yticks=[], xlabel="tokens", ylim=(-1, 1))
     return figure
 
 
@@ -111,43 +90,29 @@ def memory() -> Any:
 
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936}
     config = Qwen2Config(**sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
-    model = what_fits(config, "24GB", dtype="bfloat16", lengths=[2048]).memory
-    batches = [(9, 512), (2, 2048), (3, 2048)]
-    static = model.static_bytes / 1e9
-    figure = new_figure(8, 2.6)
-    axes = figure.subplots()
-    for place, (count, longest) in enumerate(batches):
-        taken = float(np.ravel(model.batch_bytes(BatchShape.of(count, longest)))[0]) / 1e9
-        axes.barh(
-            place,
-            static,
-            color=PADDING,
-            edgecolor=LINE,
-            hatch="..",
-            label="" if place else "weights, gradients, optimizer",
-        )
-        axes.barh(place, taken, left=static, color=REAL, edgecolor=LINE, label="" if place else "the batch")
-        fits = "fits" if static + taken <= 0.9 * 24 else "does not fit"
-        axes.text(static + taken / 2, place, fits, color="white", ha="center", va="center", fontsize=9)
-    axes.axvline(24, color=LINE)
-    axes.axvline(0.9 * 24, color=LINE, linestyle="--")
-    axes.text(24.2, -0.62, "24 GB", ha="left", va="bottom", fontsize=9)
-    axes.text(0.9 * 24 - 0.2, -0.62, "headroom 0.9", ha="right", va="bottom", fontsize=9)
-    axes.set(
-        yticks=range(3), yticklabels=[f"{n} samples of {length:,}" for n, length in batches], xlabel="GB", xlim=(0, 28)
+    model, batches = (
+        what_fits(config, "24GB", dtype="bfloat16", lengths=[2048]).memory,
+        [(9, 512), (2, 2048), (3, 2048)],
     )
-    axes.set_ylim(2.6, -0.9)
+    taken = [float(np.ravel(model.batch_bytes(BatchShape.of(*batch)))[0]) / 1e9 for batch in batches]
+    figure, static = new_figure(8, 2.6), model.static_bytes / 1e9
+    axes = figure.subplots()
+    always = "weights, gradients, optimizer"
+    axes.barh(range(3), static, color=PADDING, edgecolor=LINE, hatch="..", label=always)
+    axes.barh(range(3), taken, left=static, color=REAL, edgecolor=LINE, label="the batch")
+    for place, found in enumerate(taken):
+        fits = "fits" if static + found <= 0.9 * 24 else "does not fit"
+        axes.text(static + found / 2, place, fits, color="white", ha="center", va="center", fontsize=9)
+    for limit, name, style, side in ((24.0, "24 GB", "-", "left"), (0.9 * 24, "headroom 0.9", "--", "right")):
+        axes.axvline(limit, color=LINE, linestyle=style)
+        axes.text(limit + (0.2 if side == "left" else -0.2), -0.62, name, ha=side, va="bottom", fontsize=9)
+    labels = [f"{n} samples of {length:,}" for n, length in batches]
+    axes.set(yticks=range(3), yticklabels=labels, xlabel="GB", xlim=(0, 28), ylim=(2.6, -0.9))
     axes.legend(loc="lower right", fontsize=9, ncols=2, bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure
 
 
 if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for name, draw in {
-        "budget": budget,
-        "window": window,
-        "steps": steps,
-        "layouts": layouts,
-        "memory": memory,
-    }.items():
-        draw().savefig(IMAGES / f"concept_{name}.png", dpi=90)
+    for draw in (budget, window, steps, layouts, memory):
+        draw().savefig(IMAGES / f"concept_{draw.__name__}.png", dpi=90)
