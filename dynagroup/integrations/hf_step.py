@@ -33,8 +33,8 @@ NOTING = {"SFTTrainer", "DPOTrainer", "RewardTrainer"}
 
 # What: TRL notes one figure a batch, a mean over the samples or tokens of all ranks' batches, and logs the mean of these means;
 #   it gathers tensors of one shape. Batches of ours differ in size, over ranks as well. So while a loss is computed, gathering
-#   gives this rank's own values; each figure is taken out again, with the count that it is a mean of. Once an update, the mean
-#   of all ranks' figures, weighed by their counts, is noted in their place.
+#   gives this rank's own values, and figures are noted elsewhere, with the count that each is a mean of. Once an update, the mean
+#   of all ranks' figures, weighed by their counts, is noted for TRL.
 # Why right: a mean over a union is the mean of the means weighed by their counts. A rank that idles has none.
 # Cost: one small exchange an update, in place of TRL's eight or so a batch.
 class LossFigures:
@@ -49,30 +49,32 @@ class LossFigures:
     @contextlib.contextmanager
     def of_batch(self, mode: str, batch: Any, *, counts: bool) -> Iterator[None]:
         """Around the loss of a batch. ``counts``: False for one that only keeps ranks in step."""
-        if self.trainer is None:
+        trainer = self.trainer
+        if trainer is None:
             yield
             return
-        noted, tokens = self.trainer._metrics[mode], self.trainer._total_train_tokens
-        before = {key: len(values) for key, values in noted.items()}
-        with _gathering_locally(self.trainer.accelerator):
+        kept, tokens, accelerator = trainer._metrics[mode], trainer._total_train_tokens, trainer.accelerator
+        noted = trainer._metrics[mode] = defaultdict(list)
+        accelerator.gather = accelerator.gather_for_metrics = lambda tensor, *args, **kwargs: tensor
+        try:
             yield
-        weights = _weights(batch)
-        for key in noted.keys() - {"num_tokens"}:
-            first = before.get(key, 0)
-            self._new += [(key, value, weights[key]) for value in noted[key][first:] if counts]
-            del noted[key][first:]
-        self._tokens += (self.trainer._total_train_tokens - tokens) * counts
-        self.trainer._total_train_tokens = tokens
+            if counts:
+                weights = _weights(batch)
+                self._new += [(key, value, weights[key]) for key, values in noted.items() for value in values]
+                self._tokens += trainer._total_train_tokens - tokens
+        finally:
+            del accelerator.gather, accelerator.gather_for_metrics
+            trainer._metrics[mode], trainer._total_train_tokens = kept, tokens
 
     def add_up(self, mode: str) -> None:
         """Over all ranks, which all call it."""
         if self.trainer is None:
             return
-        noted = self.trainer._metrics[mode]
         gathered = gather_object([(self._new, self._tokens)])
         sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for key, value, weight in (figure for new, _ in gathered for figure in new):
             sums[key] = sums[key][0] + weight * value, sums[key][1] + weight
+        noted = self.trainer._metrics[mode]
         for key, (total, weight) in sums.items():
             noted[key].append(total / weight if weight else 0.0)
         self.trainer._total_train_tokens += sum(tokens for _, tokens in gathered)
@@ -93,15 +95,6 @@ def _weights(batch: Mapping[str, Any]) -> Mapping[str, float]:
     return weights
 
 
-@contextlib.contextmanager
-def _gathering_locally(accelerator: Any) -> Iterator[None]:
-    accelerator.gather = accelerator.gather_for_metrics = lambda tensor, *args, **kwargs: tensor
-    try:
-        yield
-    finally:
-        del accelerator.gather, accelerator.gather_for_metrics
-
-
 class UpdateRunner(Progress):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that runs updates."""
 
@@ -113,10 +106,8 @@ class UpdateRunner(Progress):
     @property
     def _weigh(self) -> Any:
         """What a batch weighs when its loss is a mean: with "auto" its predicted label tokens, else its samples."""
-        if self.dynagroup.weigh != "auto":
-            return self.dynagroup.weigh
-        shifted = bool(self._loss_shifts_labels) or predicts_next_token(self.accelerator.unwrap_model(self.model))
-        return partial(mean_items, shifted=shifted)
+        shifted = self._loss_shifts_labels or predicts_next_token(self.accelerator.unwrap_model(self.model))
+        return partial(mean_items, shifted=bool(shifted)) if self.dynagroup.weigh == "auto" else self.dynagroup.weigh
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         update = next(epoch_iterator, None)
@@ -234,13 +225,12 @@ def _counted(inputs: Any) -> list[Any]:
     """The batches of an update, or the one batch, as tokens and labels are counted: an idle one has no samples."""
     if not _is_update(inputs):
         return [inputs]
-    return [_without_samples(step.batch) if step.idle else step.batch for step in inputs]
-
-
-def _without_samples(batch: Any) -> Any:
-    if not isinstance(batch, Mapping):
-        return batch
-    return {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in batch.items()}
+    empty = [step.idle and isinstance(step.batch, Mapping) for step in inputs]
+    batches = [step.batch for step in inputs]
+    return [
+        {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in batch.items()} if idle else batch
+        for batch, idle in zip(batches, empty, strict=True)
+    ]
 
 
 def _defines_compute_loss(trainer_class: type) -> bool:

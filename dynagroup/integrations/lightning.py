@@ -40,8 +40,7 @@ class LightningStep(NamedTuple):
 
 class _EpochHandle:
     def __init__(self, steps: LightningSteps) -> None:
-        self._steps = steps
-        self._offset = 0
+        self._steps, self._offset = steps, 0
 
     def set_epoch(self, epoch: int) -> None:
         # Lightning fetches from a run's first epoch before it names it, and may name it wrongly after resuming.

@@ -1,7 +1,7 @@
 """Packed batches on a transformers model: the collator it needs, and proof that the model keeps the samples apart.
 
-Where a model, its attention or its positions do not suit packed batches, transformers says nothing: samples see each other,
-or stand in wrong places, and the loss looks healthy. So the model itself is asked, on two samples of a few tokens.
+Where a model does not suit packed batches, transformers says nothing: samples see each other, or stand in wrong places, and the
+loss looks healthy. So the model itself is asked, on two samples of a few tokens.
 """
 
 from __future__ import annotations
@@ -53,13 +53,8 @@ class NotAskedError(ConfigError):
 
 
 def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = None) -> None:
-    """Run two short samples packed and one by one: the model must answer alike. Two forward passes of eight tokens; one more
-    compares ``use_varlen_attention`` with the model's own attention, since under it both might be wrong alike.
-
-    Args:
-        model: a transformers model; in what mode it is stays as it is.
-        collate_fn: makes a packed batch of samples with ``input_ids``.
-        max_tokens: of the budget; None: no limit on masks is checked.
+    """Run two short samples packed and one by one: the model, which stays as it is, must answer alike. Two forward passes of
+    eight tokens; one more compares ``use_varlen_attention`` with the model's own, since under it both might be wrong alike.
 
     Raises:
         ConfigError: the model cannot be asked, answers differ (no attention that keeps samples apart, a cache, positions that
@@ -80,11 +75,7 @@ def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = N
 
 
 def check_packed_training(trainer: Any) -> None:
-    """:func:`check_packing` of what a Trainer is about to train on. A model or collator that cannot be asked is warned of.
-
-    Raises:
-        ConfigError: see :func:`check_packing`.
-    """
+    """:func:`check_packing` of what a Trainer is about to train on. A model or collator that cannot be asked is warned of."""
     why = "the model is sharded or not on its device yet"
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         try:
@@ -135,16 +126,15 @@ def _problem(model: Any, collate_fn: Collate, max_tokens: int | None = None) -> 
 def _ways_out(model: Any, max_tokens: int | None = None) -> str:
     """What makes the model fit for packed batches: each way is tried. FlashAttention, which may not be installed here, keeps
     apart what ``use_varlen_attention`` does."""
-    trials: dict[str, Callable[[Any], Any]] = {
-        "set model.config.use_cache = False (with a cache transformers builds no mask between packed samples)": (
-            lambda model: setattr(model.config, "use_cache", False)
-        ),
-        "call dynagroup.integrations.varlen.use_varlen_attention(model)": use_varlen_attention,
-    }
+    no_cache = "set model.config.use_cache = False (with a cache transformers builds no mask between packed samples)"
+    varlen = "call dynagroup.integrations.varlen.use_varlen_attention(model)"
     ways = []
-    for say, change in trials.items():
+    for say in (no_cache, varlen):
         with settings_kept(model), contextlib.suppress(Exception):
-            change(model)
+            if say == varlen:
+                use_varlen_attention(model)
+            else:
+                model.config.use_cache = False
             ways += [say] if _problem(model, _collator(model), max_tokens) is None else []
     large = mask_bytes(model, max_tokens or 0) > MOST_MASK_BYTES
     if (ways or large) and getattr(model, "_supports_flash_attn", False):
@@ -153,10 +143,8 @@ def _ways_out(model: Any, max_tokens: int | None = None) -> str:
 
 
 def mask_bytes(model: Any, num_tokens: int) -> int:
-    """Bytes of what attention builds for a packed batch of so many tokens, to keep samples apart; 0 where it needs nothing.
-
-    With "sdpa" a boolean mask, which kernels turn into the model's own type; with "eager" the scores of all heads besides.
-    """
+    """Bytes of what attention builds to keep the samples of a packed batch of so many tokens apart: with "sdpa" a boolean mask,
+    which kernels turn into the model's own type; with "eager" the scores of all heads besides; else 0."""
     if _is_linear(model):
         return 0
     width = next(model.parameters()).dtype.itemsize
@@ -194,9 +182,8 @@ def _is_linear(model: Any) -> bool:
 
 def _first_position(model: Any) -> int:
     """RoBERTa-like models number positions from behind their padding token's."""
-    for module in model.modules():
-        if type(module).__name__.endswith("Embeddings") and hasattr(module, "position_embeddings"):
-            table = module.position_embeddings
-            if getattr(table, "padding_idx", None) is not None:
-                return int(table.padding_idx) + 1
-    return 0
+    tables = (
+        getattr(m, "position_embeddings", None) for m in model.modules() if type(m).__name__.endswith("Embeddings")
+    )
+    padding = (getattr(table, "padding_idx", None) for table in tables)
+    return next((int(index) + 1 for index in padding if index is not None), 0)
