@@ -34,8 +34,9 @@ KEPT = (
 )
 STATES = "dynagroup.json"
 TARGET = "target"
-PAIR, PROMPT = ("chosen_ids", "rejected_ids"), "prompt_ids"
-"""TRL's columns of a preference: both answers are rows of a batch padded to the longest, in DPO each behind the prompt."""
+PAIRS, PROMPT = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")), "prompt_ids"
+"""Columns of a preference, TRL's and LLaMA-Factory's: both answers are rows of a batch padded to the longest, in TRL's DPO each
+behind the prompt."""
 
 
 class UpdateItems:
@@ -138,8 +139,8 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     both = bool(getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False))
     if known in columns:
         streams: Any = {TOKENS: dataset[known][:]}
-    elif set(PAIR) <= set(columns):
-        streams = {TOKENS: _pair_tokens(trainer, dataset, [PROMPT] if PROMPT in columns else [])}
+    elif pair := next((pair for pair in PAIRS if {*pair} <= {*columns}), None):
+        streams = {TOKENS: _pair_tokens(trainer, dataset, pair, [PROMPT] if PROMPT in columns else [])}
     elif first in columns:
         streams = {TOKENS: measure_lengths(dataset, column=first)}
     else:
@@ -149,8 +150,8 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     return {stream: np.asarray(values, np.int64) for stream, values in streams.items()}
 
 
-def _pair_tokens(trainer: Any, dataset: Any, prompts: list[str]) -> IntArray:
-    longest = np.maximum(*(measure_lengths(dataset, column=column) for column in PAIR)).astype(np.int64)
+def _pair_tokens(trainer: Any, dataset: Any, pair: tuple[str, str], prompts: list[str]) -> IntArray:
+    longest = np.maximum(*(measure_lengths(dataset, column=column) for column in pair)).astype(np.int64)
     longest += sum(measure_lengths(dataset, column=column) for column in prompts)
     most = getattr(trainer.args, "max_length", None)
     return 2 * (longest if most is None else np.minimum(longest, most))

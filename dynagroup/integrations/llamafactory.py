@@ -12,28 +12,14 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import dynagroup_trainer
-from dynagroup.shapes import IntArray
 
-__all__ = ["STAGES", "dynamic_batching", "pair_lengths", "stage_trainer"]
+__all__ = ["STAGES", "dynamic_batching", "stage_trainer"]
 
 STAGES = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer", "dpo": "CustomDPOTrainer", "rm": "PairwiseTrainer"}
-PAIRWISE = ("dpo", "rm")
-
-
-def pair_lengths(dataset: Any) -> IntArray:
-    """Tokens of each preference pair: chosen and rejected are two rows of a batch, padded to the longer one.
-
-    >>> pair_lengths([{"chosen_input_ids": [1, 2, 3], "rejected_input_ids": [1]}]).tolist()
-    [6]
-    """
-    pairs = ((len(row["chosen_input_ids"]), len(row["rejected_input_ids"])) for row in dataset)
-    return np.asarray([2 * max(pair) for pair in pairs], np.int64)
 
 
 def stage_trainer(stage: str, dynagroup: Budget | DynagroupConfig) -> Any:
@@ -49,10 +35,8 @@ def stage_trainer(stage: str, dynagroup: Budget | DynagroupConfig) -> Any:
 
     def make(*args: Any, **kwargs: Any) -> Any:
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
-        if stage in PAIRWISE:
-            lengths = pair_lengths(kwargs["train_dataset"]) if config.lengths is None else config.lengths
-            weigh = "samples" if config.weigh == "auto" else config.weigh
-            config = replace(config, weigh=weigh, lengths=lengths)
+        if stage in ("dpo", "rm") and config.weigh == "auto":
+            config = replace(config, weigh="samples")
         return dynagroup_trainer(original)(*args, dynagroup=config, **kwargs)
 
     return make

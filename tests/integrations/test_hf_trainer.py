@@ -388,6 +388,8 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
             ConfigError, match="train_dataset are not known: it has no column 'length' and no 'input_ids'"
         ):
             sample_lengths(run, unknown, name="train_dataset")
+    pairs = datasets.Dataset.from_dict({"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1]]})
+    assert sample_lengths(run, pairs, name="")["tokens"].tolist() == [6]
     for kind in (list, np.asarray, torch.tensor):
         plain = [kind(row["input_ids"]) for row in rows]
         assert sample_lengths(ours(tmp_path, plain), plain, name="")["tokens"].tolist() == toys.lengths(rows)
