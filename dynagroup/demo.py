@@ -84,12 +84,11 @@ class Run:
     def figures(self, lengths: NDArray[np.int32]) -> dict[str, float]:
         """What the table shows, of the updates made."""
         batches, seconds = self.batches, sum(self.seconds)
-        num_samples = sum(map(len, batches))
         real = sum(int(lengths[batch].sum()) for batch in batches)
         padded = [len(batch) * int(lengths[batch].max()) for batch in batches]
         return {
-            "samples": num_samples,
-            "samples_per_s": num_samples / seconds,
+            "samples": sum(map(len, batches)),
+            "samples_per_s": sum(map(len, batches)) / seconds,
             "real_tokens_per_s": real / seconds,
             "padding": 1.0 - real / sum(padded),
             "largest_batch_tokens": max(padded),
@@ -98,18 +97,6 @@ class Run:
             "seconds": seconds,
             "held_out_loss": self.loss,
         }
-
-
-COLUMNS = {
-    "samples/s": "{samples_per_s:,.0f}",
-    "real tokens/s": "{real_tokens_per_s:,.0f}",
-    "padding": "{padding:.1%}",
-    "largest batch": "{largest_batch_tokens:,}",
-    "steps": "{steps:,}",
-    "updates": "{updates:,}",
-    "seconds": "{seconds:.1f}",
-    "held-out loss": "{held_out_loss:.4f}",
-}
 
 
 def run_demo(config: DemoConfig) -> dict[str, Any]:
@@ -277,7 +264,8 @@ def _train(
     evaluation = list(DataLoader(held_out, batch_size=rows, collate_fn=collate))  # type: ignore[arg-type]
     for run, model in zip(runs, models, strict=True):
         run.updates = run.updates[: len(run.seconds)]
-        run.loss = _held_out_loss(model.eval(), evaluation, device)
+        with torch.no_grad():
+            run.loss = sum(map(float, _losses(model.eval(), evaluation, device)))
 
 
 def _updates(
@@ -286,15 +274,12 @@ def _updates(
     """Each is one step on the mean loss over *all its label tokens*, however they are divided into batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     ids = torch.zeros(2, 8, dtype=torch.int64)  # first calls set up threads and kernels; no run is charged for it
-    _loss(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, device).backward()
+    next(_losses(model, [{"input_ids": ids, "labels": ids}], device)).backward()
     optimizer.zero_grad(set_to_none=True)
     for update in run.updates:
         started = _now(device)
-        counted = [(batch, _num_labels(batch)) for batch in islice(batches, len(update))]
-        total = sum(count for _, count in counted)
-        for batch, count in counted:
-            if count:  # a batch without labels has no mean loss, and no gradient
-                (_loss(model, batch, device) * (count / total)).backward()
+        for loss in _losses(model, list(islice(batches, len(update))), device):
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -310,33 +295,21 @@ def _model(config: DemoConfig, tokenizer: Any) -> torch.nn.Module:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
         own = {"max_position_embeddings": config.max_length, "bos_token_id": None, "eos_token_id": None}
         return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **own))
-    try:
-        return AutoModelForCausalLM.from_pretrained(config.model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no causal language model found for {config.model!r}; give its name, or a folder with its weights"
-        ) from error
+    return AutoModelForCausalLM.from_pretrained(config.model)
 
 
-def _num_labels(batch: Tensors) -> int:
-    return int((batch["labels"][:, 1:] != IGNORED).sum())  # a causal model predicts all but the first token
-
-
-def _loss(model: torch.nn.Module, batch: Tensors, device: torch.device) -> torch.Tensor:
-    return model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+def _losses(model: torch.nn.Module, batches: Sequence[Tensors], device: torch.device) -> Iterator[torch.Tensor]:
+    """Each batch's part of the mean loss over the label tokens of them all; a causal model predicts all but the first."""
+    total = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+    for batch in batches:
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        yield model(**on_device, num_items_in_batch=max(total, 1)).loss
 
 
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.process_time() if device.type == "cpu" else time.perf_counter()
-
-
-@torch.no_grad()
-def _held_out_loss(model: torch.nn.Module, batches: Sequence[Tensors], device: torch.device) -> float:
-    counted = [(batch, _num_labels(batch)) for batch in batches]
-    total = sum(float(_loss(model, batch, device)) * count for batch, count in counted if count)
-    return total / max(sum(count for _, count in counted), 1)
 
 
 # What is shown
@@ -357,14 +330,19 @@ def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32]
 
 
 def _table(figures: dict[str, Any]) -> str:
-    header = [f"{figures['clock']} s" if name == "seconds" else name for name in COLUMNS]
-    rows = [[name, *(shown.format(**run) for shown in COLUMNS.values())] for name, run in figures["runs"].items()]
-    low, high = figures["speedup_quartiles"]
+    runs, (low, high) = figures["runs"], figures["speedup_quartiles"]
+    rows = [
+        [name.replace("_", " "), *(f"{run[name]:,.4g}" for run in runs.values())] for name in next(iter(runs.values()))
+    ]
     return (
-        format_table(["", *header], rows)
+        format_table([f"(seconds of {figures['clock']} time)", *runs], rows)
         + f"\n\ndynagroup: {figures['speedup']:.2f}x samples/s in the median update (middle half: {low:.2f}x to {high:.2f}x), "
         "the same samples in every update"
     )
+
+
+def _shown(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.4g}"
 
 
 def _drawn(runs: Sequence[Run], lengths: NDArray[np.int32]) -> Figure:
