@@ -11,7 +11,6 @@ import pytest
 from dynagroup import StateError
 from dynagroup.testing import run_ranks
 from tests.online.attack import EPOCHS, Attack, leg, run
-from tests.torchrun import torchrun
 
 HUGE = 10**12
 
@@ -98,8 +97,3 @@ def test_damaged_states_are_refused_and_change_nothing(seed):
         return [i for step in loader for i in step.indices if not step.idle]
 
     run_ranks(size, refuse)
-
-
-def test_real_ranks_survive_attacks():
-    for report in torchrun("online_attack.py", ranks=2):
-        assert report["attacks"] == 4

@@ -10,7 +10,6 @@ from dynagroup import AlignmentError, ConfigError, StateError, TokenBudget
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import doubling, linear_ramp
-from tests.torchrun import torchrun
 
 from .helpers import Jittered, Tokens, collate, lengths_of, make_loader, used
 
@@ -191,14 +190,3 @@ def test_settings_that_make_no_sense_are_refused():
 
     with pytest.raises(ConfigError, match="needs in_order=True"):
         run_ranks(2, unordered)
-
-
-def test_real_ranks_with_workers_follow_the_schedule_and_resume():
-    expected = offline(samples_per_update=RAMP)
-    reports = torchrun("online_schedule.py", ranks=2)
-    assert together([report["whole"][0] for report in reports]) == expected[0]
-    assert together([report["whole"][1] for report in reports]) == expected[1]
-    for report in reports:
-        assert report["resumed"] == [report["whole"][0][3:], report["whole"][1]]
-        assert report["first"] == 2 + 2
-        assert report["changed"] == [12] * 4 + [20, 20, 2], "two windows are prefetched"

@@ -1,0 +1,210 @@
+"""Real gloo ranks, started once: samplers under accelerate, loaders that stop, resume, follow schedules and are attacked, DDP's
+gradients. To start ranks takes longer than to run them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections import Counter
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup.distributed import DistributedWorld
+from dynagroup.testing import assert_conserves
+from tests.online.attack import EPOCHS, Attack, check_rows, judge, leg
+from tests.online.helpers import Tokens, collate, ids_in, lengths_of
+from tests.online.test_schedules import RAMP, offline, online, together, updates_of
+from tests.torchrun import on_ranks
+
+WORKERS = {"num_workers": 1, "prefetch_factor": 2}
+
+
+def everything() -> dict[str, Any]:
+    """What one rank finds; accelerate first, which starts the process group."""
+    warnings.simplefilter("ignore")
+    return {job.__name__: job() for job in (accelerated, planned, scheduled, attacked, gradients)}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_ranks(2, everything)
+
+
+def gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def sampler(**options: Any) -> LengthAwareBatchSampler:
+    lengths = np.random.default_rng(0).lognormal(4, 1, 200).astype(np.int32).clip(max=512)
+    return LengthAwareBatchSampler(lengths, TokenBudget(512), shuffle=True, **options)
+
+
+def accelerated() -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    size = accelerator.num_processes
+
+    def emitted(made: Any, prepare: Any = accelerator.prepare) -> list[Any]:
+        return [batch.tolist() for batch in prepare(DataLoader(range(200), batch_sampler=made))]  # type: ignore[arg-type]
+
+    loader = accelerator.prepare(DataLoader(range(200), batch_sampler=sampler(world_size=size)))  # type: ignore[arg-type]
+    found = {"length": len(loader), "epochs": [[batch.tolist() for batch in loader] for _ in range(2)]}
+    with pytest.raises(ConfigError, match="would shard it a second time"):
+        emitted(sampler())
+    # a framework that counts its epochs from 0 again after a restart must not lose the place
+    saved, again = sampler(world_size=size), sampler(world_size=size)
+    emitted(saved)
+    again.load_state_dict(saved.state_dict(num_steps=len(saved) // size))
+    return {**found, "own": emitted(sampler(), lambda made: made), "resumed": emitted(again)}
+
+
+def test_accelerate_shards_a_sampler_that_came_out_whole_or_is_refused(ranks: Any) -> None:
+    """Facts read from accelerate 1.15; sharded a second time, each rank would see only every other of its own batches."""
+    first, second = (found["accelerated"] for found in ranks)
+    for key in ("own", "resumed"):
+        assert_conserves([*first[key], *second[key]], range(200))
+    for ours, theirs in zip(first["epochs"], second["epochs"], strict=True):
+        assert len(ours) == len(theirs)
+        assert_conserves([*ours, *theirs], range(200))
+    assert first["length"] == len(first["epochs"][0])
+    assert first["epochs"][0] != first["epochs"][1], "the epoch moved on, though nobody could say set_epoch"
+    assert [first["resumed"], second["resumed"]] == [first["epochs"][1], second["epochs"][1]]
+
+
+def planned() -> dict[str, Any]:
+    lengths = lengths_of(40, seed=3)
+    # Two ranks' batches of 6e8 a sample are beyond what 32 bits, or 63 bits in units of 2**-32, hold.
+    weigh = lambda batch: 6e8 * len(batch["input_ids"])  # noqa: E731
+    make = lambda: PlannedDataLoader(  # noqa: E731
+        Tokens(lengths), lengths, TokenBudget(96), samples_per_update=10, collate_fn=collate, weigh=weigh
+    )
+    first, again, steps = make(), make(), []
+    for step in first:
+        steps.append(step)
+        if len(steps) == 3:
+            break
+    again.load_state_dict(of_json(first.state_dict()))
+    steps += list(again)
+    ids = [i for step in steps if not step.idle for i in step.indices]
+    scales = [(step.loss_scale, step.ends_update) for step in steps]
+    return {"ids": ids, "scales": scales, "samples": again.stats.merged(again.world).samples}
+
+
+def test_heavy_weights_and_a_stop_inside_an_update(ranks: Any) -> None:
+    reports = [found["planned"] for found in ranks]
+    assert sorted(i for report in reports for i in report["ids"]) == list(range(40))
+    ends = [number for number, (_, end) in enumerate(reports[0]["scales"]) if end]
+    assert ends == [number for number, (_, end) in enumerate(reports[1]["scales"]) if end]
+    assert len(ends) == 4
+    for before, end in pairwise([-1, *ends]):
+        scales = [scale for report in reports for scale, _ in report["scales"][before + 1 : end + 1]]
+        assert sum(scales) == pytest.approx(2.0, rel=1e-12), "one gradient over both ranks, stopped in between or not"
+    assert reports[0]["samples"] == reports[1]["samples"] < 40, "of the second loader alone"
+
+
+def scheduled() -> dict[str, Any]:
+    make = lambda size=RAMP: online(None, samples_per_update=size, **WORKERS)  # noqa: E731
+    loader, first, resumed, changing = make(), make(), make(), make(12)
+    whole = [updates_of(loader), updates_of(loader)]
+    for number, _ in enumerate(first.updates()):
+        if number == 2:
+            break
+    resumed.load_state_dict(of_json(first.state_dict()))
+    rest, sizes, at = [updates_of(resumed), updates_of(resumed)], [], -1
+    for number, update in enumerate(changing.updates()):
+        sizes.append(int(update[0].samples.total))
+        if number == 1:
+            at = changing.set_samples_per_update(20)
+    return {"whole": whole, "resumed": rest, "changed": sizes, "first": at}
+
+
+def test_workers_follow_the_schedule_and_resume(ranks: Any) -> None:
+    expected, reports = offline(samples_per_update=RAMP), [found["scheduled"] for found in ranks]
+    for epoch in range(2):
+        assert together([report["whole"][epoch] for report in reports]) == expected[epoch]
+    for report in reports:
+        assert report["resumed"] == [report["whole"][0][3:], report["whole"][1]]
+        assert report["first"] == 2 + 2
+        assert report["changed"] == [12] * 4 + [20, 20, 2], "two windows are prefetched"
+
+
+def attacked() -> int:
+    world, seeds = DistributedWorld(), (1, 4, 12, 33)
+    for attack in map(Attack, seeds):
+        first, state = leg(attack, world, None, 1, 2)
+        second, _ = leg(attack, world, gathered(state), None, None)
+        came: dict[int, Counter[int]] = {}
+        for epochs in (*gathered(first), *gathered(second)):
+            for epoch, steps in epochs.items():
+                came.setdefault(epoch, Counter()).update(chain.from_iterable(ids for ids, *_ in steps))
+        check_rows(gathered(second))
+        for epoch in range(EPOCHS):
+            judge(attack, epoch, came.get(epoch, Counter()), str(attack))
+    return len(seeds)
+
+
+def test_the_online_loader_survives_attacks(ranks: Any) -> None:
+    assert [found["attacked"] for found in ranks] == [4, 4]
+
+
+class Causal(nn.Module):
+    """Next-token loss, averaged over the predicted tokens of a batch, as causal models compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(80, 6, dtype=torch.float64)
+        self.head = nn.Linear(6, 80, dtype=torch.float64)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        hidden = torch.tanh(self.embed(batch["input_ids"].clamp(min=0))).cumsum(1) * 0.1
+        logits, labels = self.head(hidden)[:, :-1], batch["labels"][:, 1:]
+        return nn.functional.cross_entropy(logits.reshape(-1, 80), labels.reshape(-1), ignore_index=-100)
+
+
+def difference_of(**options: Any) -> float:
+    """The largest of the updates' accumulated gradients from those of one process on their samples, relative."""
+    torch.manual_seed(0)
+    model, whole = Causal(), Causal()
+    whole.load_state_dict(model.state_dict())
+    parallel = DistributedDataParallel(model)
+    data = Tokens([max(2, n) for n in lengths_of(80, seed=6)])
+    loader = OnlineDataLoader(data, TokenBudget(128), collate_fn=collate, window=8, shuffle=True, **options)
+    held, difference = [], 0.0
+    for step in loader:
+        with contextlib.nullcontext() if step.ends_update else parallel.no_sync():
+            (parallel(step.batch) * step.loss_scale).backward()
+        held += ids_in(step)
+        if step.ends_update:
+            whole.zero_grad()
+            whole(collate([data[i] for ids in gathered(held) for i in ids])).backward()
+            for ours, truth in zip(model.parameters(), whole.parameters(), strict=True):
+                scale = truth.grad.abs().max().item() or 1.0
+                difference = max(difference, (ours.grad - truth.grad).abs().max().item() / scale)
+            parallel.zero_grad()
+            held = []
+    return difference
+
+
+def gradients() -> list[float]:
+    return [difference_of(), difference_of(accumulation=3), difference_of(samples_per_update=16)]
+
+
+def test_gradients_of_updates_equal_those_of_one_process(ranks: Any) -> None:
+    assert max(ranks[0]["gradients"] + ranks[1]["gradients"]) < 1e-6
