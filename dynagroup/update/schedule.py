@@ -2,8 +2,7 @@
 
 A schedule is any function ``(update, current) -> samples per update``: ``update`` counts from 0 over the whole run and
 ``current`` is the size of the update before (None at update 0). It is asked once for every update, when that update is
-planned, on every rank alike; so it must depend on nothing else. One with an attribute ``settled`` gives the same number from
-that update on: epochs behind it are counted at once.
+planned, on every rank alike; so it must depend on nothing else.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from operator import index
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
@@ -53,13 +52,17 @@ def checked_samples(value: Any, *, name: str = "samples_per_update", where: str 
     return check_int(name, whole, where=where)
 
 
-def _check(schedule: Any, *names: str) -> None:
-    for name in names:
-        checked_samples(getattr(schedule, name), name=name)
+class _Schedule:
+    """Checks the counts that a schedule is made of."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            if field.type == "int":
+                checked_samples(getattr(self, field.name), name=field.name)
 
 
 @dataclass(frozen=True)
-class constant:  # noqa: N801
+class constant(_Schedule):  # noqa: N801
     """The same number of samples in every update.
 
     >>> constant(64)(1000, 64)
@@ -67,17 +70,13 @@ class constant:  # noqa: N801
     """
 
     samples: int
-    settled: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        _check(self, "samples")
 
     def __call__(self, update: int, current: int | None) -> int:
         return self.samples
 
 
 @dataclass(frozen=True)
-class linear_ramp:  # noqa: N801
+class linear_ramp(_Schedule):  # noqa: N801
     """From ``first`` to ``last`` samples in a straight line over ``num_updates`` updates, then ``last``. Sizes are rounded down
     to a multiple of ``multiple_of``, but not below it.
 
@@ -90,13 +89,6 @@ class linear_ramp:  # noqa: N801
     num_updates: int
     multiple_of: int = 1
 
-    def __post_init__(self) -> None:
-        _check(self, "first", "last", "num_updates", "multiple_of")
-
-    @property
-    def settled(self) -> int:
-        return self.num_updates
-
     def __call__(self, update: int, current: int | None) -> int:
         done = min(update, self.num_updates)
         samples = self.first + (self.last - self.first) * done // self.num_updates
@@ -104,7 +96,7 @@ class linear_ramp:  # noqa: N801
 
 
 @dataclass(frozen=True)
-class doubling:  # noqa: N801
+class doubling(_Schedule):  # noqa: N801
     """``first`` samples, twice as many from each milestone (an update number) on.
 
     >>> [doubling(16, milestones=(10, 20))(update, None) for update in (9, 10, 25)]
@@ -115,7 +107,7 @@ class doubling:  # noqa: N801
     milestones: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check(self, "first")
+        super().__post_init__()
         given = self.milestones
         if isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
             object.__setattr__(self, "milestones", tuple(given))
@@ -124,16 +116,12 @@ class doubling:  # noqa: N801
         if not isinstance(self.milestones, tuple) or list(self.milestones) != sorted(set(self.milestones)):
             raise ConfigError(f"`milestones` must be growing update numbers from 1 on, but are {given!r}")
 
-    @property
-    def settled(self) -> int:
-        return max(self.milestones, default=0)
-
     def __call__(self, update: int, current: int | None) -> int:
         return self.first << sum(update >= milestone for milestone in self.milestones)
 
 
 @dataclass(frozen=True)
-class adabatch:  # noqa: N801
+class adabatch(_Schedule):  # noqa: N801
     """Grow the update by ``growth`` every ``interval`` updates, up to ``most``, and couple the learning rate to it.
 
     AdaBatch (Devarakonda, Naumov and Garland 2017, arXiv:1712.02029) replaces part of a step-wise decay of the learning
@@ -159,16 +147,12 @@ class adabatch:  # noqa: N801
     most: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self, "first", "interval", "growth")
+        super().__post_init__()
         if self.growth < 2:
             raise ConfigError(f"`growth` must be at least 2, but is {self.growth!r}")
         if self.most is not None and checked_samples(self.most, name="most") < self.first:
             raise ConfigError(f"`most` must be at least `first` ({self.first}), but is {self.most}")
         check_number("decay", self.decay, most=1.0)
-
-    @property
-    def settled(self) -> int:
-        return self.interval * self._growths
 
     def __call__(self, update: int, current: int | None) -> int:
         return self.first * self.growth ** min(update // self.interval, self._growths)
@@ -327,10 +311,13 @@ class UpdateSizes(Walk):
         return (after for *_, after in self.spans(cursor))
 
     def start(self, epoch: int) -> Cursor:
-        """The beginning of an epoch. Epochs in which the size no longer changes are not walked but counted."""
-        while len(self._starts) <= epoch and not self._is_settled(self._starts[-1]):
-            super().start(len(self._starts))
-        return self._starts[epoch] if epoch < len(self._starts) else self._repeated(self._starts[-1], epoch)
+        """The beginning of an epoch. Where all updates are of one size, epochs are not walked but counted."""
+        if not self.is_constant or not epoch:
+            return super().start(epoch)
+        size, count = self._samples_of(Cursor()), self.num_ordered()
+        updates = epoch * (count // size if self.drop_last else -(-count // size))
+        seen = updates * size if self.drop_last else epoch * count
+        return Cursor(epoch, update=updates, samples_seen=seen, current=size if updates else None)
 
     def _samples_of(self, cursor: Cursor) -> int:
         """Samples that the update behind ``cursor`` is asked to hold."""
@@ -338,20 +325,6 @@ class UpdateSizes(Walk):
         changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
         samples = self.schedule(cursor.update, cursor.current) if changed is None else changed
         return checked_samples(samples, where=f" at update {cursor.update}")
-
-    def _is_settled(self, start: Cursor) -> bool:
-        """Whether all updates from the beginning of an epoch on are asked to hold as many samples."""
-        if self.changes:
-            return self.changes[-1][:2] <= (start.epoch, start.update)
-        return getattr(self.schedule, "settled", math.inf) <= start.update
-
-    def _repeated(self, start: Cursor, epoch: int) -> Cursor:
-        """The beginning of an epoch, if every one since ``start`` has updates of one size."""
-        size, count, epochs = self._samples_of(start), self.num_ordered(), epoch - start.epoch
-        updates = epochs * (count // size if self.drop_last else -(-count // size))
-        seen = start.samples_seen + (updates * size if self.drop_last else epochs * count)
-        current = size if updates else start.current
-        return replace(start, epoch=epoch, update=start.update + updates, samples_seen=seen, current=current)
 
 
 def _takes_two(schedule: BatchSizeSchedule) -> BatchSizeSchedule:
