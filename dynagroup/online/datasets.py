@@ -227,9 +227,9 @@ class IterableWindows(_Forwarding, IterableDataset):
     def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Each window's place (the dataset's state before it, the numbers of its first sample, of the one behind it, and of those
         not used yet), and these samples."""
-        read, until, keep = spot["read"], spot["until"], set(spot["keep"])
+        read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
         while True:
-            state, first, chosen, numbers, size = self._state(), read, [], [], 0
+            first, chosen, numbers, size = read, [], [], 0
             while len(chosen) < self.window and (self.max_bytes is None or size < self.max_bytes):
                 found = list(islice(samples, 1))
                 if not found:
@@ -243,6 +243,7 @@ class IterableWindows(_Forwarding, IterableDataset):
                 return
             opening = 0 if first else opening_of(chosen)
             yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
+            state = self._state()  # not before the first read: until then a dataset may show where it last stood
 
     def _state(self) -> Any:
         """The dataset's own state before the next sample, where it keeps one."""

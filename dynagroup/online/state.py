@@ -39,11 +39,11 @@ def unpack(text: str, most: int) -> IntArray:
     try:
         reader = zlib.decompressobj()
         planes = np.frombuffer(reader.decompress(base64.b64decode(text, validate=True), 8 * most + 1), np.uint8)
+        if not reader.eof:
+            raise ValueError("packed integers end too early, or are more than there are samples")
         steps = np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1)
     except (ValueError, TypeError, zlib.error) as error:
         raise StateError(f"the state is damaged: {error}") from error
-    if not reader.eof:
-        raise StateError("the state is damaged: packed integers end too early, or are more than there are samples")
     return np.cumsum(steps, dtype=np.int64)
 
 

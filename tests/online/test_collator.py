@@ -1,0 +1,250 @@
+"""The worker's side: samples are measured, cut, collated and packed for their way to the main process."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynagroup import BudgetError, ConfigError, OnlineDataLoader, RefinementCollator, TokenBudget
+from dynagroup.online.collator import measure_sample
+from dynagroup.online.datasets import IndexedDataset, sample_bytes
+from dynagroup.online.messages import Request, WindowSamples, pack_tensors, unpack_tensors
+from dynagroup.testing import assert_conserves, run_ranks
+from tests.online.helpers import Tokens, collate, collate_packed, lengths_of, make_loader, used
+
+
+def samples(*lengths: int) -> list[dict[str, torch.Tensor]]:
+    return [{name: torch.ones(n, dtype=torch.int64) for name in ("input_ids", "labels")} for n in lengths]
+
+
+def refining(collate_fn: Any = collate, max_tokens: int = 100, length_of: Any = None, **options: Any) -> Any:
+    layout = options.pop("layout", "padded")
+    return RefinementCollator(collate_fn, TokenBudget(max_tokens, layout=layout), length_of, **options)
+
+
+def padded_by(extra: int) -> Any:
+    return lambda batch: {k: torch.nn.functional.pad(v, (0, extra)) for k, v in collate(batch).items()}
+
+
+def longer_packed(batch: list[Any]) -> Any:
+    """Packs, with two tokens more in front of every sample."""
+    return collate_packed([{name: torch.cat([ids[:2], ids]) for name, ids in sample.items()} for sample in batch])
+
+
+def from_text(batch: list[Any]) -> Any:
+    """Tokenizes in the collate function, takes the text out of the samples, and puts five tokens in front."""
+    return collate(samples(*(5 + len(sample.pop("text")) for sample in batch)))
+
+
+def failing(batch: Any) -> Any:
+    raise ValueError("no such token")
+
+
+def ids_of(sample: Any) -> int:
+    return len(sample["input_ids"])
+
+
+class Raw:
+    """Texts that nobody has tokenized."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        return {"text": "x" * (1 + 7 * index % 30)}
+
+
+IDS = samples(*range(1, 61))
+
+
+def test_batches_that_fit_are_left_alone_others_are_cut() -> None:
+    assert [r.indices for r in refining(max_tokens=20)(samples(4, 5, 3))] == [[0, 1, 2]]
+    assert [r.indices for r in refining(max_tokens=20)(samples(9, 5, 3))] == [[0], [1, 2]], "9 + 10 tokens, not 18 + 3"
+
+
+def test_what_does_not_fit_comes_alone_or_is_refused() -> None:
+    window = refining(max_tokens=5)(samples(3, 9, 2))
+    assert [(r.indices, r.oversize) for r in window] == [([1], True), ([0], False), ([2], False)]
+    with pytest.raises(BudgetError, match=r"sample 1 \(9 tokens\)"):
+        refining(max_tokens=5, oversize="error")(samples(3, 9, 2))
+    loader = OnlineDataLoader(samples(300, 4, 400), TokenBudget(64), collate_fn=collate)
+    with pytest.warns(UserWarning, match="does not fit the budget even alone") as caught:
+        assert sorted(tuple(step.indices) for step in loader) == [(0,), (1,), (2,)]
+    assert (len(caught), loader.stats.oversize) == (1, 2)
+
+
+@pytest.mark.parametrize("bad", [-1, 2.5, None, True])
+def test_lengths_must_be_counts(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="length_of"):
+        refining(length_of=lambda sample: bad)(samples(3, 4))
+
+
+def test_a_length_beyond_int32_is_refused() -> None:
+    """It would wrap to a small number, and fit."""
+    collator = refining(list, length_of=lambda sample: sample, weigh="samples")
+    with pytest.raises(ConfigError, match=f"sample 1 has {2**31} units"):
+        collator([3, 2**31])
+    assert [r.real for r in collator([2**31 - 1])] == [2**31 - 1]
+
+
+def test_padded_samples_are_measured_by_their_mask() -> None:
+    with pytest.warns(UserWarning, match="samples come padded"):
+        assert measure_sample({"input_ids": torch.zeros(8), "attention_mask": torch.tensor([1, 1, 1, *[0] * 5])}) == 3
+    with pytest.raises(ConfigError, match="length_of"):
+        measure_sample({"pixels": 1})
+
+
+def test_a_batch_wider_than_length_of_says_is_refused_where_it_does_not_fit() -> None:
+    with pytest.raises(BudgetError, match="94 tokens wide.*measures 4"):
+        refining(padded_by(90), length_of=ids_of)(samples(3, 4))
+    with pytest.warns(UserWarning, match="pad_to_multiple_of"):
+        refining(padded_by(1), length_of=ids_of)(samples(3, 4))
+    with pytest.raises(BudgetError, match="30 tokens long.*which measure 24"):
+        refining(longer_packed, 24, ids_of, layout="packed")(samples(8, 8, 8))
+    with pytest.raises(RuntimeError, match=r"dataset indices \[0, 1\]: ValueError: no such token"):
+        refining(failing)(samples(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("data", "collate_fn", "layout"),
+    [(Raw(), from_text, "padded"), (IDS, padded_by(90), "padded"), (IDS, longer_packed, "packed")],
+    ids=["text", "wider", "packed"],
+)
+@pytest.mark.filterwarnings("ignore:collate_fn made a batch")
+@pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
+def test_what_a_collate_function_adds_is_measured(data: Any, collate_fn: Any, layout: Any) -> None:
+    """Without `length_of` every batch fits as it comes, in every epoch, also where samples have no ids before."""
+    budget = TokenBudget(600, layout=layout)
+    loader = OnlineDataLoader(data, budget, collate_fn=collate_fn, window=16, shuffle=True)
+    for _ in range(2):
+        steps = list(loader)
+        assert sorted(i for step in steps for i in step.indices) == list(range(60))
+        assert all(step.batch["input_ids"].numel() <= 600 for step in steps)
+    assert loader.stats.padded_tokens == loader.stats.real_tokens or layout == "padded"
+
+
+def test_samples_are_collated_by_themselves_only_where_that_changes_their_length() -> None:
+    asked: list[int] = []
+    loader = OnlineDataLoader(IDS, TokenBudget(600), collate_fn=lambda b: asked.append(len(b)) or collate(b), window=16)
+    assert sorted(len(step.indices) for step in loader) == sorted(asked), "each batch once, and nothing else"
+
+
+def window_of(lengths: list[int], groups: Any, costs: Any) -> list[Any]:
+    data = [{"input_ids": [0] * length} for length in lengths]
+    request = Request(np.arange(len(data)), groups, costs, number=0, indices=range(len(data)))
+    found = refining(list, 12, weigh="samples")(WindowSamples(request, data))
+    return [(refined.indices, refined.group, refined.joined, refined.late) for refined in found]
+
+
+def test_planned_neighbours_that_both_shrank_are_joined_where_they_fit() -> None:
+    joined = [([0, 1, 2], 0, 1, False), ([3], 2, 0, False), ([4], 3, 0, False)]
+    assert window_of([3, 3, 3, 9, 2], (1, 2, 1, 1), (8, 12, 9, 5)) == joined
+    assert window_of([3, 3, 3], (1, 2), None) == [([0], 0, 0, False), ([1, 2], 1, 0, False)], "of a resumed run"
+    assert window_of([7, 7, 3], (1, 2), (8, 12)) == [([0], 0, 0, False), ([1], 1, 0, False), ([2], 1, 0, True)], "cut"
+
+
+class Shrinking(Tokens):
+    """From epoch 1 on, longer samples are cut off at 20 tokens: a curriculum that the plan does not know of."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.top = 20 if epoch else 64
+
+    def __getitem__(self, index: int) -> Any:
+        return {name: values[: self.top] for name, values in super().__getitem__(index).items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 40}], ids=["free", "update"])
+def test_shorter_samples_than_planned_make_fewer_steps(options: Any) -> None:
+    def run(world: Any) -> Any:
+        loader = make_loader(world, lengths_of(200, seed=6), dataset=Shrinking, shuffle=True, **options)
+        first, second = ([used(step) for step in loader] for _ in range(2))
+        return len(first), second, loader.stats.merges
+
+    found = run_ranks(2, run)
+    assert sorted(i for _, steps, _ in found for step in steps for i in step) == list(range(200))
+    assert all(len(steps) < first for first, steps, _ in found)
+    assert sum(merges for *_, merges in found) > 0
+
+
+PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype(int).tolist()
+
+
+def both(pair: list[int]) -> dict[str, int]:
+    return {"source": pair[0], "target": pair[1]}
+
+
+@pytest.mark.parametrize("mode", [{"shuffle": True, "window": 100}, {"samples_per_update": 60}])
+def test_batches_of_two_streams_fit_and_are_counted_in_both_in_every_epoch(mode: dict[str, Any]) -> None:
+    loader = OnlineDataLoader(PAIRS, TokenBudget(2000), collate_fn=list, length_of=both, weigh="samples", **mode)
+    for _ in range(2):  # the second epoch is planned from what the first has measured
+        before = loader.stats.copy()
+        steps = list(loader)
+        assert_conserves([list(step.indices) for step in steps], range(300))
+        shapes = [(len(step.batch), *np.max(step.batch, axis=0)) for step in steps]
+        assert all(count * (source + target) <= 2000 for count, source, target in shapes)
+        stats = loader.stats - before
+        assert stats.padded_tokens == sum(count * (source + target) for count, source, target in shapes)
+        assert (stats.real_tokens, stats.padding < 0.45) == (np.sum(PAIRS), True)
+
+
+def widths(**extra: int) -> Any:
+    """A collate function of pairs that pads each field to its longest sample, and so much further."""
+
+    def made(batch: list[list[int]]) -> dict[str, np.ndarray]:
+        longest = zip(("input_ids", "labels"), np.max(batch, axis=0), strict=True)
+        return {name: np.ones((len(batch), width + extra.get(name, 0))) for name, width in longest}
+
+    return made
+
+
+def test_a_batch_wider_than_measured_in_any_stream_is_refused_where_it_does_not_fit() -> None:
+    batch, options = [[3, 5], [4, 2]], {"length_of": both, "weigh": "samples"}
+    for name, told in (("input_ids", "94 source wide.*measures 4"), ("labels", "95 target wide.*measures 5")):
+        with pytest.raises(BudgetError, match=told):
+            refining(widths(**{name: 90}), **options)(batch)
+    with pytest.raises(BudgetError, match="44 source and 45 target wide.*measures 4 and 5"):
+        refining(widths(input_ids=40, labels=40), **options)(batch)
+    with pytest.warns(UserWarning, match="6 target wide"):
+        refining(widths(labels=1), **options)(batch)
+    with pytest.raises(BudgetError, match=r"sample 1 \(60 source, 50 target\) does not fit even alone"):
+        refining(list, oversize="error", **options)([[3, 5], [60, 50]])
+    for budget in (TokenBudget(100, pad_to_multiple_of=8), TokenBudget(100, layout="packed")):
+        RefinementCollator(widths(labels=3), budget, **options)(batch)
+    RefinementCollator(widths(labels=90), TokenBudget(100, streams=("source",)), **options)(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.uint8])
+def test_tensors_of_any_type_and_shape_survive_packing(dtype: torch.dtype) -> None:
+    value = [torch.ones(3, 2), torch.zeros(0, 4), torch.tensor(1), torch.arange(16).reshape(4, 4).T]
+    value = [tensor.to(dtype) for tensor in value]
+    back = unpack_tensors(*pack_tensors({"x": value, "same": value[0]}))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back["x"], value, strict=True))
+    assert back["same"] is back["x"][0]
+
+
+def test_a_window_survives_pickling_with_more_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynagroup.online.messages.BLOCK_BYTES", 256)
+    window = refining(max_tokens=20)(samples(4, 5, 3, 19, 7, 7))
+    for one, other in zip(pickle.loads(pickle.dumps(window)), window, strict=True):
+        assert one.indices == other.indices
+        assert torch.equal(one.batch["input_ids"], other.batch["input_ids"])
+
+
+def test_a_request_is_answered_as_far_as_its_bytes_go() -> None:
+    """Images of 48 KB."""
+    images = [{"pixels": torch.zeros(3, 64, 64), "input_ids": [0]}] * 300
+
+    def answer(count: int, **asked: Any) -> Any:
+        return IndexedDataset(images).__getitems__(Request(np.arange(count), number=0, indices=range(count), **asked))
+
+    answered = answer(300, max_bytes=100 * 49152)
+    assert 100 <= len(answered.samples) == len(answered.request) <= 101
+    answered = answer(300, groups=(70, 70, 160), costs=(70, 70, 160), max_bytes=100 * 49152)
+    assert (answered.request.groups, answered.request.costs, len(answered.samples)) == ((70, 70), (70, 70), 140)
+    assert len(answer(2, max_bytes=1).samples) == 2, "read at once"
+    assert sample_bytes(images[0]) == 3 * 64 * 64 * 4 + 8
+    assert sample_bytes([np.zeros(3), ("ab", 1.0), {"x": [1, 2]}]) == 24 + 2 + 8 + 16

@@ -1,0 +1,288 @@
+"""An online loader's own promises beside the laws: what is refused and when, copies, and what goes on by itself."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import pickle
+import weakref
+import zlib
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynagroup import AlignmentError, ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
+from dynagroup.distributed import SingleProcess
+from dynagroup.memory import PaddedTokens
+from dynagroup.online.plans import EpochOrders, OnlineConfig
+from dynagroup.online.protocol import Exchange, quantile
+from dynagroup.online.state import LearnedLengths, unpack
+from dynagroup.testing import run_ranks
+from tests.online.helpers import Tokens, collate, lengths_of, make_loader, used
+
+LENGTHS = lengths_of(60, seed=3)
+WRONG = [
+    ({"window": 0}, "`window`"),
+    ({"accumulation": 2, "samples_per_update": 8}, "exclude each other"),
+    ({"shuffle": True, "sampler": [0]}, "exclude each other"),
+    ({"batch_size": 4}, "`batch_size` is not an argument"),
+    ({"uneven": "pad"}, "`uneven`"),
+    ({"uneven": "stop", "samples_per_update": 8}, "drop_last"),
+    ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
+    ({"weigh": "loss"}, "`weigh`"),
+    ({"length_hint": [1.0]}, "`length_hint`"),
+    ({"sampler": torch.utils.data.DistributedSampler(range(60), num_replicas=2, rank=0)}, "divides its indices"),
+    ({"sampler": iter([0, 1])}, "`sampler` is a list_iterator.*used up after one epoch"),
+    ({"samples_per_update": 4, "batch_sampler": [[0]]}, "no `batch_sampler`"),
+]
+
+
+@pytest.mark.parametrize(("options", "match"), WRONG)
+def test_wrong_arguments_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make_loader(None, LENGTHS, **options)
+
+
+def test_a_budget_without_a_limit_is_refused_at_once() -> None:
+    for budget in (MemoryBudget(2, model=PaddedTokens()), TokenBudget(900) & MemoryBudget(2, model=PaddedTokens())):
+        with pytest.raises(ConfigError, match="longest=tokens of the longest sample"):
+            OnlineDataLoader(Tokens(LENGTHS), budget, collate_fn=collate)
+    known = MemoryBudget(2, longest=64, model=PaddedTokens())
+    assert sum(len(step.indices) for step in OnlineDataLoader(Tokens(LENGTHS), known, collate_fn=collate)) == 60
+
+
+def test_a_free_running_loader_has_no_length() -> None:
+    with pytest.raises(TypeError, match="samples_per_update"):
+        len(make_loader(None, LENGTHS))
+
+
+@pytest.mark.parametrize("name", ["seed", "window", "accumulation", "samples_per_update", "shuffle"])
+def test_numpy_numbers_are_settings_like_others(name: str) -> None:
+    loader = make_loader(None, LENGTHS, **{name: np.bool_(True) if name == "shuffle" else np.int64(3)})
+    next(iter(loader))
+    json.dumps(loader.state_dict())
+
+
+MAKE: dict[str, Any] = {
+    "free": lambda: make_loader(None, LENGTHS, shuffle=True),
+    "updates": lambda: make_loader(None, LENGTHS, samples_per_update=16, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_goes_on_as_the_loader_does(make: Any, copied: Any) -> None:
+    """Fresh, within an epoch, between two, and loaded within an update."""
+    loader = make()
+    fresh, came = copied(loader), []
+    for step in loader:
+        came.append(used(step))
+        if len(came) == 2:
+            within, state = copied(loader), loader.state_dict()
+    assert [used(step) for step in fresh] == came
+    assert [used(step) for step in within] == came[2:]
+    loaded = make()
+    loaded.load_state_dict(state)
+    assert [used(step) for step in copied(loaded)] == came[2:]
+    between = copied(loader)
+    assert between.epoch == loader.epoch == 1
+    assert [used(step) for step in between] == [used(step) for step in loader]
+    assert between.cursor == loader.cursor
+
+
+def test_a_loader_is_let_go_of_at_once() -> None:
+    """In a circle of objects its workers would take five seconds each to end."""
+    loader = MAKE["updates"]()
+    list(islice(loader, 2))
+    left = weakref.ref(loader)
+    del loader
+    assert left() is None
+
+
+@pytest.mark.parametrize("options", [{"drop_last": True, "samples_per_update": 16}, {"sampler": list(range(0, 60, 2))}])
+def test_lengths_of_the_samples_in_use_are_enough(options: dict[str, Any]) -> None:
+    """In a fixed order the last samples never come: the others' lengths plan the next epoch all the same."""
+
+    def run(world: Any) -> list[int]:
+        loader = make_loader(world, LENGTHS, **options)
+        return [sum(step.batch["input_ids"].numel() for step in loader if not step.idle) for _ in range(2)]
+
+    padded = np.sum(run_ranks(2, run), axis=0)
+    assert padded[1] < padded[0], "batches of known lengths are matched"
+
+
+def test_lengths_are_steady_where_no_stream_changes() -> None:
+    learned = LearnedLengths(100)
+
+    def epoch(**changed: list[int]) -> bool:
+        lengths = {name: np.full(100, 7, np.int32) for name in ("tokens", "target")}
+        for name, samples in changed.items():
+            lengths[name][samples] += 1
+        learned.observe(range(100), lengths)
+        learned.merge(SingleProcess())
+        return learned.steady
+
+    assert epoch()
+    assert epoch(target=[3], tokens=[3])  # 1 % of the samples
+    assert not epoch(target=[4, 5])  # and 3, which changes back
+    assert not epoch()
+    assert epoch()
+
+
+def test_a_packed_text_makes_no_array_larger_than_the_samples_need() -> None:
+    """A few kilobytes could unpack to megabytes, and a larger state to 16 GiB."""
+    text = base64.b64encode(zlib.compress(bytes(8 << 20), 9)).decode()
+    with pytest.raises(StateError, match="more than there are samples"):
+        LearnedLengths(4).restored([{"seen": {"tokens": text}, "fresh": {}, "steady": True}])
+    assert len(unpack(text, most=1 << 20)) == 1 << 20
+
+
+class Seeded:
+    """A sampler that a run may give another seed."""
+
+    def __init__(self, seed: int, batches: bool = False) -> None:
+        self.seed, self.batches, self.epoch = seed, batches, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 60
+
+    def __iter__(self) -> Any:
+        drawn = np.random.default_rng((self.seed, self.epoch)).permutation(60).tolist()
+        return iter([drawn[k : k + 4] for k in range(0, 60, 4)] if self.batches else drawn)
+
+
+OTHER: dict[str, Any] = {
+    "sampler": (lambda n: {"sampler": Seeded(n)}, "`sampler` gives other indices in epoch 1"),
+    "batch_sampler": (lambda n: {"batch_sampler": Seeded(n, batches=True)}, "`batch_sampler` gives other indices"),
+    "weigh": (lambda n: {"weigh": lambda batch: float(n + 1)}, "weigh: .* then, .* now"),
+    "schedule": (lambda n: {"samples_per_update": lambda update, current: 8 + n}, "samples_per_update: .* then"),
+    "oversize": (lambda n: {"oversize": ("alone", "error")[n]}, "oversize: 'alone' then, 'error' now"),
+    "window_bytes": (lambda n: {"window_bytes": (None, 900)[n]}, "window_bytes: None then, 900 now"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), OTHER.values(), ids=OTHER)
+def test_a_state_of_another_order_is_refused(options: Any, said: str) -> None:
+    """Taken over, it would lose samples and repeat others. With what the table of laws cannot name in JSON."""
+    loader = make_loader(None, LENGTHS, **options(0))
+    loader.set_epoch(1)
+    came = [i for step in islice(loader, 3) for i in used(step)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = make_loader(None, LENGTHS, **options(1))
+    with pytest.raises(StateError, match=said):
+        other.load_state_dict(state)
+    assert other.epoch == 0
+    same = make_loader(None, LENGTHS, **options(0))
+    same.load_state_dict(state)
+    assert sorted(came + [i for step in same for i in used(step)]) == list(range(60))
+
+
+def stopped(loader: Any, count: int = 1) -> Any:
+    for _ in islice(loader, count):
+        pass
+    return loader.state_dict()
+
+
+def test_a_rank_takes_no_other_ranks_state_and_one_that_cannot_load_again_tells_the_others() -> None:
+    """Also where the epoch's last steps were agreed, so that resumed ranks ask each other whether that is still the end."""
+    states = run_ranks(2, lambda world: stopped(make_loader(world, LENGTHS)))
+    assert states[0]["running"]["ended"]
+
+    class Gone(Tokens):
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("the disk is gone")
+
+    def load(world: Any) -> None:
+        with pytest.raises(StateError, match=f"the state of rank {1 - world.rank}, and this is rank {world.rank}"):
+            make_loader(world, LENGTHS).load_state_dict(states[1 - world.rank])
+        loader = make_loader(world, LENGTHS, dataset=Gone if world.rank else Tokens)
+        loader.load_state_dict(states[world.rank])
+        with pytest.raises(RuntimeError if world.rank else AlignmentError, match="the disk is gone"):
+            list(loader)
+
+    run_ranks(2, load)
+    with pytest.raises(StateError, match="list of all ranks' states"):
+        make_loader(SingleProcess(), LENGTHS).load_state_dict(states[0])
+    with pytest.raises(StateError, match="all 2 ranks' states are needed"):
+        make_loader(SingleProcess(), LENGTHS).load_state_dict([states[0]] * 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 16}])
+def test_of_an_epoch_that_is_begun_anew_nothing_is_used(options: dict[str, Any]) -> None:
+    loader = make_loader(None, LENGTHS, **options)
+    next(loader.updates())
+    seen = loader.cursor.samples_seen
+    assert (loader.cursor.samples_used, seen > 0) == (seen, True)
+    back = make_loader(None, LENGTHS, **options)
+    back.load_state_dict(loader.state_dict())
+    back.restart_epoch()
+    assert back.cursor.samples_used == 0
+    resumed = make_loader(None, LENGTHS, **options)
+    resumed.load_state_dict(back.state_dict())
+    assert sorted(i for step in resumed for i in used(step)) == list(range(60))
+    assert options or resumed.cursor.samples_seen == seen + 60
+    resumed.set_epoch(0)
+    resumed.load_state_dict(resumed.state_dict())
+    assert (resumed.epoch, resumed.cursor.samples_used) == (0, 0)
+
+
+def stop_iteration(_asked: Any) -> Any:
+    raise StopIteration("no more")
+
+
+@pytest.mark.parametrize(("name", "workers"), [("length_of", 0), ("weigh", 0), ("collate_fn", 1)])
+def test_errors_of_own_functions_come_with_what_they_were_asked_about(name: str, workers: int) -> None:
+    """A StopIteration would end the iteration, and leave a message about something else."""
+    told = rf"{name} failed on (sample 0|the batch of .*indices \[).*StopIteration: no more"
+    with pytest.raises(RuntimeError, match=told):
+        list(make_loader(None, LENGTHS, **{name: stop_iteration, "num_workers": workers}))
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    def run(world: Any) -> str:
+        try:
+            return str(Exchange(world).highest([1], ValueError("unreadable") if world.rank == 1 else None))
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    told = "AlignmentError: rank 1 failed while it loaded data: ValueError: unreadable"
+    assert run_ranks(3, run) == [told, "ValueError: unreadable", told]
+
+
+def test_iterating_leaves_the_global_random_state_alone() -> None:
+    """So that a resumed training draws the dropout masks that an uninterrupted one draws."""
+    before = torch.get_rng_state()
+    assert sum(len(step.indices) for step in make_loader(None, range(1, 9))) == 8
+    assert torch.equal(torch.get_rng_state(), before)
+    given = torch.Generator().manual_seed(3)
+    next(iter(make_loader(None, range(1, 9), generator=given)))
+    assert given.initial_seed() == 3, "the user's generator is drawn from, never seeded"
+
+
+class Turns:
+    """A batch sampler that no one can tell the epoch: whenever it is read comes its next turn."""
+
+    turn = -1
+
+    def __iter__(self) -> Any:
+        self.turn += 1
+        return iter([[self.turn]])
+
+
+def test_batches_that_cannot_be_told_the_epoch_are_drawn_once_for_each_before() -> None:
+    one_by_one, resumed = (EpochOrders(9, OnlineConfig(), batch_sampler=Turns()) for _ in range(2))
+    assert [one_by_one.batches(epoch) for epoch in (0, 0, 1, 2)] == [[[0]], [[0]], [[1]], [[2]]]
+    assert resumed.batches(2) == [[2]], "a run that resumes there draws what the first run drew"
+
+
+def test_quantiles_cover_the_queue_evenly_and_differ_by_seed() -> None:
+    drawn = np.array([quantile(1, 2, step) for step in range(160)])
+    assert np.bincount((drawn * 16).astype(int)).tolist() == [10] * 16
+    assert [quantile(1, 2, s) for s in range(9)] != [quantile(3, 2, s) for s in range(9)]

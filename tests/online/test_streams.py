@@ -1,0 +1,164 @@
+"""Iterable datasets: they divide themselves, resume where they were, and are told where they do not divide themselves."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynagroup.online.datasets import OPENING, opening_of
+from dynagroup.testing import run_ranks
+from tests.online.helpers import Stream, collate, ids_in, lengths_of, make_loader
+
+LENGTHS = lengths_of(60, seed=3)
+
+
+class Naive(Stream):
+    """Asks nobody which worker, or rank, it is in."""
+
+    def __iter__(self) -> Any:
+        for index, length in enumerate(self.lengths):
+            yield {"input_ids": torch.full((length,), index), "labels": torch.full((length,), index)}
+
+
+class Alike(Naive):
+    """The same sample over and over, as stand-ins for data give."""
+
+    def __iter__(self) -> Any:
+        for _ in self.lengths:
+            yield {"input_ids": torch.ones(5, dtype=torch.int64), "labels": torch.ones(5, dtype=torch.int64)}
+
+
+def counted(dataset: Any, world: Any = None, **options: Any) -> list[int]:
+    """How many samples each of two epochs gives."""
+    loader = make_loader(world, LENGTHS, dataset=dataset, **options)
+    return [sum(len(step.indices) for step in loader if not step.idle) for _ in range(2)]
+
+
+def said(run: Any) -> tuple[list[str], Any]:
+    """What the run warned of, and what it gave. Ranks are threads, so one listener hears them all."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        found = run()
+    return [str(w.message) for w in heard if "read the same samples" in str(w.message)], found
+
+
+def test_a_stream_that_every_worker_reads_wholly_is_told_of() -> None:
+    (message,), counts = said(lambda: counted(Naive, num_workers=2))
+    assert counts == [2 * len(LENGTHS)] * 2, "it cannot be helped, only told"
+    assert "workers 0 and 1 read the same samples" in message
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Stream, 2), (Naive, 0), (Alike, 2)])
+def test_no_false_alarm(dataset: Any, workers: int) -> None:
+    assert said(lambda: counted(dataset, num_workers=workers))[0] == []
+
+
+def test_a_stream_that_every_rank_reads_wholly_is_told_of_on_every_rank() -> None:
+    messages, _ = said(lambda: run_ranks(2, lambda world: counted(Naive, world)))
+    assert len([m for m in messages if "all 2 ranks read the same samples" in m]) == len(messages) == 2
+    own = said(lambda: run_ranks(2, lambda world: counted(lambda n: Stream(n, world.rank, world.size), world)))
+    assert own[0] == []
+    assert [sum(epoch) for epoch in zip(*own[1], strict=True)] == [len(LENGTHS)] * 2
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 5), min_size=OPENING, max_size=40), st.integers(2, 4))
+def test_only_shares_that_begin_alike_are_taken_for_one(values: list[int], workers: int) -> None:
+    shares = [values[worker::workers] for worker in range(workers)]
+    pairs = [(opening_of(share), tuple(share[:OPENING])) for share in shares]
+    assert all((a == b) <= (x == y or a == 0) for a, x in pairs for b, y in pairs)
+
+
+def test_samples_that_cannot_be_told_apart_say_nothing() -> None:
+    assert opening_of([np.zeros(3)] * 20) == opening_of([]) == opening_of([lambda: 0] * 20) == 0
+    assert opening_of([1, 2, 3]) == 0
+    tensors = [[{"x": torch.arange(n, n + 3).to(kind)} for n in range(4)] for kind in (torch.int64, torch.bfloat16)]
+    for first in tensors:
+        again = [{"x": sample["x"].clone()} for sample in first]
+        assert opening_of(first) == opening_of(again) != opening_of(first[::-1])
+
+
+SHARES = st.lists(st.lists(st.integers(1, 64), max_size=30), min_size=1, max_size=4)
+
+
+@settings(max_examples=40)
+@given(SHARES, st.sampled_from([1, 3]))
+def test_a_rank_whose_share_is_short_or_empty_idles(shares: list[list[int]], accumulation: int) -> None:
+    """On its own, or on copies of another rank's batch, without weight: every sample comes once, in equal steps."""
+
+    def epochs(world: Any) -> Any:
+        loader = make_loader(world, shares[world.rank], dataset=Stream, accumulation=accumulation)
+        runs = [list(loader) for _ in range(2)]
+        for step in (step for steps in runs for step in steps if step.idle):
+            assert (step.weight.local, step.loss_scale, len(step.batch["input_ids"]) > 0) == (0, 0, True)
+        rows = [[ids for step in steps if not step.idle for ids in step.batch["input_ids"]] for steps in runs]
+        return [len(steps) for steps in runs], [sorted(int((ids >= 0).sum()) for ids in found) for found in rows]
+
+    found = run_ranks(len(shares), epochs)
+    assert len({tuple(num_steps) for num_steps, _ in found}) == 1
+    assert [lengths for _, lengths in found] == [[sorted(share)] * 2 for share in shares]
+
+
+def resumed_once(make: Any, size: int, stops: Any) -> None:
+    """Stopped anywhere, then one step later, every sample of a rank's share comes once."""
+    for first in stops:
+
+        def leg(world: Any, stop: int | None, states: Any) -> Any:
+            loader, came = make(world), []
+            if states is not None:
+                loader.load_state_dict(states[world.rank])
+            for number, step in enumerate(loader, start=1):
+                came += ids_in(step)
+                if number == stop:
+                    break
+            return came, json.loads(json.dumps(loader.state_dict()))
+
+        came: list[list[int]] = [[] for _ in range(size)]
+        states = None
+        for stop in (first, 1, None):
+            found = run_ranks(size, lambda world, k=stop, s=states: leg(world, k, s))
+            states = [state for _, state in found]
+            came = [[*before, *ids] for before, (ids, _) in zip(came, found, strict=True)]
+        for rank, ids in enumerate(came):
+            assert sorted(ids) == sorted(shares_of(rank, size)), f"stopped after {first}, and one later"
+
+
+def shares_of(rank: int, size: int) -> range:
+    return range(60 if size == 1 else 6 if rank else 54)
+
+
+@pytest.mark.parametrize(("num_workers", "size"), [(0, 1), (2, 1), (0, 2), (2, 2)])
+def test_a_stream_resumes_anywhere_also_while_a_rank_idles(num_workers: int, size: int) -> None:
+    def make(world: Any) -> Any:
+        data = Stream(LENGTHS[: shares_of(world.rank, size).stop])
+        how = {"window": 20, "window_bytes": 900, "max_tokens": 64, "num_workers": num_workers}
+        return make_loader(world, data, dataset=lambda data: data, **how)
+
+    resumed_once(make, size, (5,) if num_workers else range(1, 14, 2))
+
+
+def as_tensors(samples: Any) -> Any:
+    return collate([{name: torch.tensor(values) for name, values in sample.items()} for sample in samples])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_hugging_face_streams_resume_and_are_shuffled_anew_in_persistent_workers(num_workers: int) -> None:
+    from datasets import Dataset
+
+    rows = {name: [[i] * n for i, n in enumerate(LENGTHS)] for name in ("input_ids", "labels")}
+    data = Dataset.from_dict(rows).to_iterable_dataset(num_shards=4)
+    how = {"dataset": lambda _: data, "collate_fn": as_tensors, "num_workers": num_workers}
+    resumed_once(lambda world: make_loader(world, LENGTHS, **how), 1, (5,))
+    data = data.shuffle(seed=1, buffer_size=50)
+    loader = make_loader(None, LENGTHS, **how, persistent_workers=num_workers > 0)
+    first, second = ([i for step in loader for i in ids_in(step)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(60))
+    assert first != second
