@@ -132,6 +132,12 @@ ENTRIES: dict[str, Entry] = {
         {"accumulation": 2},
         {**BOTH, "accumulation": 3, "window": 7, "shuffle": False, "uneven": "stop", "length_hint": LENGTHS},
     ),
+    "online-scheduled": Entry(
+        online,
+        {"samples_per_update": linear_ramp(2, 7, num_updates=4), "length_hint": LENGTHS},
+        {"samples_per_update": linear_ramp(2, 7, num_updates=5)},
+    ),
+    "online-in-parts": Entry(online, {"window_bytes": 200, "window": 19}, {"window_bytes": None}),
     "online-planned": Entry(online, {"length_hint": LENGTHS}, {"seed": 1, "length_hint": LENGTHS[::-1]}),
     "online-stream": Entry(streamed, {}, {"window": 7, "max_tokens": TOKENS + 1, "weigh": "samples"}, moves=False),
 }

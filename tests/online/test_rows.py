@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,55 +15,40 @@ from dynagroup.online.protocol import placed
 from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
 
-RANKS = 4
 LENGTHS = np.clip(np.random.default_rng(5).lognormal(5.5, 1.0, 3000), 1, 4096).astype(int)
 WORK = Work()
 
 
-class Numbers:
-    """A sample is its number; its length stands in a table."""
-
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __getitem__(self, index):
-        return index
-
-
-def time_of(step, layout):
+def time_of(step: Any, layout: str) -> float:
     lengths = LENGTHS[step.indices]
     samples = WORK.of_lengths(lengths) if layout == "packed" else len(lengths) * WORK.of_lengths([lengths.max()])
     return WORK.per_step + (0 if step.idle else float(samples.sum()))
 
 
-def waiting(layout, **options):
-    """Predicted time of the dearest rank of each step, over the mean rank's, all steps of a first epoch together."""
-
-    def rank(world):
-        loader = OnlineDataLoader(
-            Numbers(), TokenBudget(8192, layout=layout), collate_fn=list, length_of=lambda i: int(LENGTHS[i]),
-            weigh="samples", shuffle=True, window=128, world=world, work=WORK, **options,
-        )  # fmt: skip
-        return [time_of(step, layout) for step in loader]
-
-    times = np.array(run_ranks(RANKS, rank))
-    return times.max(0).sum() / times.mean(0).sum() - 1
-
-
 @pytest.mark.parametrize(("layout", "most"), [("padded", 0.13), ("packed", 0.08)])
 @pytest.mark.parametrize("hinted", [False, True], ids=["nothing known", "hinted"])
-def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(layout, most, hinted):
+def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(layout: Any, most: float, hinted: bool) -> None:
+    """Predicted time of the dearest rank of each step, over the mean rank's, all steps of a first epoch together."""
     noise = np.random.default_rng(1).lognormal(0, 0.25, len(LENGTHS))
-    assert waiting(layout, **({"length_hint": LENGTHS * noise} if hinted else {})) < most
+    how: dict[str, Any] = {"length_hint": LENGTHS * noise} if hinted else {}
+    how |= {"weigh": "samples", "shuffle": True, "window": 128, "work": WORK, "length_of": lambda i: int(LENGTHS[i])}
+
+    def rank(world: Any) -> list[float]:
+        budget = TokenBudget(8192, layout=layout)
+        loader = OnlineDataLoader(range(len(LENGTHS)), budget, collate_fn=list, world=world, **how)
+        return [time_of(step, layout) for step in loader]
+
+    times = np.array(run_ranks(4, rank))
+    assert times.max(0).sum() / times.mean(0).sum() - 1 < most
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=2, max_size=3),
     st.permutations([0.1, 0.4, 0.4, 0.8]),
 )
-def test_no_other_order_of_what_ranks_have_picked_waits_less(ranks, at):
-    def total(rows):
+def test_no_other_order_of_what_ranks_have_picked_waits_less(ranks: Any, at: Any) -> None:
+    def total(rows: Any) -> int:
         return sum(map(max, zip(*rows, strict=True)))
 
     ours = [placed(sorted(works, reverse=True), at) for works in ranks]
@@ -71,7 +57,3 @@ def test_no_other_order_of_what_ranks_have_picked_waits_less(ranks, at):
     for works in ranks[1:]:
         others = [[*rows, list(order)] for rows in others for order in permutations(works)]
     assert total(ours) == min(map(total, others))
-
-
-def test_the_dearest_stands_where_the_smallest_number_does():
-    assert placed([9, 5, 2], [0.5, 0.1, 0.9]) == [5, 9, 2]

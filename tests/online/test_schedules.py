@@ -1,24 +1,26 @@
-"""Schedules of samples per update in the online loader: the updates that the offline one makes, whatever is prefetched."""
+"""Schedules of samples per update in the online loader: the updates that the offline one makes, whatever is prefetched.
+
+Resuming is in the table of laws.
+"""
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import pytest
 
 from dynagroup import AlignmentError, ConfigError, StateError, TokenBudget
-from dynagroup.testing import assert_resumes_exactly, run_ranks
+from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import doubling, linear_ramp
-
-from .helpers import Jittered, Tokens, collate, lengths_of, make_loader, used
+from tests.online.helpers import Tokens, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(90, seed=4)
 RAMP = linear_ramp(5, 23, num_updates=7)
 WORKERS = {"num_workers": 2, "prefetch_factor": 2}
 
 
-def offline(num_epochs=2, **options):
+def offline(num_epochs: int = 2, **options: Any) -> Any:
     """The samples of each update of each epoch."""
     loader = PlannedDataLoader(Tokens(LENGTHS), LENGTHS, TokenBudget(128), collate_fn=collate, seed=3, **options)
     return [
@@ -26,28 +28,26 @@ def offline(num_epochs=2, **options):
     ]
 
 
-def online(world, **options):
+def online(world: Any, **options: Any) -> Any:
     return make_loader(world, LENGTHS, shuffle=True, seed=3, **options)
 
 
-def updates_of(loader):
+def updates_of(loader: Any) -> list[list[int]]:
     return [[i for step in update for i in used(step)] for update in loader.updates()]
 
 
-def together(by_rank):
+def together(by_rank: Any) -> list[list[int]]:
     return [sorted(i for part in parts for i in part) for parts in zip(*by_rank, strict=True)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_offline_loader_makes_the_same_updates(size, drop_last):
-    options = {"samples_per_update": RAMP, "drop_last": drop_last}
+@pytest.mark.parametrize(("size", "workers"), [(1, WORKERS), (2, {}), (3, {})])
+def test_the_offline_loader_makes_the_same_updates(size: int, workers: Any, drop_last: bool) -> None:
+    options: dict[str, Any] = {"samples_per_update": RAMP, "drop_last": drop_last}
 
-    def run(world):
-        loader = online(world, **options)
-        epochs = []
+    def run(world: Any) -> Any:
+        loader, epochs = online(world, **options, **workers), []
         for _ in range(3):
-            loader.set_epoch(len(epochs))
             announced = loader.num_updates
             epochs.append(updates_of(loader))
             assert announced == len(epochs[-1])
@@ -62,114 +62,41 @@ def test_the_offline_loader_makes_the_same_updates(size, drop_last):
     assert sizes[8:11] == [23, 23, 23], "the schedule counts over the whole run"
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 3), (3, 1)])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_schedule_resumes_at_every_step_of_a_later_epoch_too(sizes, drop_last):
-    def started(world):
-        loader = online(world, samples_per_update=RAMP, drop_last=drop_last, dataset=Jittered)
-        loader.set_epoch(1)
-        return loader
-
-    def first(world, stop):
-        loader, before = started(world), []
-        items = iter(loader)
-        for _ in range(stop):
-            before += used(next(items))
-        return before, json.loads(json.dumps(loader.state_dict()))
-
-    def rest(world, states):
-        loader = started(world)
-        loader.load_state_dict(states[world.rank] if len(states) == world.size else states)
-        return updates_of(loader)
-
-    updates = offline(samples_per_update=RAMP, drop_last=drop_last)[1]
-    whole = sorted(i for update in updates for i in update)
-    for stop in (1, 2, 3, 4):
-        before = run_ranks(sizes[0], lambda world, stop=stop: first(world, stop))
-        after = together(run_ranks(sizes[1], lambda world, b=before: rest(world, [state for _, state in b])))
-        assert sorted([i for b, _ in before for i in b] + [i for update in after for i in update]) == whole
-        assert after[1:] == updates[len(updates) - len(after) + 1 :]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_schedule_resumes_exactly(size):
-    assert_resumes_exactly(
-        lambda world: online(world, samples_per_update=doubling(6, milestones=(3, 5)), drop_last=True),
-        world_size=size,
-        indices_of=used,
-    )
-
-
-def test_workers_that_prefetch_change_nothing_and_a_run_resumes_in_the_middle():
-    whole = offline(samples_per_update=RAMP)
-    loader = online(None, samples_per_update=RAMP, **WORKERS)
-    assert [together([updates_of(loader)]) for _ in range(2)] == whole
-    first, state = online(None, samples_per_update=RAMP, **WORKERS), {}
-    list(first)
-    for number, _ in enumerate(first.updates()):
-        if number == 1:
-            state = json.loads(json.dumps(first.state_dict()))
-            break
-    resumed = online(None, samples_per_update=RAMP, **WORKERS)
-    resumed.load_state_dict(state)
-    assert together([updates_of(resumed)]) == whole[1][2:]
-
-
-@pytest.mark.parametrize("workers", [{}, WORKERS], ids=["alone", "workers"])
-@pytest.mark.parametrize("at", [0, 1, 8])
-def test_a_change_at_run_time_takes_effect_at_the_update_it_names(workers, at):
-    delay = 4 if workers else 0
-
-    def run(world):
+@pytest.mark.parametrize(("workers", "at"), [({}, 0), ({}, 8), (WORKERS, 1)])
+def test_a_change_at_run_time_takes_effect_at_the_update_it_names(workers: Any, at: int) -> None:
+    def run(world: Any) -> Any:
         loader = online(world, samples_per_update=10, **workers)
-        sizes, first, state = [], -1, {}
+        sizes, first = [], -1
         for _ in range(2):
             for update in loader.updates():
                 sizes.append(int(update[0].samples.total))
                 if len(sizes) == at + 1:
                     first = loader.set_samples_per_update(25)
-                    state = json.loads(json.dumps(loader.state_dict()))
-        return sizes, first, state, loader.sizes and loader.sizes.num_updates(0)
+        return sizes, first
 
-    def resume(world, states):
-        loader = online(world, samples_per_update=10, **workers)
-        loader.load_state_dict(states)
-        return [int(u[0].samples.total) for _ in range(2) for u in loader.updates()]
-
-    results = run_ranks(2 if not workers else 1, run)
-    sizes, first, state, count = results[0]
-    assert all(found[:2] == (sizes, first) for found in results)
-    assert first == min(at + 1 + delay, 9)
+    results = run_ranks(1 if workers else 2, run)
+    sizes, first = results[0]
+    assert all(found == results[0] for found in results)
+    assert first == min(at + 1 + (4 if workers else 0), 9)
     expected: list[int] = []
     for epoch in (1, 2):
         while sum(expected) < 90 * epoch:
             expected.append(min(10 if len(expected) < first else 25, 90 * epoch - sum(expected)))
     assert sizes == expected
-    assert sum(sizes[:count]) == 90
-    states = [found[2] for found in results]
-    again = run_ranks(len(states), lambda world: resume(world, states if len(states) > 1 else states[0]))
-    if at < 8:
-        assert again[0] == sizes[at + 1 :]
 
 
-def test_a_change_between_epochs_begins_with_the_next():
+def test_a_change_between_epochs_begins_with_the_next() -> None:
     loader = online(None, samples_per_update=40, drop_last=True)
     list(loader)
     assert loader.set_samples_per_update(30) == 2, "two updates of 40 were made of 90 samples"
     assert [len(update) for update in updates_of(loader)] == [30, 30, 30]
 
 
-def test_other_schedules_are_told_apart():
-    def run(world):
-        return updates_of(online(world, samples_per_update=doubling(4 + world.rank, milestones=(2,))))
-
-    with pytest.raises(AlignmentError, match="ranks differ in samples_per_update.*doubling"):
-        run_ranks(2, run)
-
-    def follows(world):
+def test_other_schedules_are_told_apart() -> None:
+    def follows(world: Any) -> Any:
         return updates_of(online(world, samples_per_update=lambda update, current: 4 + world.rank))
 
-    with pytest.raises(AlignmentError, match="ranks differ in .*sizes of updates"):
+    with pytest.raises(AlignmentError, match=r"ranks differ in .*sizes of updates"):
         run_ranks(2, follows)
     loader = online(None, samples_per_update=RAMP)
     next(iter(loader))
@@ -177,15 +104,13 @@ def test_other_schedules_are_told_apart():
         online(None, samples_per_update=doubling(4, milestones=(2,))).load_state_dict(loader.state_dict())
 
 
-def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ConfigError, match="`drop_last` needs `samples_per_update`"):
-        online(None, drop_last=True)
+def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="`samples_per_update` must be an int of at least 1.* at update 0"):
         next(iter(online(None, samples_per_update=lambda update, current: 0)))
     with pytest.raises(ConfigError, match="this one is free-running"):
         online(None).set_samples_per_update(4)
 
-    def unordered(world):
+    def unordered(world: Any) -> None:
         online(world, samples_per_update=8, in_order=False, **WORKERS).set_samples_per_update(4)
 
     with pytest.raises(ConfigError, match="needs in_order=True"):

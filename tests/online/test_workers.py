@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import UserDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Weigh
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.testing import assert_resumes_exactly, run_ranks
+from dynagroup.update.loss_weight import Share
+from dynagroup.update.step import Step
 from tests.online.helpers import Tokens, all_ids, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(120, seed=3)
@@ -168,3 +171,40 @@ def test_the_collator_works_in_a_plain_loader() -> None:
     assert sorted(i for r in refined for i in r.indices) == list(range(120))
     assert all(r.batch["input_ids"][:, 0].tolist() == r.indices for r in refined)
     assert all(r.padded <= 64 or len(r) == 1 for r in refined)
+
+
+class Pinnable:
+    pinned = False
+
+    def pin_memory(self) -> Pinnable:
+        new = Pinnable()
+        new.pinned = True
+        return new
+
+
+class Named(NamedTuple):
+    part: Any
+    text: str = "x"
+
+
+@dataclass
+class Record:
+    part: Any
+    text: str = "x"
+
+
+@pytest.mark.parametrize(
+    ("make", "reach"),
+    [
+        (lambda p: {"a": p, "text": "abc", "none": None}, lambda v: v["a"]),
+        (lambda p: UserDict(a=[p]), lambda v: v["a"][0]),
+        (lambda p: (1, p), lambda v: v[1]),
+        (Named, lambda v: v.part),
+        (Record, lambda v: v.part),
+    ],
+)
+def test_pinning_keeps_containers_and_changes_no_original(make: Any, reach: Any) -> None:
+    original = make(Pinnable())
+    pinned = Step(original, [0], Share(1, 1), Share(1, 1), 1.0, True).pin_memory().batch
+    assert type(pinned) is type(original)
+    assert (reach(pinned).pinned, reach(original).pinned) == (True, False)

@@ -38,7 +38,7 @@ def half_of(sample):
 def main(fault, rank, size, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     dist.barrier()  # all are here: from now on only the rank that waits in vain waits long
-    world = DistributedWorld(timeout_s=20.0 if fault == "stops_early" else 600.0)
+    world = DistributedWorld(timeout_s=6.0 if fault == "stops_early" else 600.0)
     strange = rank == 1
     options = {"seed": 5} if fault == "other_seed" and strange else {}
     if fault == "wrong_lengths" and strange:
