@@ -16,6 +16,11 @@ from tests.integrations import toys
 
 MODELS = {"causal": toys.causal_lm, "seq2seq": toys.seq2seq, "classifier": toys.classifier}
 LOSSES = {"causal": toys.float64_causal_loss, "seq2seq": toys.float64_seq2seq_loss}
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 20, "learning_rate": 1e-2,
+    "logging_steps": 5, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+    "remove_unused_columns": False, "dataloader_pin_memory": False,
+}  # fmt: skip
 
 
 def parameters(model: torch.nn.Module) -> torch.Tensor:
@@ -23,34 +28,16 @@ def parameters(model: torch.nn.Module) -> torch.Tensor:
 
 
 def arguments(folder: Any, **changes: Any) -> TrainingArguments:
-    defaults: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 4,
-        "max_steps": 20,
-        "learning_rate": 1e-2,
-        "logging_steps": 5,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(str(folder), **{**defaults, **changes})
+    return TrainingArguments(str(folder), **{**DEFAULTS, **changes})
 
 
 def trainer(
     kind: str, folder: Any, *, fits: bool, exact_loss: bool = False, count: int = 96, config: Any = None, **changes: Any
 ):
     """A Trainer of fixed batches, or (``fits``) of batches that fit, otherwise the same."""
-    model = MODELS[kind]()
-    rows = toys.samples(kind, count)
-    given = {
-        k: changes.pop(k)
-        for k in ("callbacks", "compute_metrics", "eval_dataset", "optimizers", "model")
-        if k in changes
-    }
-    model = given.pop("model", model)
+    rows, names = toys.samples(kind, count), ("callbacks", "compute_metrics", "eval_dataset", "optimizers", "model")
+    given = {name: changes.pop(name) for name in names if name in changes}
+    model = given.pop("model", None) or MODELS[kind]()
     if not exact_loss and kind != "causal":
         model.accepts_loss_kwargs = False  # what a user must know with fixed batches, see transformers#47688
     common = {

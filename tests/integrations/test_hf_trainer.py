@@ -13,8 +13,6 @@ import datasets  # noqa: E402
 from transformers import (  # noqa: E402
     DataCollatorWithFlattening,
     EarlyStoppingCallback,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
 )
@@ -198,12 +196,12 @@ def test_every_sample_is_trained_on_once_an_epoch(tmp_path, updates):
 @pytest.mark.parametrize("config", [{}, ONLINE], ids=["offline", "online"])
 def test_epochs_coverage_and_figures_are_logged_and_read_as_they_are(config, tmp_path):
     run, recorder = recorded(
-        tmp_path, max_steps=9, logging_steps=3, config=config, include_num_input_tokens_seen="non_padding"
+        tmp_path, max_steps=30, logging_steps=3, config=config, include_num_input_tokens_seen="non_padding"
     )
     logs = [entry for entry in run.state.log_history if "loss" in entry]
-    assert [entry["epoch"] for entry in logs] == [0.5, 1.0, 1.5]
-    assert [entry["train_coverage"] for entry in logs] == [0.5, 1.0, 0.5]
-    assert recorder.epochs == pytest.approx([(k + 1) / 6 for k in range(9)])
+    assert [entry["epoch"] for entry in logs[:3]] == [0.5, 1.0, 1.5]
+    assert [entry["train_coverage"] for entry in logs[:3]] == [0.5, 1.0, 0.5]
+    assert recorder.epochs == pytest.approx([(k + 1) / 6 for k in range(30)])
     for entry in logs:
         assert 0 < entry["padding"] < 0.5
         assert entry["tokens_per_s"] > 0
@@ -211,12 +209,8 @@ def test_epochs_coverage_and_figures_are_logged_and_read_as_they_are(config, tmp
         assert (entry["idle_steps"], entry["samples_per_update"]) == (0, 16)
     assert run.state.num_input_tokens_seen == run.update_loader.stats.real_tokens
     assert run.state.total_flos > 0
-
-
-def test_a_training_ends_with_the_work_that_its_times_suggest(tmp_path):
-    run, _ = recorded(tmp_path, max_steps=30)
-    [suggested] = [logs for logs in run.state.log_history if "work_per_step" in logs]
-    assert suggested["work_per_step"] >= 0
+    [suggested] = [entry["work_per_step"] for entry in run.state.log_history if "work_per_step" in entry]
+    assert suggested >= 0
 
 
 class Looker(TrainerCallback):
@@ -401,21 +395,6 @@ def test_a_step_is_as_dear_as_the_model_says_unless_the_user_says_otherwise(tmp_
     assert work_of(trainer("causal", tmp_path, fits=True, config={"plan": {"work": Work(per_step=7)}})) == Work(
         per_step=7
     )
-
-
-def test_a_seq2seq_trainer_trains_and_saves(tmp_path):
-    shared = {**arguments(tmp_path, max_steps=2).to_dict(), "accelerator_config": None}
-    args = Seq2SeqTrainingArguments(**{**shared, "predict_with_generate": True})
-    run = dynagroup_trainer(Seq2SeqTrainer)(
-        toys.seq2seq(),
-        args,
-        dynagroup=160,
-        train_dataset=toys.samples("seq2seq", 32),
-        data_collator=toys.collate_seq2seq,
-    )
-    run.train()
-    run.save_model()
-    assert (tmp_path / "model.safetensors").exists()
 
 
 REFUSED = {

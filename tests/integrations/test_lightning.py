@@ -79,12 +79,7 @@ def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
     assert len(parts.seen) > len(whole.seen) == 6
     assert (parameters(whole) - parameters(parts)).abs().max() < 1e-10
     assert (parameters(whole) - parameters(Module())).abs().max() > 1e-2
-
-
-def test_epochs_differ_and_hold_every_sample(tmp_path):
-    module = Module()
-    fit(tmp_path, module, loader(online=True))
-    by_epoch = [[i for epoch, indices in module.seen if epoch == e for i in indices] for e in (0, 1)]
+    by_epoch = [[i for epoch, indices in parts.seen if epoch == e for i in indices] for e in (0, 1)]
     assert [sorted(indices) for indices in by_epoch] == [list(range(48))] * 2
     assert by_epoch[0] != by_epoch[1]
 
@@ -147,20 +142,6 @@ def test_what_is_no_loader_is_refused_and_a_fast_run_is_not(tmp_path):
         )
     with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
         lightning.Trainer(**once).fit(Module(), LightningSteps(loader()))
-
-
-def test_lightning_hands_a_distributed_sampler_to_batch_samplers_in_place_of_lengths():
-    """FACTS: why LightningSteps is no DataLoader. When this fails, upstream has changed."""
-    from lightning.fabric.utilities.data import _update_dataloader
-
-    class ByLength(torch.utils.data.BatchSampler):
-        def __init__(self, lengths, batch_size=4, drop_last=False):
-            self.lengths = lengths
-            super().__init__(range(len(lengths)), batch_size, drop_last)
-
-    data = torch.utils.data.DataLoader(range(8), batch_sampler=ByLength([1] * 8))
-    other = torch.utils.data.SequentialSampler(range(8))
-    assert _update_dataloader(data, other).batch_sampler.lengths is other
 
 
 class Epochs(lightning.LightningModule):

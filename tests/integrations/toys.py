@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import BertForSequenceClassification, GPT2LMHeadModel, T5ForConditionalGeneration
 
 from tests import models
@@ -37,16 +38,14 @@ def classifier():
 
 def samples(kind: str, count: int = 64, seed: int = 0) -> list[dict]:
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(2.3, 0.7, count), 3, 60).astype(int)
     rows = []
-    for length in lengths:
+    for length in np.clip(rng.lognormal(2.3, 0.7, count), 3, 60).astype(int):
         ids = rng.integers(1, VOCAB, length).tolist()
+        labels = [-100] * (length // 4) + ids[length // 4 :]
         if kind == "classifier":
             labels = int(rng.integers(3))
         elif kind == "seq2seq":
             labels = rng.integers(1, VOCAB, max(2, length // 2)).tolist()
-        else:
-            labels = [-100] * (length // 4) + ids[length // 4 :]
         rows.append({"input_ids": ids, "labels": labels})
     return rows
 
@@ -57,17 +56,10 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
-    width = max(len(r["input_ids"]) for r in rows)
-    batch = {
-        "input_ids": torch.tensor([r["input_ids"] + [0] * (width - len(r["input_ids"])) for r in rows]),
-        "attention_mask": torch.tensor([[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in rows]),
-    }
-    if isinstance(rows[0]["labels"], int):
-        batch["labels"] = torch.tensor([r["labels"] for r in rows])
-    else:
-        wide = max(len(r["labels"]) for r in rows)
-        batch["labels"] = torch.tensor([r["labels"] + [-100] * (wide - len(r["labels"])) for r in rows])
-    return batch
+    ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+    whole = pad_sequence(ids, batch_first=True)
+    targets = pad_sequence(labels, batch_first=True, padding_value=-100) if labels[0].ndim else torch.stack(labels)
+    return {"input_ids": whole, "attention_mask": (whole != 0).long(), "labels": targets}
 
 
 def collate_noisily(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -81,22 +73,20 @@ def collate_noisily(rows: list[dict]) -> dict[str, torch.Tensor]:
 def collate_seq2seq(rows: list[dict]) -> dict[str, torch.Tensor]:
     batch = collate(rows)
     first = torch.zeros(len(rows), 1, dtype=torch.long)
-    batch["decoder_input_ids"] = torch.cat([first, batch["labels"][:, :-1].clamp(min=0)], dim=1)
-    return batch
+    return {**batch, "decoder_input_ids": torch.cat([first, batch["labels"][:, :-1].clamp(min=0)], dim=1)}
 
 
 def lengths(rows: list[dict]) -> list[int]:
     return [len(r["input_ids"]) for r in rows]
 
 
-def float64_causal_loss(outputs, labels, num_items_in_batch=None):
-    """The library's causal loss casts logits to float32; this one does not."""
-    logits = outputs.logits[:, :-1].reshape(-1, outputs.logits.size(-1))
-    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum")
-    return total / num_items_in_batch
-
-
 def float64_seq2seq_loss(outputs, labels, num_items_in_batch=None):
+    """The library's losses cast logits to float32; this one does not."""
     logits = outputs.logits.reshape(-1, outputs.logits.size(-1))
     total = torch.nn.functional.cross_entropy(logits, labels.reshape(-1), ignore_index=-100, reduction="sum")
     return total / num_items_in_batch
+
+
+def float64_causal_loss(outputs, labels, num_items_in_batch=None):
+    shifted = type(outputs)(logits=outputs.logits[:, :-1])
+    return float64_seq2seq_loss(shifted, labels[:, 1:], num_items_in_batch)
