@@ -1,25 +1,44 @@
-"""Every python block of the pages runs as printed, one after another, and prints what its comments say."""
+"""README and the pages: every python block runs as printed on a tiny model and prints what its comments say, figures are those of
+the results, links, commands and messages exist, and the site builds without a network."""
 
 from __future__ import annotations
 
 import ast
+import doctest
+import json
 import re
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
 
-DOCS = Path(__file__).parents[2] / "docs"
-# Pages that take a model, texts or a device for granted have tests of their own, which bring them.
-OWN_TEST = {"recovery.md", "memory.md"}
+import dynagroup
+from benchmarks.pages import FIGURES, MARK, MARKED, pages_with_figures
+from dynagroup import MemoryBudget, PlannedDataLoader, Share, Step
+from dynagroup.cli import main
+from dynagroup.demo import docstrings, train_tokenizer
+from dynagroup.text import TokenizingCollator
+from tests import models
+from tests.oom.texts import TEXTS, save_encoder, small_llama, small_tokenizer
+from tests.torchrun import ROOT
+
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+EVERY = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
-PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text(encoding="utf-8"))]
+NAMED = "Qwen/Qwen2.5-0.5B"
+# Pages that take a model, texts or a device for granted have tests of their own, which bring them.
+OWN_TEST = {"README.md", "recovery.md", "memory.md"}
 
 
-def run(page: str) -> str:
-    """The page's code, after it ran."""
-    code = "\n".join(BLOCK.findall((DOCS / page).read_text(encoding="utf-8")))
-    exec(compile(code, page, "exec"), {"__name__": "page"})
-    return code
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def promised(code: str) -> list[str]:
@@ -28,32 +47,120 @@ def promised(code: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in OWN_TEST])
+@pytest.mark.parametrize(
+    "page", [page.name for page in EVERY if BLOCK.search(text_of(page)) and page.name not in OWN_TEST]
+)
 def test_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    printed_by = run(page)
+    code = "\n".join(BLOCK.findall(text_of(DOCS / page)))
+    exec(compile(code, page, "exec"), {"__name__": "page"})
     printed = capsys.readouterr().out.splitlines()
-    for line in promised(printed_by):
-        assert line in printed, f"{page} promises {line!r}"
-
-
-def test_a_wrong_promise_would_be_noticed():
+    assert [line for line in promised(code) if line not in printed] == []
     assert promised("print(1 + 1)  # 3\nfor x in y:\n    print(x)  # a b\n") == ["3", "a b"]
 
 
-def test_pages_with_a_test_of_their_own_are_there():
-    assert {page for page in OWN_TEST if page not in PAGES} == set()
-
-
-def test_pages_show_no_command_that_does_not_exist(capsys):
-    from dynagroup.cli import main
-
-    shown = [*DOCS.glob("*.md"), DOCS.parent / "README.md"]
-    commands = {
-        c
-        for page in shown
-        for c in re.findall(r"^(?:.*`|\$ |- |)dynagroup ([a-z]+) (?!import)", page.read_text(), re.M)
+@pytest.mark.filterwarnings("ignore")  # of the frameworks that the recipes use
+def test_the_readme_runs_as_printed(tmp_path, monkeypatch):
+    """With what it takes for granted: texts, a tokenizer, a tokenized dataset, a model and its optimizer."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    texts = [text[:200] for text in docstrings(at_least=40)[:40]]
+    tokenizer = train_tokenizer(texts, vocabulary=400)
+    dataset = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+    own = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = LlamaForCausalLM(models.llama(vocab=len(tokenizer), layers=1, inner=16, **own))
+    tokenize = TokenizingCollator(tokenizer, None, 1, labels=True)
+    collate = lambda rows: tokenize([tokenizer.decode(r["input_ids"], skip_special_tokens=True) for r in rows])  # noqa: E731
+    names = {
+        **{"texts": texts, "tokenizer": tokenizer, "dataset": dataset, "collate": collate, "model": model},
+        **{"encoder": model.model, "DataLoader": DataLoader, "__name__": "page"},
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
     }
+    before = [p.detach().clone() for p in model.parameters()]
+    for block in BLOCK.findall(text_of(README)):
+        exec(compile(block, "README.md", "exec"), names)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert len(names["answers"]) == 8
+    assert names["trainer"].state.global_step == 3
+    assert names["loader"].stats.updates == 2 * names["loader"].num_updates
+
+
+@pytest.mark.filterwarnings("ignore:the regressor never saw")
+def test_the_page_on_memory_runs_on_a_small_model(tmp_path):
+    config = models.llama(vocab=500, width=64, heads=4)
+    config.save_pretrained(tmp_path)
+    code = "\n".join(BLOCK.findall(text_of(DOCS / "memory.md"))).replace("measure(model, ", "simulate(config, ")
+    assert NAMED in code
+    lengths = np.array([9, 30, 400, 12])
+    pad = lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)  # noqa: E731
+    found: dict[str, Any] = {
+        **{
+            "config": config,
+            "model": LlamaForCausalLM(config),
+            "lengths": lengths,
+            "PlannedDataLoader": PlannedDataLoader,
+        },
+        "dataset": [torch.ones(length, dtype=torch.long) for length in lengths],
+        "collate": lambda samples: {"input_ids": pad(samples), "labels": pad(samples)},
+    }
+    code = code.replace("import Workload, measure", "import *").replace(NAMED, str(tmp_path))
+    exec(compile(code, "memory.md", "exec"), found)
+    assert repr(found["budget"]).startswith("MemoryBudget(")
+
+
+def test_the_readme_and_the_command_line_give_the_same_answer(tmp_path, capsys):
+    """ "I have 24 GB": the line of Python and the line for the shell, as the README prints them, on another model."""
+    (python,) = re.findall(r"`(MemoryBudget\.from_model\(.+?\))`", text_of(README))
+    (shell,) = re.findall(r"`dynagroup (fit .+?)`", text_of(README))
+    models.llama(vocab=500, width=64, heads=4).save_pretrained(tmp_path)
+    budget = eval(python.replace(NAMED, str(tmp_path)), {"MemoryBudget": MemoryBudget})
+    assert main([*shell.replace(NAMED, str(tmp_path)).split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["limit_bytes"] == 24 * 10**9
+    lengths = np.array([int(length) for length in found["samples"]])
+    assert budget.largest(lengths).tolist() == list(found["samples"].values())
+    assert budget.largest(np.array([lengths[-1]])) > 0
+
+
+def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: Any) -> None:
+    page = DOCS / "recovery.md"
+    results = doctest.testfile(str(page), module_relative=False)
+    assert (results.failed, results.attempted > 5) == (0, True)
+    monkeypatch.chdir(tmp_path)
+    text = text_of(page).replace("max_new_tokens=128", "max_new_tokens=2").replace('"sentence-transformers/', '"./')
+    blocks = {re.findall(r"import (\w+)", block)[0]: block for block in BLOCK.findall(text) if ">>>" not in block}
+    model, tokenizer = small_llama(), small_tokenizer()
+    names: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "texts": TEXTS[:8]}
+    exec(blocks.pop("generate_dataset"), names)
+    assert len(names["translations"]) == 8
+    assert (tmp_path / "translations.jsonl").exists()
+    encoder = save_encoder(tmp_path / "all-MiniLM-L6-v2")
+    exec(blocks.pop("encode"), names)
+    assert names["vectors"].shape == (8, 16)
+    kept: dict[int, Any] = {}
+    database = SimpleNamespace(add=kept.__setitem__)
+    exec(blocks.pop("iter_embed"), {**names, "model": encoder, "database": database, "already_there": {3}})
+    assert sorted(kept) == [0, 1, 2, 4, 5, 6, 7]
+    batch = dict(
+        tokenizer(TEXTS[:2], padding=True, padding_side="left", return_tensors="pt", return_token_type_ids=False)
+    )
+    exec(blocks.pop("generate_with_oom_retry"), {**names, "loader": [batch]})
+    batch["labels"] = batch["input_ids"]
+    step = Step(batch, range(2), Share(2, 2), Share(5, 5), loss_scale=1.0, ends_update=True)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(blocks.pop("OomSafeBackward"), {**names, "loader": [step], "optimizer": optimizer})
+    assert not torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert not blocks
+
+
+def test_links_scripts_and_commands_exist():
+    for page in EVERY:
+        links = (target for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text_of(page)) if "http" not in target)
+        assert [target for target in links if not (page.parent / target).exists()] == [], page.name
+    assert all((ROOT / script).exists() for script in re.findall(r"bash (scripts/\S+\.sh)", text_of(README)))
+    shown = re.compile(r"^(?:.*`|\$ |- |)dynagroup ([a-z]+) (?!import)", re.M)
+    commands = {command for page in EVERY for command in shown.findall(text_of(page))}
     assert {"plan", "doctor", "compare", "fit"} <= commands
     for command in commands:
         with pytest.raises(SystemExit) as stopped:
@@ -62,25 +169,63 @@ def test_pages_show_no_command_that_does_not_exist(capsys):
 
 
 def test_messages_that_pages_show_are_those_of_the_source():
-    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## Errors and warnings")[1]
-    messages = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    messages = re.findall(
+        r"^\| `([^`]+)` \|", text_of(DOCS / "troubleshooting.md").split("## Errors and warnings")[1], re.M
+    )
     assert len(messages) > 5
     for how_to in DOCS.glob("*.md"):
-        messages += re.findall(r'^\| "([^"]+)"', how_to.read_text(encoding="utf-8"), re.M)
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (DOCS.parent / "dynagroup").rglob("*.py")]
-    texts = [
-        n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-    ]
-    source = "\n".join(texts)
-    for message in messages:
-        for part in filter(None, (part.strip() for part in message.split("..."))):
-            assert part in source, f"no message says {part!r}"
+        messages += re.findall(r'^\| "([^"]+)"', text_of(how_to), re.M)
+    nodes = (node for path in (ROOT / "dynagroup").rglob("*.py") for node in ast.walk(ast.parse(text_of(path))))
+    source = "\n".join(n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    parts = (part.strip() for message in messages for part in message.split("..."))
+    assert [part for part in parts if part not in source] == []
 
 
-def test_the_loop_is_shown_one_way():
-    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
-        text = page.read_text(encoding="utf-8")
-        assert "update_ends, scales" not in text, (
-            f"{page.name} weighs batches by an epoch's plan: a loader's steps know"
-        )
-        assert not re.search(r"zip\(\s*DataLoader", text), page.name
+def test_figures_are_those_of_the_results():
+    for name, expected in pages_with_figures().items():
+        assert text_of(ROOT / name) == expected, f"run python scripts/doc_tables.py: {name} shows older figures"
+    by_hand = MARK.sub("", text_of(DOCS / "benchmarks.md"))
+    rows = [line for line in by_hand.splitlines() if line.startswith("|") and "scripts/" not in line]
+    assert [row for row in rows if re.search(r"\d", row)] == []
+    assert {name for path in MARKED for name in MARK.findall(text_of(ROOT / path))} == set(FIGURES)
+    # what nothing quotes is deleted, with the script that made it
+    quoting = "\n".join(map(text_of, [*EVERY, *ROOT.glob("regressor/*.py"), ROOT / "benchmarks" / "pages.py"]))
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert results
+    assert [path.name for path in results if path.name not in quoting and f'("{path.stem}")' not in quoting] == []
+
+
+def test_names_in_tables_exist_and_the_api_page_has_all():
+    rows = [line for line in text_of(README).splitlines() if line.startswith("|") and " from `dynagroup" in line]
+    assert rows
+    for row in rows:
+        for named, module in re.findall(r"((?:`[^`]+`[^`|]*?)+?) from `(dynagroup[\w.]*)`", row.split("|")[2]):
+            names = re.findall(r"`([A-Za-z_]\w*)", named)
+            assert names
+            assert all(hasattr(import_module(module), name) for name in names), row
+    named = set(re.findall(r"^::: dynagroup\.(\w+)$", text_of(DOCS / "api.md"), re.M))
+    errors = {"AlignmentError", "BudgetError", "ConfigError", "StateError"}  # shown with their module
+    assert set(dynagroup.__all__) - named - errors == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_site_builds_strictly_and_offline(tmp_path, monkeypatch):
+    pytest.importorskip("mkdocs")
+    import socket
+
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"the build asked for {args}")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True))
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    assert {page for page in pages if not (tmp_path / "site" / page / "index.html").exists()} == set()
+    assert {page for page in pages if f"]({page}.md)" not in text_of(DOCS / "index.md")} == set()
+    assert "PlannedDataLoader" in text_of(tmp_path / "site" / "api" / "index.html")
+    home = text_of(tmp_path / "site" / "index.html")
+    loaded = re.findall(r"(?:<script[^>]+src|<link[^>]+href)=\"?(https?://[^\" >]+)", home)
+    assert loaded == [], "a reader without a network sees the same page"
