@@ -43,10 +43,8 @@ def cut(
 ) -> Batches:
     """Divide one window of samples into batches that fit ``budget``.
 
-    A padded window is sorted, longest first (ties keep their order), and cut into runs; with several padded streams it is
-    ordered so that neighbours are alike in all of them. A packed one is filled first-fit decreasing on token sums, and samples
-    keep their order of arrival inside a batch. A sample that does not fit even alone gets a batch of its own; the caller
-    decides what becomes of it.
+    A padded window is ordered, longest first or so that neighbours are alike in several padded streams, and cut into runs; a
+    packed one is filled. A sample that does not fit even alone gets a batch of its own; the caller decides what becomes of it.
 
     Args:
         lengths: stream -> int32 (N,) of the window's samples.
@@ -72,8 +70,8 @@ def cut(
     if budget.layout == "packed":
         return pack(lengths, budget, work=work, round_batch=round_batch)
     order, window = in_order(lengths, budget, work, objective, round_batch)
-    offsets = window.least_time(price_of(window, work, objective))
-    batches = Batches(order, fewest(window) if objective == "fewest" and len(window) > EXACT_UP_TO else offsets)
+    large = objective == "fewest" and len(window) > EXACT_UP_TO
+    batches = Batches(order, fewest(window) if large else window.least_time(price_of(window, work, objective)))
     return batches.take(longest_batches_first(batches, lengths, budget))
 
 
@@ -184,11 +182,11 @@ class OrderedWindow:
 
     def least_time(self, price: float) -> IntArray:
         """The runs of least total work plus ``price`` each; exact up to 4,096 samples."""
-        if self.streams and self.allowed is None:
+        if self.allowed is not None and (self.streams or len(self) <= EXACT_UP_TO):
+            return by_sizes(self, price)
+        if self.streams:
             return least_time_by_places(self.streams, self.most, price)
-        if len(self) > EXACT_UP_TO and not self.streams:
-            return one_by_one(self, price)
-        return by_queue(self, price) if self.allowed is None else by_sizes(self, price)
+        return one_by_one(self, price) if len(self) > EXACT_UP_TO else by_queue(self, price)
 
     def middle(self, start: int, stop: int) -> int | None:
         """Where to split a run so that the dearer part is least work; None where no allowed sizes make it up."""
@@ -203,9 +201,7 @@ class OrderedWindow:
 
 def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
     """Most samples that a batch may have which starts at a position of the window: int64 (N,), at least 1. One stream must
-    be sorted, longest first; of several any order will do.
-
-    Because a budget is monotone, what starts later reaches at least as far.
+    be sorted, longest first; of several any order will do. What starts later reaches at least as far, for budgets are monotone.
 
     Raises:
         BudgetError: the budget breaks its law.
@@ -218,8 +214,7 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
         return np.minimum(np.maximum(_by_search(ordered, budget), 1), left)
     if (np.diff(table) < 0).any():
         raise BudgetError("`budget.largest` falls for shorter samples; a budget must never refuse a smaller batch")
-    by_start = np.repeat(np.maximum(table, 1), np.diff(np.append(firsts, len(tokens))))
-    return np.minimum(by_start, left)
+    return np.minimum(np.repeat(np.maximum(table, 1), np.diff(np.append(firsts, len(tokens)))), left)
 
 
 def _by_search(ordered: Streams, budget: Budget) -> IntArray:
@@ -245,15 +240,12 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
 
 
 def fewest(window: OrderedWindow) -> IntArray:
-    """The fewest runs: each, from the first sample on, as large as it may be.
-
-    No other cut can be ahead of it after any number of runs, because what starts later reaches at least as far.
-    """
+    """The fewest runs, each as large as it may be: no other cut is ahead of it after any number of runs, because what starts
+    later reaches at least as far."""
     reach = (np.arange(len(window)) + window.rounded(window.most)).data
-    offsets, start = [0], 0
-    while start < len(window):
-        start = reach[start]
-        offsets.append(start)
+    offsets = [0]
+    while offsets[-1] < len(window):
+        offsets.append(reach[offsets[-1]])
     return np.asarray(offsets, np.int64)
 
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
-from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
@@ -109,12 +108,12 @@ def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.floa
 
 def _why_not(size: NDArray[np.float64], num_parts: int, most: float) -> str:
     """What is known about a division that was not found: that there is none, or only what was tried."""
-    asked = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g}"
     if size.max() > most:
         item = int(size.argmax())
         return (
             f"item {item} of size {size[item]:g} is larger than `limit` ({most:g}); raise the limit or divide the item"
         )
+    asked = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g}"
     least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
     if least > num_parts:
         return (
@@ -177,16 +176,12 @@ def shard_micro_batches(
             f"{every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
         )
     cost = planner.config.work.of_batches(batches, streams, planner.budget)
-    dearest_first = np.argsort(-cost, kind="stable")
-    return _levelled(batches.map(kept).take(dearest_first), cost[dearest_first], num_ranks)
-
-
-def _levelled(batches: Batches, cost: np.ndarray, num_ranks: int) -> list[list[list[int]]]:
-    """Rows of like cost, each row's dearest batch to the rank with the least so far."""
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    for first in range(0, len(batches), num_ranks):
-        for rank, number in zip(np.argsort(load, kind="stable"), range(first, first + num_ranks), strict=True):
-            shards[rank].append(batches[number].tolist())
+    for row in (
+        np.argsort(-cost, kind="stable").reshape(-1, num_ranks).tolist()
+    ):  # of like cost, the dearest to who has least
+        for rank, number in zip(np.argsort(load, kind="stable"), row, strict=True):
+            shards[rank].append(kept[batches[number]].tolist())
             load[rank] += cost[number]
     return shards

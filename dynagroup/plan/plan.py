@@ -201,7 +201,7 @@ class BatchPlan:
         return advice_on(self)
 
     def plot(self) -> Any:
-        """The plan as a matplotlib figure: padding before and after, batch sizes, work of the ranks, predicted memory."""
+        """The plan as a matplotlib figure: padding before and after, batch sizes, work of the ranks."""
         from dynagroup.plan.plots import plot_plan
         from dynagroup.plan.report import shuffled_way
 

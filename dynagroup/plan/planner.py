@@ -46,27 +46,19 @@ JUDGED = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """How an epoch is cut into batches. Knows no ranks, lengths or budget."""
+    """How an epoch is cut into batches: the settings of :class:`~dynagroup.LengthAwareBatchSampler`, which says what each means.
+    Knows no ranks, lengths or budget."""
 
     shuffle: bool = False
-    """Draw windows in a random order and shuffle the steps inside each."""
     window: int | None = None
-    """Samples sorted together. None: all of them, or with ``shuffle`` a hundred batches or so."""
     seed: int = 0
     hardest_first: int = 1
-    """Steps with the longest samples that lead an epoch, so that running out of memory shows at once."""
     round_batch: RoundBatch | None = None
-    """Batch sizes are chosen among this function's values, before the fit check."""
     samples_per_update: int | None = None
-    """Every update consists of exactly so many samples over all ranks, drawn as fixed batches would draw them."""
     work: Work = DEFAULT_WORK
-    """Predicted time of a batch, which cutting makes least and row mates share."""
     objective: Objective = "time"
-    """What cutting makes least: "time", or with "fewest" the number of batches."""
     oversize: Oversize = "alone"
-    """A sample that does not fit even alone: "alone", "error" or "drop"."""
     uneven: Uneven = "repeat"
-    """Where halving cannot fill the last row: "repeat" the smallest samples, or "drop" the row's samples."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shuffle", check_flag("shuffle", self.shuffle))

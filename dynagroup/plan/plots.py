@@ -91,12 +91,13 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def plot_plan(plan: BatchPlan, before: Any) -> Figure:
-    """A plan on one page: lengths, padding before and after, batch sizes by length, work of the ranks, predicted memory.
+    """A plan on one page: lengths, padding before and after, batch sizes by length, work of the ranks.
 
     ``before``: the :class:`~dynagroup.plan.report.Way` of the same samples in shuffled batches of a fixed size.
     """
     figure = new_figure(13, 7)
-    (first, *padding), (sizes, work, memory) = figure.subplots(2, 3)
+    (first, *padding), (sizes, work, nothing) = figure.subplots(2, 3)
+    nothing.remove()
     draw_lengths(_sample_tokens(plan.padded_lengths), ax=first)
     _draw_batches(before.plan, padding[0]).set_title(f"before: {before.name}: {before.padding:.0%} padding")
     title = f"after: {plan.statistics['padding']:.0%} padding, {plan.num_steps:,} steps"
@@ -105,28 +106,22 @@ def plot_plan(plan: BatchPlan, before: Any) -> Figure:
         ax.set_ylim(0, max(ax.get_ylim()[1] for ax in padding))
     _draw_sizes(plan, sizes)
     draw_work(plan.padded[plan.table], unit="tokens, with padding", ax=work)
-    parts = getattr(plan.budget, "parts", (plan.budget,))
-    predicting = next((part for part in parts if hasattr(part, "predicted")), None)
-    if predicting is None or not len(plan.batches):
-        memory.remove()
-    else:
-        _draw_memory(plan, predicting, memory)
     return figure
 
 
 def plot_ways(ways: Sequence[Any]) -> Figure:
-    """Padding as it is and as dynagroup makes it, side by side; predicted times; and how evenly ranks are laden."""
+    """Padding as it is, in the same updates and in free ones, side by side; and predicted times."""
     figure = new_figure(13, 7)
-    above, (times, *below) = figure.subplots(2, 3)
-    shown = [ways[0], *ways[2:4]]  # as it is, the same updates, and free updates
-    for ax, way in zip(above, shown, strict=True):
+    *above, times = figure.subplots(2, 2).ravel()
+    for ax, way in zip(above, (ways[0], *ways[2:4]), strict=True):
         _draw_batches(way.plan, ax)
         ax.set_title(f"{way.name}: {way.padding:.0%} padding, {way.num_steps:,} steps", fontsize=10)
         ax.set_ylim(0, None)
-    _draw_times(ways, times)
-    for ax, way in zip(below, shown, strict=False):
-        draw_work(way.plan.work_by_row, ax=ax)
-        ax.set_title(f"{way.name}: {ax.get_title()}", fontsize=9)
+    names = [way.name for way in ways][::-1]
+    shares = [100 * way.time / max(ways[0].time, 1e-9) for way in ways][::-1]
+    bars = times.barh(names, shares, color=[REAL if "dynagroup" in name else PADDING for name in names], edgecolor=LINE)
+    times.bar_label(bars, labels=[f"{share:.0f}" for share in shares], padding=3)
+    times.set(xlabel=f"predicted time, % of {ways[0].name}", xlim=(0, 115))
     return figure
 
 
@@ -224,24 +219,3 @@ def _draw_sizes(plan: BatchPlan, axes: Axes) -> None:
         axes.plot(lengths, np.where(most > 0, most, np.nan), color=LINE, label="budget")
     axes.set(xscale="log", yscale="log")
     axes.legend()
-
-
-def _draw_memory(plan: BatchPlan, budget: Any, axes: Axes) -> None:
-    """Predicted memory of every batch, as a share of the budget's limit, in the order of the steps."""
-    at = plan.table.reshape(-1)
-    share = np.asarray(budget.predicted(plan.shapes))[at]
-    axes.plot(np.arange(len(at)) / plan.world_size, 100 * share, ".", color=REAL, markersize=3, label="batches")
-    axes.axhline(100, color=LINE, label="limit")
-    headroom = getattr(budget, "headroom", 1.0)
-    if headroom < 1:
-        axes.axhline(100 * headroom, color=LINE, linestyle="--", label=f"headroom {headroom:.0%}")
-    axes.set(title="predicted memory", xlabel="step", ylabel="% of the limit", ylim=(0, 110))
-    axes.legend(loc="lower right")
-
-
-def _draw_times(ways: Sequence[Any], axes: Axes) -> None:
-    names = [way.name for way in ways][::-1]
-    shares = [100 * way.time / max(ways[0].time, 1e-9) for way in ways][::-1]
-    bars = axes.barh(names, shares, color=[REAL if "dynagroup" in name else PADDING for name in names], edgecolor=LINE)
-    axes.bar_label(bars, labels=[f"{share:.0f}" for share in shares], padding=3)
-    axes.set(xlabel=f"predicted time, % of {ways[0].name}", xlim=(0, 115))

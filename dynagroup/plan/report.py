@@ -29,7 +29,7 @@ from dynagroup.validation import check_int
 
 __all__ = ["Comparison", "Way", "compare", "environment", "format_table", "grouped_batches", "most_of_the_longest"]
 
-TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+TIMES = (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 MEGA_BATCHES = 50  # `group_by_length` of transformers sorts so many batches together
 
 
@@ -109,13 +109,12 @@ def _cause(plan: BatchPlan) -> str:
 
 def _times_larger(plan: BatchPlan) -> int:
     """How many times as many samples like its own would fit even the fullest batch; 0 where not twice as many do."""
-    shapes, found = plan.shapes, 0
-    for times in TIMES:
-        total = {name: values * times for name, values in shapes.total.items()}
-        if not plan.budget.fits(BatchShape(shapes.num_samples * times, shapes.longest, total)).all():
-            break
-        found = times
-    return found
+
+    def unfit(times: int) -> bool:
+        total = {name: values * times for name, values in plan.shapes.total.items()}
+        return not plan.budget.fits(BatchShape(plan.shapes.num_samples * times, plan.shapes.longest, total)).all()
+
+    return next((times for times in TIMES if not unfit(times)), 0)
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,6 @@ def test_predicted_memory_is_that_of_batches_as_padded_by_any_part_of_the_budget
     memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
     both = plan(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, 1)
     assert row_of(both.report(), "predicted peak memory, share of the hardest batch")[-1] == "96.0%"
-    picture = plan(MemoryBudget(8, model=PaddedTokens(), headroom=0.9)).plot().axes[5]
-    assert picture.get_title() == "predicted memory"
-    assert [line.get_ydata()[0] for line in picture.get_lines()[1:]] == [100, 90]
 
 
 @given(
@@ -178,7 +175,7 @@ def test_fixed_batches_of_varied_lengths_are_slower_than_ours_and_it_shows() -> 
     assert "ranks wait" not in alone.report()
     assert "ranks wait" in many.report()
     assert many.report().splitlines()[1].split()[-1] == "1.00"
-    assert len(many.plot().axes) == 6
+    assert len(many.plot().axes) == 4
 
 
 def test_group_by_length_sorts_fifty_batches_at_a_time() -> None:
