@@ -1,3 +1,5 @@
+"""The price of a batch, and the few shapes that compiled models are given."""
+
 from __future__ import annotations
 
 import math
@@ -6,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
-from dynagroup import ConfigError, TokenBudget, Work
+from dynagroup import ConfigError, LengthAwareBatchSampler, ShapeLadder, TokenBudget, Work
 from dynagroup.plan.batches import Batches
+from dynagroup.testing import assert_budget_law
 from tests import models
 
 
@@ -89,3 +94,31 @@ def test_the_planning_page_shows_what_configs_say(name: str, config: PretrainedC
     work = Work.of(config)
     row = f"| {name} | {config.hidden_size:,}, {config.num_hidden_layers} | {work.per_step:,.0f} | {work.crossover:,.0f} |"
     assert row in (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 9), st.sampled_from([1, 8]))
+def test_planned_batches_have_few_shapes_that_fit(lengths: list[int], num_shapes: int, multiple: int) -> None:
+    budget = TokenBudget(400, pad_to_multiple_of=multiple)
+    ladder = ShapeLadder(lengths, budget, num_shapes)
+    assert len(ladder.shapes) <= num_shapes
+    assert all(samples * longest <= 400 for samples, longest in ladder.shapes)
+    for batch in LengthAwareBatchSampler(lengths, ladder, rank=0, world_size=1):
+        samples, longest = ladder.shape_for(max(lengths[i] for i in batch))
+        assert len(batch) <= samples
+        assert max(lengths[i] for i in batch) <= longest
+    assert_budget_law(ladder, {"tokens": np.asarray(lengths, np.int32)})
+
+
+def test_rungs_stand_where_lengths_are() -> None:
+    lengths = [100] * 50 + [300] * 50 + [290] * 20 + [900] * 2
+    assert ShapeLadder(lengths, 1800, num_shapes=3).shapes == [(18, 100), (6, 300), (2, 900)]
+
+
+def test_what_no_ladder_can_be_made_of_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs lengths"):
+        ShapeLadder([], 100)
+    with pytest.raises(ConfigError, match="needs a padded budget"):
+        ShapeLadder([5], TokenBudget(100, layout="packed"))
+    with pytest.raises(ConfigError, match="sample of 9 tokens is longer than the highest rung, 5"):
+        ShapeLadder([5], 100).shape_for(9)
