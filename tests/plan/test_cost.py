@@ -58,20 +58,6 @@ def test_a_dense_decoder_crosses_over_at_about_six_times_its_width() -> None:
     assert Work.of(GPT2Config(), device="cpu").per_step == Work.of(wide, device="cpu").per_step == 128
 
 
-def test_work_is_fitted_to_measured_steps() -> None:
-    rng, work = np.random.default_rng(0), Work(per_step=800, crossover=3000)
-    shapes = [
-        (int(n), int(longest)) for n, longest in zip(rng.integers(1, 32, 60), rng.integers(16, 2048, 60), strict=True)
-    ]
-    rows = [(n, t, 2e-6 * float(800 + n * work.of_lengths(t)) * rng.normal(1, 0.02)) for n, t in shapes]
-    fitted = Work.fit(rows)
-    assert fitted.per_step == pytest.approx(800, rel=0.2)
-    assert fitted.crossover == pytest.approx(3000, rel=0.1)
-    linear = Work.fit([(n, t, 0.001 * n * t) for n, t in shapes])
-    assert linear.per_step < 1
-    assert linear.crossover > 1e6
-
-
 def test_bad_arguments_name_themselves() -> None:
     with pytest.raises(ConfigError, match="`per_step` must be greater than 0 and finite, but is -1"):
         Work(per_step=-1)

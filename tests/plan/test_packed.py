@@ -166,20 +166,6 @@ def test_the_rows_of_updates_are_equal_work_and_ranks_wait_little() -> None:
     assert bad <= 0.01 * count
 
 
-def test_rows_are_equal_work_whatever_the_lengths() -> None:
-    """Where batches hold some samples: of three in a batch none may match, and a further row is not worth it."""
-    rng, count, bad = np.random.default_rng(0), 0, 0
-    for num_ranks in (*range(2, 17), *range(2, 17)):
-        drawn = rng.normal(6.5, rng.uniform(0.1, 1.5), int(rng.integers(30, 90)) * num_ranks)
-        tokens = np.clip(np.exp(drawn), 1, 60_000).astype(np.int64)
-        cap = int(max(tokens.max(), rng.uniform(8, 40) * tokens.mean()))
-        batches = pack(streams(tokens), TokenBudget(cap, layout="packed"), num_ranks)
-        assert len(batches) % num_ranks == 0
-        rows = in_rows(batches, num_ranks)
-        count, bad = count + len(rows), bad + len(uneven(rows, tokens, cap, few=True))
-    assert bad <= 0.01 * count
-
-
 def test_a_budget_that_must_be_asked_is_asked_seldom() -> None:
     tokens = np.load(LENGTHS / "azure_llm_conv_2023.npz")["tokens"][:1024]
     budget = Quadratic(600_000)

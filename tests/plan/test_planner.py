@@ -1,6 +1,12 @@
+"""Plans: every sample once, in rows that fit; updates that hold what fixed batches would; and plans of real lengths as good as
+those of commit bbc3155, which cut by many more mechanisms."""
+
 from __future__ import annotations
 
 import json
+import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +22,11 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows, prove
+from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves
 from tests import strategies
+from tests.plan.test_packed import CAPS
 
 configs = st.one_of(
     st.builds(
@@ -33,6 +41,10 @@ configs = st.one_of(
     ),
     st.builds(PlanConfig, samples_per_update=st.integers(16, 40), seed=st.integers(0, 9)),
 )
+
+
+def planner_of(values: Any, budget: Any, **settings: Any) -> Planner:
+    return Planner({"tokens": np.asarray(values, np.int32)}, budget, PlanConfig(**settings))
 
 
 @settings(max_examples=80, deadline=None)
@@ -66,99 +78,80 @@ def test_laws_of_a_plan(values: list[int], budget: Budget, config: PlanConfig, r
 def test_an_update_holds_the_samples_that_fixed_batches_would(
     values: list[int], budget: Budget, size: int, ranks: int, epoch: int
 ) -> None:
-    planner = Planner({"tokens": np.asarray(values, np.int32)}, budget, PlanConfig(samples_per_update=size, seed=7))
-    plan = planner.plan(epoch, ranks)
-    order = epoch_order(len(values), seed=7, epoch=epoch)
-    update, scales, number = [], [], 0
-    for step, row in enumerate(plan.rows):
-        update += [index for batch in row for index in batch]
-        scales += [(scale, len(batch)) for scale, batch in zip(plan.loss_scale[step], row, strict=True)]
-        if plan.update_ends[step]:
-            wanted = order[number * size : (number + 1) * size]
-            assert set(update) == set(wanted.tolist())
-            # with mean losses, the ranks' averaged gradient gives each sample of the update the weight 1 / its size
-            assert np.isclose(sum(scale for scale, _ in scales) / ranks, 1.0)
-            assert all(scale in (0.0, n * ranks / len(wanted)) for scale, n in scales)
-            update, scales, number = [], [], number + 1
-    assert number == plan.num_updates == -(-len(values) // size)
-    assert not update
+    plan = planner_of(values, budget, samples_per_update=size, seed=7).plan(epoch, ranks)
+    order, first = epoch_order(len(values), seed=7, epoch=epoch), 0
+    ends = np.flatnonzero(plan.update_ends) + 1
+    assert len(ends) == plan.num_updates == -(-len(values) // size)
+    for number, stop in enumerate(ends.tolist()):
+        wanted = order[number * size : (number + 1) * size]
+        assert {index for row in plan.rows[first:stop] for batch in row for index in batch} == set(wanted.tolist())
+        # with mean losses, the ranks' averaged gradient gives each sample of the update the weight 1 / its size
+        scales, sizes = plan.loss_scale[first:stop], plan.batches.sizes[plan.table[first:stop]]
+        assert np.isclose(scales.sum() / ranks, 1.0)
+        assert ((scales == 0) | np.isclose(scales, sizes * ranks / len(wanted))).all()
+        first = stop
 
 
 def test_literal_rectangle() -> None:
-    lengths = {"tokens": np.array([1, 9, 2, 8, 3, 7], np.int32)}
-    plan = Planner(lengths, TokenBudget(18), PlanConfig()).plan(0, 2)
+    plan = planner_of([1, 9, 2, 8, 3, 7], TokenBudget(18)).plan(0, 2)
     assert list(plan.rows) == [[[1], [4, 2, 0]], [[3], [5]]]  # four batches, mates of equal work: 9 with 9, 8 with 7
     assert plan.statistics["efficiency"] == 30 / (9 + 8 + 7 + 9)
-    assert plan.num_steps == 2
+    assert planner_of([], TokenBudget(9)).plan(0, 3).num_steps == 0
+    with pytest.raises(ConfigError, match="must be at least the number of ranks"):
+        planner_of([1] * 9, TokenBudget(9), samples_per_update=3).plan(0, 4)
 
 
 def test_shuffled_epochs_share_hardly_a_batch_and_lead_with_the_longest() -> None:
     values = np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int32) + 1
-    planner = Planner({"tokens": values}, TokenBudget(8192), PlanConfig(shuffle=True))
-    plans = [planner.plan(epoch, 2) for epoch in range(3)]
-    for plan in plans:
-        assert any(int(values.argmax()) in batch for batch in plan.rows[0])
+    plans = [planner_of(values, TokenBudget(8192), shuffle=True).plan(epoch, 2) for epoch in range(2)]
+    assert all(any(int(values.argmax()) in batch for batch in plan.rows[0]) for plan in plans)
     groups = [{tuple(sorted(b)) for row in plan.rows for b in row if len(b) > 3} for plan in plans]
     assert len(groups[0] & groups[1]) <= 1  # two long samples may meet again
-    assert len(groups[1] & groups[2]) <= 1
     assert plans[0].statistics["efficiency"] > 0.9
 
 
 def test_hardest_first_counts_rows_and_windows_stay_windows() -> None:
-    values = np.arange(1, 401, dtype=np.int32)
-    config = PlanConfig(shuffle=True, window=400, hardest_first=3)
-    plan = Planner({"tokens": values}, TokenBudget(1000), config).plan(1, 2)
+    values = np.arange(1, 401)
+    plan = planner_of(values, TokenBudget(1000), shuffle=True, window=400, hardest_first=3).plan(1, 2)
     longest = [max(values[i] for batch in row for i in batch) for row in plan.rows]
     assert longest[:3] == sorted(longest, reverse=True)[:3]
     assert longest != sorted(longest, reverse=True)
-    plan = Planner({"tokens": values[:100]}, TokenBudget(300), PlanConfig(window=20, hardest_first=0)).plan()
+    plan = planner_of(values[:100], TokenBudget(300), window=20, hardest_first=0).plan()
     seen = [index for row in plan.rows for batch in row for index in batch]
     assert [set(seen[k : k + 20]) for k in range(0, 100, 20)] == [set(range(k, k + 20)) for k in range(0, 100, 20)]
 
 
 def test_first_batches_do_not_need_the_whole_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = Planner({"tokens": np.ones(1_000_000, np.int32)}, TokenBudget(64), PlanConfig(shuffle=True, window=4096))
-    asked = []
+    planner, asked = planner_of(np.ones(1_000_000), TokenBudget(64), shuffle=True, window=4096), []
     monkeypatch.setattr(planner_module, "cut_rows", lambda *args, **how: asked.append(1) or cut_rows(*args, **how))
-    steps = planner.steps_from(planner.start_of(0, 8), 8)
-    next(steps)
+    next(planner.steps_from(planner.start_of(0, 8), 8))
     assert len(asked) == 1
 
 
 def test_oversize_samples() -> None:
-    lengths = {"tokens": np.array([5, 50, 3, 60], np.int32)}
-    alone = Planner(lengths, TokenBudget(10), PlanConfig()).plan()
+    alone = planner_of([5, 50, 3, 60], TokenBudget(10)).plan()
     assert [batch for row in alone.rows for batch in row] == [[3], [1], [0, 2]]
     assert alone.oversize.tolist() == [1, 3]
-    dropping = Planner(lengths, TokenBudget(10), PlanConfig(oversize="drop"))
+    dropping = planner_of([5, 50, 3, 60], TokenBudget(10), oversize="drop")
     assert dropping.plan().dropped.tolist() == dropping.left_out.tolist() == [1, 3]
     assert (dropping.num_samples, dropping.num_planned) == (4, 2)
     with pytest.raises(BudgetError, match=r"sample 1 \(50 tokens\) does not fit even alone, nor do 1 others"):
-        Planner(lengths, TokenBudget(10), PlanConfig(oversize="error"))
-    several = {**lengths, "patches": np.array([0, 0, 99, 0], np.int32)}
+        planner_of([5, 50, 3, 60], TokenBudget(10), oversize="error")
+    several = {**alone.lengths, "patches": np.array([0, 0, 99, 0], np.int32)}
     assert Planner(several, TokenBudget(55) & AdditiveCap("patches", 9), PlanConfig()).oversize.tolist() == [2, 3]
 
 
 def test_rows_that_cannot_be_filled() -> None:
-    lengths = {"tokens": np.array([9, 9, 8, 9, 9], np.int32)}
-    repeated = Planner(lengths, TokenBudget(9), PlanConfig()).plan(0, 4)
-    assert repeated.num_steps == 2
-    assert len(repeated.repeated) == 3
-    assert repeated.repeated[0] == 2  # the smallest first
+    repeated = planner_of([9, 9, 8, 9, 9], TokenBudget(9)).plan(0, 4)
+    assert (repeated.num_steps, len(repeated.repeated), repeated.repeated[0]) == (2, 3, 2)  # the smallest first
     assert repeated.loss_scale[1].tolist() == [4.0, 0.0, 0.0, 0.0]
-    dropped = Planner(lengths, TokenBudget(9), PlanConfig(uneven="drop")).plan(0, 4)
-    assert dropped.num_steps == 1
-    assert dropped.dropped.tolist() == [2]
-    one = Planner({"tokens": np.array([4], np.int32)}, TokenBudget(9), PlanConfig()).plan(0, 3)
-    assert list(one.rows) == [[[0], [0], [0]]]
-    empty = Planner({"tokens": np.zeros(0, np.int32)}, TokenBudget(9), PlanConfig()).plan(0, 3)
-    assert empty.num_steps == 0
-    assert empty.statistics["num_samples"] == 0
+    dropped = planner_of([9, 9, 8, 9, 9], TokenBudget(9), uneven="drop").plan(0, 4)
+    assert (dropped.num_steps, dropped.dropped.tolist()) == (1, [2])
+    assert list(planner_of([4], TokenBudget(9)).plan(0, 3).rows) == [[[0], [0], [0]]]
 
 
 def test_samples_that_fill_no_row_of_their_window_go_on_to_the_next() -> None:
-    tokens = np.array([9, 9, 9, 9, 9, 9, 1, 1, 1, 1], np.int32)
-    planner = Planner({"tokens": tokens}, TokenBudget(10), PlanConfig(window=4, hardest_first=0))
+    planner = planner_of([9, 9, 9, 9, 9, 9, 1, 1, 1, 1], TokenBudget(10), window=4, hardest_first=0)
     first, second = planner.steps_from(planner.start_of(0, 4), 4)
     assert (len(first.table), first.end.carried, len(first.dropped)) == (1, (4, 5), 0)
     assert sorted(second.batches.order.tolist()) == [4, 5, 6, 7, 8, 9]
@@ -168,15 +161,13 @@ def test_samples_that_fill_no_row_of_their_window_go_on_to_the_next() -> None:
 
 
 def test_the_proof_catches_what_a_plan_must_never_be() -> None:
-    lengths, normal = {"tokens": np.ones(14, np.int32)}, np.zeros(14, np.bool_)
-    halves = Batches(np.arange(14), np.array([0, 7, 14]))
-    prove(halves, 14, lengths, TokenBudget(7), normal)
+    lengths, normal, order = {"tokens": np.ones(14, np.int32)}, np.zeros(14, np.bool_), np.arange(14)
+    prove(Batches(order, np.array([0, 7, 14])), 14, lengths, TokenBudget(7), normal)
     with pytest.raises(BudgetError, match="a batch of 7 samples, longest 1 tokens, does not fit"):
-        prove(halves, 14, lengths, TokenBudget(6), normal)
-    with pytest.raises(AssertionError, match="lost or repeated"):
-        prove(Batches(np.arange(13), np.array([0, 7, 13])), 14, lengths, TokenBudget(7), normal)
-    with pytest.raises(AssertionError, match="lost or repeated"):
-        prove(Batches(np.array([0, 0, *range(2, 14)]), np.array([0, 7, 14])), 14, lengths, TokenBudget(7), normal)
+        prove(Batches(order, np.array([0, 7, 14])), 14, lengths, TokenBudget(6), normal)
+    for wrong in (order[:13], np.array([0, 0, *range(2, 14)])):
+        with pytest.raises(AssertionError, match="lost or repeated"):
+            prove(Batches(wrong, np.array([0, 7, len(wrong)])), 14, lengths, TokenBudget(7), normal)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +183,65 @@ def test_the_proof_catches_what_a_plan_must_never_be() -> None:
         ({"round_batch": 8}, "`round_batch` must be a function"),
     ],
 )
-def test_bad_settings_name_themselves(options: dict[str, object], message: str) -> None:
+def test_bad_settings_name_themselves(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        PlanConfig(**options)  # type: ignore[arg-type]
+        PlanConfig(**options)
     assert message in str(caught.value)
-    with pytest.raises(ConfigError, match="must be at least the number of ranks"):
-        Planner({"tokens": np.ones(9, np.int32)}, TokenBudget(9), PlanConfig(samples_per_update=3)).plan(0, 4)
+
+
+LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
+SAMPLES = 2048
+UPDATES: dict[str, dict[str, Any]] = {
+    **{str(size): {"samples_per_update": size} for size in (64, 256, 1024)},
+    "window": {"shuffle": True},
+}
+
+
+BEFORE: dict[tuple[str, str, str, int], int] = {
+    ("padded", "azure_llm_code_2023", "64", 1): 6_359_333,
+    ("padded", "azure_llm_conv_2023", "64", 2): 1_930_474,
+    ("padded", "gsm8k", "64", 8): 110_436,
+    ("padded", "hh_rlhf_harmless_test", "256", 1): 483_788,
+    ("padded", "mooncake_conv", "256", 2): 43_978_720,
+    ("padded", "python_files", "256", 8): 1_135_474,
+    ("padded", "synth_llava", "1024", 1): 1_427_320,
+    ("padded", "synth_sharegpt4o", "1024", 2): 2_903_840,
+    ("padded", "synth_ultrachat", "1024", 8): 397_967,
+    ("padded", "t0_mix_50k", "window", 1): 652_207,
+    ("packed", "azure_llm_code_2023", "window", 2): 2_954_341,
+    ("packed", "azure_llm_conv_2023", "window", 8): 427_804,
+    ("packed", "hh_rlhf_harmless_test", "64", 1): 369_371,
+    ("packed", "mooncake_conv", "64", 2): 43_141_348,
+    ("packed", "python_files", "64", 8): 1_672_949,
+    ("packed", "synth_llava", "256", 1): 1_255_108,
+    ("packed", "synth_sharegpt4o", "256", 2): 2_906_240,
+    ("packed", "synth_ultrachat", "256", 8): 386_876,
+    ("packed", "t0_mix_50k", "1024", 1): 611_772,
+    ("pairs", "azure_llm_code_2023", "1024", 2): 3_012_447,
+    ("pairs", "azure_llm_conv_2023", "1024", 8): 450_169,
+    ("pairs", "gsm8k", "window", 1): 642_940,
+    ("pairs", "mooncake_conv", "window", 2): 42_724_203,
+    ("pairs", "t0_mix_50k", "window", 8): 93_820,
+}
+"""Layout, lengths, update, ranks -> predicted time in linear tokens."""
+
+
+def predicted_time(layout: str, file: str, update: str, ranks: int) -> float:
+    found = np.load(LENGTHS / f"{file}.npz")
+    names = {"tokens": "src_tokens", "target": "tgt_tokens"} if layout == "pairs" else {"tokens": "tokens"}
+    order = np.random.default_rng(0).permutation(len(found["tokens"]))[:SAMPLES]
+    lengths = {name: found[column][order].astype(np.int32) for name, column in names.items()}
+    total = np.sum(list(lengths.values()), axis=0)
+    longest = sum(int(values.max()) for values in lengths.values())
+    budget = TokenBudget(max(4 * int(np.quantile(total, 0.99)), longest))
+    if layout == "packed":
+        budget = TokenBudget(CAPS[file], layout="packed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **UPDATES[update]).plan.predicted_time
+
+
+def test_plans_take_about_the_time_that_they_took() -> None:
+    more = {case: predicted_time(*case) / time - 1 for case, time in BEFORE.items()}
+    assert np.mean(list(more.values())) <= 0.006
+    assert max(more.values()) <= 0.03, max(more, key=lambda case: more[case])

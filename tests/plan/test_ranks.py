@@ -14,8 +14,8 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.plan.batches import Batches, multiple_of, smaller_size
 from dynagroup.plan.cost import Work
-from dynagroup.plan.padded import OrderedWindow, cut, in_order, split_dearest
-from dynagroup.plan.ranks import cut_rows, even_out, prove
+from dynagroup.plan.padded import OrderedWindow, in_order, split_dearest
+from dynagroup.plan.ranks import cut_rows, prove
 from tests import strategies
 from tests.plan.test_padded import OBJECTIVES, WORKS, streams
 
@@ -145,15 +145,6 @@ def test_rows_of_real_pairs_wait_little_beyond_what_their_dearest_sample_makes_t
         assert dearest <= (1 + share) * least, (group, ranks, dearest / least)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_many_rows_wait_little_and_take_about_as_long_as_one_rank(ranks: int) -> None:
-    tokens = np.random.default_rng(0).lognormal(6, 0.7, 4096).astype(np.int32) + 1
-    lengths, budget, work = {"tokens": tokens}, TokenBudget(32_768), Work()
-    by_row = work.of_batches(cut_rows(lengths, budget, ranks, work=work), lengths, budget).reshape(-1, ranks)
-    assert by_row.max(axis=1).sum() <= 1.02 * by_row.mean(axis=1).sum()
-    assert work.of_rows(by_row) <= 1.05 * time_of(cut(lengths, budget, work=work), lengths, budget, 1, work) / ranks
-
-
 def test_literal_rows() -> None:
     lengths = streams([90, 40, 40, 30, 30, 30, 10, 10, 10, 10])  # one row is shared by work, not by number
     batches = cut_rows(lengths, TokenBudget(100), 4, work=Work(per_step=1000, crossover=math.inf))
@@ -167,13 +158,6 @@ def test_runs_are_split_where_the_dearer_part_is_least() -> None:
     window = OrderedWindow(np.array([8.0, 8.0, 1.0, 1.0, 1.0, 1.0]), np.arange(6, 0, -1))
     assert split_dearest(window, np.array([0, 6]), 2).tolist() == [0, 2, 6]
     assert split_dearest(window, np.array([0, 6]), 9).tolist() == list(range(7))
-
-
-def test_halving_makes_a_multiple_and_touches_the_largest() -> None:
-    batches = Batches(np.arange(12), np.array([0, 2, 4, 12]))
-    assert even_out(batches, 4).sizes.tolist() == [2, 2, 4, 4]
-    assert even_out(batches, 5).sizes.tolist() == [2, 2, 4, 2, 2]
-    assert even_out(Batches(np.arange(2), np.array([0, 1, 2])), 5).sizes.tolist() == [1, 1]
 
 
 def test_a_multiple_of_samples_survives_being_divided_over_ranks() -> None:

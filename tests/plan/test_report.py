@@ -19,7 +19,7 @@ from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
 from dynagroup.plan.cost import Work
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.report import compare, format_table, grouped_batches, most_of_the_longest, shuffled_way
+from dynagroup.plan.report import compare, format_table, grouped_batches, most_of_the_longest
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
@@ -62,24 +62,6 @@ def test_predicted_memory_is_that_of_batches_as_padded_by_any_part_of_the_budget
     memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
     both = plan(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, 1)
     assert row_of(both.report(), "predicted peak memory, share of the hardest batch")[-1] == "96.0%"
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=40),
-    st.integers(1, 9),
-    st.integers(1, 8),
-)
-def test_padding_of_fixed_batches_is_what_padding_each_stream_of_each_batch_gives(
-    lengths: Any, batch_size: int, multiple: int
-) -> None:
-    source, target = np.array(lengths, np.int64).T
-    made = plan(TokenBudget(10_000, pad_to_multiple_of=multiple), {"tokens": source, "labels": target}, 1)
-    order = np.random.default_rng(3).permutation(len(lengths))
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    padded = sum(len(b) * -(-max(stream[b]) // multiple) * multiple for b in batches for stream in (source, target))
-    if padded:
-        found = shuffled_way(made, batch_size, seed=3)[0].padding
-        assert found == pytest.approx(1 - (source.sum() + target.sum()) / padded)
 
 
 def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest() -> None:
@@ -208,14 +190,3 @@ def test_every_picture_accepts_axes_and_says_what_it_shows() -> None:
     assert (
         plots.draw_work(np.array([[1.0, 3.0], [2.0, 2.0]]), ax=axes[2]).get_title() == "work of 2 ranks: 20.0% waiting"
     )
-
-
-def test_padding_is_seen_without_colour() -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    grey = []
-    for batch in (np.full(5, 100), np.append(np.full(5, 50), 100)):
-        canvas = FigureCanvasAgg(plots.draw_padding([batch]).figure)  # type: ignore[arg-type]
-        canvas.draw()
-        grey.append(np.asarray(canvas.buffer_rgba())[..., :3].mean())
-    assert abs(grey[0] - grey[1]) > 5

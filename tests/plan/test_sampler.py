@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections import Counter
 from itertools import islice
 from typing import Any
 
@@ -69,25 +68,6 @@ def test_ranks_together_emit_the_plan(values: list[int], budget: Budget, mode: d
     assert [list(one) for one in mine] == [[row[rank] for row in rows] for rank in (0, ranks - 1)]
     assert list(every) == [batch for row in rows for batch in row]
     assert len(mine[0]) == len(every) / ranks == len(rows)
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
-@pytest.mark.filterwarnings("ignore:too few samples for an equal number of steps")
-def test_what_comes_on_other_ranks_is_what_remained(mode: dict[str, Any], before: int, after: int) -> None:
-    """Each sample once, but for the few that fill a last row or are left out of one: those the plans list."""
-    every = Counter(range(len(LENGTHS)))
-    for stop in range(0, len(sampler(0, before, **mode)), 7):
-        first = [sampler(rank, before, **mode) for rank in range(before)]
-        came = Counter(i for row in islice(zip(*first, strict=True), stop) for batch in row for i in batch)
-        then = [sampler(rank, after, **mode) for rank in range(after)]
-        for one in then:
-            one.load_state_dict(reread(first[0].state_dict()))
-        came += Counter(i for row in zip(*then, strict=True) for batch in row for i in batch)
-        plans = [sampler(0, before, **mode).plan, then[0].plan]
-        assert came - every <= sum((Counter(plan.repeated.tolist()) for plan in plans), Counter())
-        assert every - came <= sum((Counter(plan.dropped.tolist()) for plan in plans), Counter())
-        assert "uneven" in mode or not every - came
 
 
 def test_a_state_is_small_and_only_what_comes_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
