@@ -30,7 +30,6 @@ from dynagroup.plan.ranks import cut_rows
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
-from tests.torchrun import torchrun
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 300).astype(np.int32).clip(max=1024)
 BUDGET = TokenBudget(1024)
@@ -247,18 +246,3 @@ def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monk
         run_ranks(2, lambda world: run(world, world.rank))
     columns = run_ranks(2, lambda world: run(world, 7))
     assert_conserves((batch for column in columns for batch in column), range(300))
-
-
-def test_accelerate_shards_a_sampler_that_came_out_whole_or_is_refused() -> None:
-    """Facts read from accelerate 1.15; sharded a second time, each rank would see only every other of its own batches."""
-    reports = torchrun("accelerate_sampler.py", ranks=2)
-    for columns in (
-        *zip(*(report["epochs"] for report in reports), strict=True),
-        [report["own"] for report in reports],
-    ):
-        assert len(columns[0]) == len(columns[1])
-        assert_conserves((batch for column in columns for batch in column), range(200))
-    assert reports[0]["length"] == len(reports[0]["epochs"][0])
-    assert reports[0]["epochs"][0] != reports[0]["epochs"][1]  # the epoch moved on, though nobody could say set_epoch
-    assert [report["resumed"] for report in reports] == [report["epochs"][1] for report in reports]
-    assert all("would shard it a second time" in report["refused"] for report in reports)
