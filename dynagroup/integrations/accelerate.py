@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object, send_to_device
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 __all__ = ["AcceleratedSteps", "prepare"]
 
@@ -30,8 +30,6 @@ class AcceleratedSteps:
         return self.loader.num_updates
 
     def __iter__(self) -> Iterator[Step[Any]]:
-        from accelerate.utils import send_to_device
-
         device, non_blocking = self.accelerator.device, self.accelerator.non_blocking
         for step in self.loader:
             yield step.map(lambda batch: send_to_device(batch, device, non_blocking=non_blocking))
@@ -42,8 +40,6 @@ class AcceleratedSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands, on all ranks. Collective: ranks differ, and one of them writes the checkpoint."""
-        from accelerate.utils import gather_object
-
         return {"ranks": gather_object([self.loader.state_dict()])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 try:
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback
 except ModuleNotFoundError as error:
     missing = f"dynagroup.integrations.lightning needs {error.name}: pip install 'dynagroup[lightning]'"
@@ -15,10 +19,6 @@ except ModuleNotFoundError as error:
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
-
-if TYPE_CHECKING:
-    import torch
-    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["LightningStep", "LightningSteps", "update_loss"]
 
@@ -101,8 +101,6 @@ class LightningSteps(Callback):
         size = rank_and_size()[1]
         if size == 1:
             return {"ranks": [state]}
-        import torch.distributed as dist
-
         states: list[Any] = [None] * size
         dist.all_gather_object(states, state)
         return {"ranks": states}

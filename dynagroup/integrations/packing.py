@@ -11,6 +11,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
+from transformers import DataCollatorWithFlattening
+
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.varlen import NAME, check_own_attention, settings_kept, use_varlen_attention
 from dynagroup.oom.jobs import evaluating
@@ -41,8 +44,6 @@ def packing_collator(model: Any, *, max_tokens: int | None = None, **options: An
 
 
 def _collator(model: Any, **options: Any) -> Collate:
-    from transformers import DataCollatorWithFlattening
-
     first = _first_position(model)
     settings = {"return_flash_attn_kwargs": _is_linear(model), **({"position_ids_start": first} if first else {})}
     return DataCollatorWithFlattening(**{**settings, **options})
@@ -92,8 +93,6 @@ def check_packed_training(trainer: Any) -> None:
 
 def _problem(model: Any, collate_fn: Collate, max_tokens: int | None = None) -> str | None:
     """What is wrong with packed batches of this model; None if nothing is."""
-    import torch
-
     name, attention = type(model).__name__, _attention(model)
     if (need := mask_bytes(model, max_tokens or 0)) > MOST_MASK_BYTES:
         return (
@@ -153,8 +152,6 @@ def mask_bytes(model: Any, num_tokens: int) -> int:
 
 
 def _answer(model: Any, batch: dict[str, Any]) -> Any:
-    import torch
-
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
     output = model(**inputs)
@@ -163,8 +160,6 @@ def _answer(model: Any, batch: dict[str, Any]) -> Any:
 
 def _rounding(model: Any, answer: Any) -> float:
     """How far two ways to the same answer may be apart, relative to the largest number in it."""
-    import torch
-
     widths = [answer.dtype.itemsize, next(model.parameters()).dtype.itemsize]
     if min(widths) < 4 or torch.is_autocast_enabled(answer.device.type):
         return 5e-2

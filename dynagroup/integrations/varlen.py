@@ -12,13 +12,15 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom.jobs import evaluating
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["NAME", "check_own_attention", "settings_kept", "use_varlen_attention"]
 
@@ -66,8 +68,6 @@ def check_own_attention(model: Any) -> set[Any]:
     Raises:
         ConfigError: the two differ (soft caps, sinks, chunks, biases, ...), or cannot be compared.
     """
-    import torch
-
     name, asked = type(model).__name__, set()
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
@@ -95,9 +95,6 @@ def check_own_attention(model: Any) -> set[Any]:
 
 
 def _register(probe: Callable[..., Any]) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
-
     for name, attention, mask in ((NAME, _attend, _no_mask), (PROBE, probe, eager_mask)):
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, mask)
@@ -141,11 +138,8 @@ def _number(value: Any) -> int:
 
 
 def _attend_both(
-    asked: set[Any], module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    import torch
-
+    asked: set[Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+) -> tuple[torch.Tensor, None]:
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is None:
         raise ConfigError(f"{type(module).__name__} has no attention of its own to compare with; {INSTEAD}")
@@ -164,11 +158,9 @@ def _attend_both(
 
 
 def _no_mask(
-    batch_size: int, q_length: int, *args: Any, mask_function: Callable[..., Any] | None = None,
-    attention_mask: torch.Tensor | None = None, device: Any = "cpu", **kwargs: Any,
+    batch_size: int, q_length: int, *args: Any, mask_function: Any = None, attention_mask: Any = None, device: Any = "cpu",
+    **kwargs: Any,
 ) -> None:  # fmt: skip
-    import torch
-
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ConfigError(
             "packed attention was given a padded batch; collate with "
@@ -185,9 +177,9 @@ def _no_mask(
 
 
 def _attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None, max_length_q: int | None = None, **kwargs: Any,
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *, scaling: float | None = None,
+    dropout: float = 0.0, sliding_window: int | None = None, is_causal: bool | None = None, cu_seq_lens_q: Any = None,
+    max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers' attention functions have it."""
     given = {**kwargs, "attention_mask": attention_mask}
@@ -212,8 +204,6 @@ def _attend(
 
 def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:
     """Borders where the collator gave none: a batch that is no pack has one sample a row."""
-    import torch
-
     rows, tokens = query.shape[0], query.shape[2]
     if position_ids is not None and bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
         raise ConfigError(
@@ -238,7 +228,6 @@ def kernel(
     scale: float | None, window: int | None,
 ) -> Any:  # fmt: skip
     """What :func:`one_by_one` gives, in one call: on CUDA devices, in half precision."""
-    import torch
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
@@ -258,9 +247,6 @@ def one_by_one(
 
     A query scores keys before it only (``causal``), times ``scale``, fewer than ``window`` tokens away.
     """
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
     parts, marks = [], borders.tolist()
     grouped = query.shape[1] != key.shape[1]
     for start, stop in zip(marks[:-1], marks[1:], strict=True):
