@@ -50,7 +50,8 @@ class PlannedFeed:
         """Updates that workers were asked for and that were not collected yet."""
         self._source: Iterator[PlannedUpdate] = iter(())
         # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
-        how = {"generator": torch.Generator(), **checked_kwargs(kwargs)}
+        self._generator = torch.Generator()
+        how = {"generator": self._generator, **checked_kwargs(kwargs)}
         self._loader: DataLoader[Any] = DataLoader(_SeededDataset(dataset), batch_sampler=self, **how)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,7 +71,7 @@ class PlannedFeed:
         and first what was taken of the update before. Collective."""
         self.asked.clear()
         self._source = updates
-        self._loader.generator.manual_seed(_seed_of(self._seed, epoch))
+        self._generator.manual_seed(_seed_of(self._seed, epoch))
         batches = iter(self._loader)
         while (loaded := self._loaded(batches, world)) is not None:
             update, collected, weights = loaded

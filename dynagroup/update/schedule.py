@@ -303,8 +303,8 @@ class UpdateSizes(Walk):
             stop = min(start + samples, count)
             if self.drop_last and stop - start < samples:
                 return
-            done = {"update": cursor.update + 1, "samples_seen": cursor.samples_seen + stop - start}
-            cursor = Cursor(cursor.epoch, **done, samples_used=stop, current=samples)
+            update, seen = cursor.update + 1, cursor.samples_seen + stop - start
+            cursor = Cursor(cursor.epoch, update=update, samples_used=stop, samples_seen=seen, current=samples)
             yield start, stop, cursor
 
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
