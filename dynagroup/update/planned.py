@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
+import math
+import random
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
+from itertools import accumulate, islice
 from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
@@ -16,22 +25,20 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
-from dynagroup.shapes import TOKENS, said
 from dynagroup.state import agreed
-from dynagroup.update.feed import PlannedFeed
-from dynagroup.update.loader import StepLoader
-from dynagroup.update.loss_weight import Share, Weigh, loss_scale
+from dynagroup.update.loader import ENDED_EARLY, StepLoader, checked_kwargs
+from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import MOST_EPOCHS, BatchSizeSchedule
-from dynagroup.update.step import Step, total_of, width_of
-from dynagroup.update.updates import FreeUpdates, PlannedStep, PlannedUpdate, PreservedUpdates, Updates
+from dynagroup.update.step import LoaderStats, Step, unplanned
+from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
 from dynagroup.validation import check_flag, check_int, warn_user
 
 __all__ = ["PlannedDataLoader"]
 
 B = TypeVar("B")
+TAKEN = ("batch_size", "batch_sampler", "generator")
 LARGEST_UPDATE = 1 << 40
-OURS = ("shuffle", "seed", "samples_per_update", "uneven")
-"""Settings of a plan that are arguments of the loader, or follow from it."""
+OURS = ("shuffle", "seed", "samples_per_update", "uneven")  # settings of a plan that are arguments here, or follow
 
 
 class PlannedDataLoader(StepLoader[B]):
@@ -98,7 +105,11 @@ class PlannedDataLoader(StepLoader[B]):
         settings, dataloader_kwargs = _sorted_out({} if plan is None else plan, further)
         settings |= {"seed": check_int("seed", seed, least=0)}
         if samples_per_update is None:
-            _refuse_without_size(sampler, drop_last)
+            given = "sampler" if sampler is not None else "drop_last" if drop_last else None
+            if given is not None:
+                raise ConfigError(
+                    f"`{given}` needs `samples_per_update`: free-running updates are as large as they come"
+                )
             planner = _planner(dataset, lengths, budget, PlanConfig(shuffle=shuffle, **settings))
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
@@ -109,11 +120,11 @@ class PlannedDataLoader(StepLoader[B]):
             planner = _planner(dataset, lengths, budget, PlanConfig(samples_per_update=LARGEST_UPDATE, **settings))
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = PreservedUpdates(planner, samples_per_update, order, shuffle=shuffle, drop_last=drop_last)
-        self._feed = PlannedFeed(dataset, planner.config.seed, weigh, self.stats, dataloader_kwargs)
+        self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, dataloader_kwargs)
         self._place: Cursor | None = None
         """Where the steps that were handed out end."""
         self._resumed: Cursor | None = None
-        """Where a loaded state stands, until another epoch is chosen; as long as it is the place, the next iteration goes on."""
+        """Where a loaded state stands; as long as that is the place, the next iteration goes on from it."""
         self._oversize = set(planner.oversize.tolist())
         self._said_unplanned = False
         planner.warn_of_oversize()
@@ -189,8 +200,6 @@ class PlannedDataLoader(StepLoader[B]):
         asked = self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
         return self._plan.change(asked, samples)
 
-    # Iterating.
-
     def _forget(self) -> None:
         self._place = self._resumed = None
 
@@ -199,13 +208,16 @@ class PlannedDataLoader(StepLoader[B]):
         if self._place is None or self._place is not self._resumed:
             self._walk().open_epoch(self._plan.planner.renewed(world), self._epoch)
             self._place, self._resumed = self._walk().start(self._epoch), None
-        _compare_ranks(world, self._plan, self._identity(), self._place)
+        compare_ranks(world, self._plan, self._identity(), self._place)
         updates = self._plan.updates(self._place, world.rank, world.size)
         for update, batches, weights, summed in self._feed.open(updates, self._epoch, world):
             for number, batch in enumerate(batches):
                 self._look(update, number, batch)
                 self._place = update.behind(number, summed[number + 1])
-                yield _step(update, number, batch, Share(weights[number], summed[-1]), world.size)
+                step, weight = update.steps[number], Share(weights[number], summed[-1])
+                samples = Share(0 if step.idle else len(step.indices), update.num_samples)
+                scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
+                yield Step(batch, step.indices, samples, weight, scale, ends, step.idle)
         self._plan.close_epoch(self._here())
 
     def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
@@ -218,7 +230,7 @@ class PlannedDataLoader(StepLoader[B]):
             return
         if len(step.indices) == 1:
             stats.oversize += step.indices[0] in self._oversize
-        differs = None if self._said_unplanned else _differs(batch, step, self.budget)
+        differs = None if self._said_unplanned else unplanned(batch, len(step.indices), step.streams, self.budget)
         if differs is not None:
             self._said_unplanned = True
             warn_user(
@@ -226,8 +238,6 @@ class PlannedDataLoader(StepLoader[B]):
                 "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
                 "processed and collated, or use OnlineDataLoader, which measures them so by itself (said once)"
             )
-
-    # Saving.
 
     def _identity(self) -> dict[str, Any]:
         return {**self._plan.identity, "budget": self.budget.fingerprint, "weigh": described(self._weigh)}
@@ -242,8 +252,7 @@ class PlannedDataLoader(StepLoader[B]):
         place = Cursor.of(state["cursor"])
         if state["order"] != self._walk().state(place)["order"]:
             raise StateError(
-                f"`sampler` gives other indices in epoch {place.epoch} than when the state was taken; "
-                "use the same seed and sampler"
+                f"`sampler` gives other indices in epoch {place.epoch} than when the state was taken; seed it alike"
             )
         return state
 
@@ -254,31 +263,16 @@ class PlannedDataLoader(StepLoader[B]):
         vars(self).update(self._standing(place))
 
 
-def _differs(batch: Any, step: PlannedStep, budget: Budget) -> str | None:
-    """How a collated batch differs from its plan, in words; None if it does not, or its fields do not show it."""
-    packed, samples = budget.layout == "packed", len(step.indices)
-    form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
-    for stream, (longest, total) in step.streams.items():
-        shown = total_of(batch, stream) if packed else width_of(batch, samples, stream)
-        least = total if packed else longest
-        if shown is not None and not least <= shown <= budget.padded_to(least):
-            name = "" if said(stream) == TOKENS else f"{said(stream)} "
-            return f"{samples} samples came out {shown} {name}{form} {least}"
-    return None
-
-
 def _sorted_out(plan: Mapping[str, Any], further: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The plan's settings, wherever they were said, and what is left for the ``DataLoader``."""
     if not isinstance(plan, Mapping):
         raise ConfigError(f"`plan` must be a mapping of settings, such as {{'window': 1024}}, but is {plan!r}")
-    known = sorted({f.name for f in fields(PlanConfig)} - set(OURS))
-    unknown = sorted(set(plan) - set(known), key=str)
-    if unknown:
-        raise ConfigError(f"`plan` knows the settings {known}, but has {unknown}")
-    said = {name: value for name, value in further.items() if name in known}
-    twice = sorted(set(said) & set(plan))
-    if twice:
+    known = {f.name for f in fields(PlanConfig)} - set(OURS)
+    if unknown := sorted(set(plan) - known, key=str):
+        raise ConfigError(f"`plan` knows the settings {sorted(known)}, but has {unknown}")
+    if twice := sorted(set(plan) & set(further)):
         raise ConfigError(f"{twice} are given beside `plan` and in it; say them once")
+    said = {name: value for name, value in further.items() if name in known}
     if said.get("work", ...) is None:  # what stats.work is after a run too short to tell
         del said["work"]
     return {**plan, **said}, {name: value for name, value in further.items() if name not in known}
@@ -295,34 +289,112 @@ def _planner(dataset: Any, lengths: Any, budget: Budget | int, config: PlanConfi
     return planner
 
 
-def _refuse_without_size(sampler: Any, drop_last: bool) -> None:
-    if sampler is not None:
-        raise ConfigError("`sampler` needs `samples_per_update`: free-running updates group samples across windows")
-    if drop_last:
-        raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
+# An update's batches are loaded, each is weighed, and one sum over ranks (a number a step) tells every rank what each step
+# weighs in all, so that the loss scale of each batch is exact and a place inside the update can be saved by any rank. Plans
+# are alike on all ranks, so nothing else needs telling, but for a rank that fails: its numbers are NaN. Cost: one all-reduce of
+# a few floats an update; the update's batches are held at once.
+class _Feed:
+    """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. It is the batch
+    sampler of its DataLoader: hands out indices and remembers what they belong to. A copy begins anew, without workers."""
+
+    def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
+        if taken := sorted(set(TAKEN) & set(kwargs)):
+            raise ConfigError(f"{taken} are decided by PlannedDataLoader: pass `budget`, `sampler` and `seed` instead")
+        if kwargs.get("in_order") is False:
+            raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
+        self._made_of = dataset, seed, weigh, stats, kwargs
+        self._weight_of, self._seed, self._stats = weigher(weigh), seed, stats
+        self.asked: deque[PlannedUpdate] = deque()  # from workers, and not collected yet
+        self._source: Iterator[PlannedUpdate] = iter(())
+        # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
+        self._generator = torch.Generator()
+        how = {"generator": self._generator, **checked_kwargs(kwargs)}
+        self._loader: DataLoader[Any] = DataLoader(_SeededDataset(dataset), batch_sampler=self, **how)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_of
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for update in self._source:
+            self.asked.append(update)
+            before = update.before
+            for row, step in enumerate(update.steps, start=before.begun_rows):
+                yield _seed_of(self._seed, before.epoch, before.update, row), step.indices
+
+    def open(
+        self, updates: Iterator[PlannedUpdate], epoch: int, world: World
+    ) -> Iterator[tuple[PlannedUpdate, list[Any], list[float], list[float]]]:
+        """Each update, its batches on this rank, what each of them weighs, and what all ranks' batches behind each step weigh,
+        and first what was taken of the update before. Collective."""
+        self.asked.clear()
+        self._source = updates
+        self._generator.manual_seed(_seed_of(self._seed, epoch))
+        batches = iter(self._loader)
+        while (loaded := self._loaded(batches, world)) is not None:
+            update, collected, weights = loaded
+            # Summed from the left, step by step: a run resumed in between gets the same bits.
+            summed = accumulate(self._totals(update, weights, world), initial=update.before.begun_weight)
+            yield update, collected, weights, list(summed)
+
+    def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
+        """The next update, and what each of its batches weighs here. What fails here is told to the other ranks."""
+        began = time.perf_counter()
+        try:
+            collected = [*islice(batches, 1)]  # asks for the update
+            if not self.asked:
+                return None
+            update = self.asked[0]
+            collected += islice(batches, len(update.steps) - len(collected))
+            if len(collected) < len(update.steps):
+                raise RuntimeError(ENDED_EARLY)
+            weights = [
+                0.0 if step.idle else self._weight_of(batch, len(step.indices))
+                for step, batch in zip(update.steps, collected, strict=True)
+            ]
+            return self.asked.popleft(), collected, weights
+        except Exception:
+            if self.asked:
+                with suppress(AlignmentError):  # this rank's own error says more
+                    world.all_sum([math.nan] * len(self.asked[0].steps))
+            raise
+        finally:
+            self._stats.wait_s += time.perf_counter() - began
+
+    def _totals(self, update: PlannedUpdate, weights: list[float], world: World) -> list[float]:
+        """What each step weighs over all ranks."""
+        if world.size == 1:
+            return weights
+        began = time.perf_counter()
+        found = world.all_sum(weights)
+        self._stats.exchange_s += time.perf_counter() - began
+        self._stats.exchanges += 1
+        self._stats.exchanged_bytes += 8 * len(weights)
+        if any(map(math.isnan, found)):
+            raise AlignmentError(
+                f"another rank failed while it loaded or weighed update {update.before.update}; see its error"
+            )
+        return found
 
 
-def _compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor) -> None:
-    """All ranks must be about to plan the same updates of the same samples."""
-    if world.size == 1:
-        return
-    facts = {"lengths, budget or settings": repr(identity).encode(), "place in the epoch": repr(place).encode()}
-    if isinstance(plan, PreservedUpdates):
-        facts["order of samples"] = plan.order_of(place.epoch).tobytes()
-        facts["samples_per_update"] = repr([stop for _, stop, _ in plan.spans(place)]).encode()
-    marks = [zlib.crc32(fact) for fact in facts.values()]
-    found = world.all_max([*marks, *(-mark for mark in marks)])
-    differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
-    if differing:
-        raise AlignmentError(
-            f"ranks differ in {', '.join(differing)} at the start of epoch {place.epoch}: "
-            "seed samplers and schedules alike on every rank, and load the same state everywhere"
-        )
+class _SeededDataset(Dataset):
+    """The user's dataset; in a worker every batch begins with a seed of its own, so that a resumed run processes it alike."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
+        seed, indices = request
+        if get_worker_info() is not None:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        together = getattr(self.dataset, "__getitems__", None)
+        return together(indices) if together is not None else [self.dataset[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
 
-def _step(update: PlannedUpdate, number: int, batch: Any, weight: Share, world_size: int) -> Step[Any]:
-    """What a training loop gets."""
-    planned = update.steps[number]
-    samples = Share(0 if planned.idle else len(planned.indices), update.num_samples)
-    ends = number == len(update.steps) - 1
-    return Step(batch, planned.indices, samples, weight, loss_scale(weight, world_size), ends, planned.idle)
+def _seed_of(*place: int) -> int:
+    """A seed for this place alone."""
+    return int(np.random.SeedSequence(place).generate_state(1)[0])

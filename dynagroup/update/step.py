@@ -11,12 +11,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import TOKENS, said
 from dynagroup.update.loss_weight import Share
 
-__all__ = ["LoaderStats", "Step", "StepClock", "pin", "total_of", "width_of"]
+__all__ = ["LoaderStats", "Step", "StepClock", "pin", "total_of", "unplanned", "width_of"]
 
 B = TypeVar("B")
 SHOWN_IN = {
@@ -110,6 +111,20 @@ def _shapes_shown(batch: Any, stream: str) -> Iterator[tuple[int, ...]]:
             yield tuple(batch[field_name].shape)
         except (TypeError, KeyError, AttributeError):
             continue
+
+
+def unplanned(batch: Any, samples: int, planned: Mapping[str, tuple[int, int]], budget: Budget) -> str | None:
+    """How a collated batch of so many samples differs from its plan (stream -> tokens of the longest of them, and of all), in
+    words; None if it does not, or its fields do not show it."""
+    packed = budget.layout == "packed"
+    form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
+    for stream, (longest, total) in planned.items():
+        shown = total_of(batch, stream) if packed else width_of(batch, samples, stream)
+        least = total if packed else longest
+        if shown is not None and not least <= shown <= budget.padded_to(least):
+            name = "" if said(stream) == TOKENS else f"{said(stream)} "
+            return f"{samples} samples came out {shown} {name}{form} {least}"
+    return None
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dynagroup.budget.base import padded_squares, padded_streams, padded_tokens, real_tokens
-from dynagroup.errors import BudgetError
+from dynagroup.distributed import World
+from dynagroup.errors import AlignmentError, BudgetError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
@@ -20,7 +22,7 @@ from dynagroup.plan.planner import Planner
 from dynagroup.shapes import IntArray
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, next_epoch
 
-__all__ = ["FreeUpdates", "PlannedStep", "PlannedUpdate", "PreservedUpdates", "Updates"]
+__all__ = ["FreeUpdates", "PlannedStep", "PlannedUpdate", "PreservedUpdates", "Updates", "compare_ranks"]
 
 COUNTED = {"real_tokens": real_tokens, "padded_tokens": padded_tokens, "padded_squares": padded_squares}
 """What statistics count of a batch."""
@@ -301,3 +303,21 @@ def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
 
 
 Updates: TypeAlias = PreservedUpdates | FreeUpdates
+
+
+def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor) -> None:
+    """All ranks must be about to plan the same updates of the same samples."""
+    if world.size == 1:
+        return
+    facts = {"lengths, budget or settings": repr(identity).encode(), "place in the epoch": repr(place).encode()}
+    if isinstance(plan, PreservedUpdates):
+        facts["order of samples"] = plan.order_of(place.epoch).tobytes()
+        facts["samples_per_update"] = repr([stop for _, stop, _ in plan.spans(place)]).encode()
+    marks = [zlib.crc32(fact) for fact in facts.values()]
+    found = world.all_max([*marks, *(-mark for mark in marks)])
+    differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
+    if differing:
+        raise AlignmentError(
+            f"ranks differ in {', '.join(differing)} at the start of epoch {place.epoch}: "
+            "seed samplers and schedules alike on every rank, and load the same state everywhere"
+        )
