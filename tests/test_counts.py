@@ -19,7 +19,7 @@ from dynagroup import (
     run_with_oom_retry,
 )  # fmt: skip
 from dynagroup.memory.trace import phases
-from dynagroup.online.workers import RequestQueue
+from dynagroup.online.feeds import RequestQueue
 from dynagroup.testing import run_ranks
 from tests.garbage import little_to_collect as little_to_collect
 from tests.online.helpers import Tokens, lengths_of

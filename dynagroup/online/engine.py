@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from dynagroup.errors import AlignmentError
-from dynagroup.online.feeds import KINDS, MapFeed, Source
+from dynagroup.online.feeds import MapFeed, Workers
 from dynagroup.online.iterables import IterableFeed
 from dynagroup.online.messages import Refined, RefinedWindow, shorten
-from dynagroup.online.plans import behind, handed_out
+from dynagroup.online.plans import KINDS, Source, behind, handed_out
 from dynagroup.online.protocol import (
     Agreement,
     Exchange,
@@ -69,6 +68,7 @@ class Runner(ABC):
     def __init__(
         self,
         source: Source,
+        workers: Workers,
         stands: Cursor,
         place: Mapping[str, Any] | None,
         *,
@@ -80,10 +80,8 @@ class Runner(ABC):
         self.source, self.config, self.world, self.kind = source, source.config, source.world, KINDS[source.kind]
         self.exchange = Exchange(self.world, stands.epoch)
         self.stats, self._learned, self._identity, self._place = stats, learned, identity, place
-        make = partial(MapFeed, source)
-        if source.workers.iterable:
-            make = partial(IterableFeed, source.workers, stands.epoch, self.world)
-        self.feed: Any = make(place and place["feed"])
+        self.feed: Any = (IterableFeed if source.iterable else MapFeed)(source, workers, place and place["feed"])
+        self._split = workers.collator.split
         self.stands, self._under_way = stands, under_way
         self.queue: list[Refined] = []
         """Batches that wait for an agreement."""
@@ -183,9 +181,9 @@ class Runner(ABC):
         if len(batches) >= steps:
             return list(batches)
         sizes = [1 if batch.samples is None else len(batch) for batch in batches]
-        evened, split = [], self.source.workers.collator.split
+        evened = []
         for batch, parts in zip(batches, even_parts(sizes, steps), strict=True):
-            evened += [batch] if parts == 1 else split(batch, parts)
+            evened += [batch] if parts == 1 else self._split(batch, parts)
         self.stats.splits += len(evened) - len(batches)
         return evened
 

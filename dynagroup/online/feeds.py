@@ -1,168 +1,136 @@
-"""Where an epoch's windows come from: a table of kinds, and the feed of datasets with positions, which reads it.
-
-============  =====================================  ========================================
-kind          when                                   its place in the epoch
-============  =====================================  ========================================
-``windows``   nothing is known of the samples        what was handed out, what is still to be
-``exact``     lengths were seen in an earlier epoch  the next request of the plan
-``rough``     lengths are hinted at, or change       the next request of the plan
-``updates``   ``samples_per_update`` is set          the run's cursor
-``batches``   the user gives batches                 the number of the next batch
-``iterable``  the dataset is iterable                where each worker stands
-============  =====================================  ========================================
-"""
+"""What brings an epoch's windows: the queue that a DataLoader pulls requests from, the DataLoader that holds the workers, and the
+feed of a dataset with positions, which sends them requests."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader
 
-from dynagroup.budget.base import padded_streams
 from dynagroup.distributed import World
-from dynagroup.errors import ConfigError, StateError
+from dynagroup.errors import ConfigError
+from dynagroup.online.collator import RefinementCollator
+from dynagroup.online.datasets import IndexedDataset, IterableWindows, is_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request
-from dynagroup.online.plans import (
-    OnlineConfig,
-    Order,
-    Rank,
-    batch_plans,
-    exact_plans,
-    rough_plans,
-    update_plans,
-)
+from dynagroup.online.plans import OnlineConfig, Source
 from dynagroup.online.protocol import hand_out
-from dynagroup.online.state import LearnedLengths, pack, pack_groups, unpack, unpack_groups
-from dynagroup.online.workers import Workers
+from dynagroup.online.state import pack, pack_groups, unpack, unpack_groups
 from dynagroup.plan.cursor import Cursor
-from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.loader import ENDED_EARLY
-from dynagroup.update.schedule import UpdateSizes
+from dynagroup.validation import warn_user
 
-__all__ = ["FREE_RUNNING", "KINDS", "MapFeed", "Source", "left"]
+__all__ = ["FREE_RUNNING", "MapFeed", "RequestQueue", "Workers"]
 
 FREE_RUNNING = "set_samples_per_update needs a loader with samples_per_update: this one is free-running"
+BLANK = Request(np.zeros(0, np.int64))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """What an epoch's feed draws on: facts, and the settings they were given.
+class RequestQueue:
+    """The ``batch_sampler`` of the inner DataLoader: hands out what was put, and blanks where nothing was yet.
+
+    Workers fetch ahead, so the DataLoader may pull before the ranks have agreed who opens what, or before it is known
+    whether an answer is whole. A blank is an empty window. The queue ends when ``more`` may come says no.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[Request] = deque()
+        self.reset()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What waits belongs to an iteration, which a copy has none of."""
+        return RequestQueue, ()
+
+    def reset(
+        self, pull: Callable[[], Request | None] = lambda: None, more: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Forget everything. ``pull`` gives requests beyond those that wait; ``more``: whether others may come."""
+        self.waiting.clear()
+        self._next, self._more = pull, more
+
+    def __iter__(self) -> Iterator[Request]:
+        while True:
+            request = self.waiting.popleft() if self.waiting else self._next()
+            if request is not None:
+                yield request
+            elif self._more():
+                yield BLANK
+            else:
+                return
+
+
+class Workers:
+    """The DataLoader of a loader: made when first needed, kept over epochs where its workers persist.
 
     Args:
-        cursor: where the updates that come begin.
-        order: dataset indices by position; empty of an iterable dataset.
-        sizes: how many samples each update holds, where it is set.
-        batches: this rank's batches of dataset indices, where the user gives them.
-        lengths: known lengths by position. rough: roughly known ones. At most one of them.
+        kwargs: for torch's ``DataLoader``.
     """
 
-    world: World
-    config: OnlineConfig
-    workers: Workers
-    cursor: Cursor
-    order: Order
-    sizes: UpdateSizes | None = None
-    batches: list[list[int]] | None = None
-    lengths: Streams | None = None
-    rough: IntArray | None = None
+    def __init__(
+        self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]
+    ) -> None:
+        self.queue = RequestQueue()
+        self.iterable = is_stream(dataset)
+        self.collator = collator
+        self.num_workers: int = kwargs.get("num_workers", 0)
+        self.prefetch_factor: int = kwargs.get("prefetch_factor") or 1
+        self.in_order: bool = kwargs.get("in_order") is not False
+        self.persistent = bool(kwargs.get("persistent_workers"))
+        self._dataset, self._config = dataset, config
+        # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
+        self._generator = torch.Generator() if kwargs.get("generator") is None else None
+        self._kwargs = dict(kwargs) if self._generator is None else {**kwargs, "generator": self._generator}
+        self._loader: DataLoader[Any] | None = None
+        self._windows: IterableWindows | None = None
+        self._told = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loader": None, "_windows": None}
 
     @property
-    def kind(self) -> str:
-        """Which kind of epoch it makes, see the table."""
-        if self.workers.iterable:
-            return "iterable"
-        if self.batches is not None:
-            return "batches"
-        if self.sizes is not None:
-            return "updates"
-        if self.lengths is not None:
-            return "exact"
-        return "windows" if self.rough is None else "rough"
+    def depth(self) -> int:
+        """Windows that workers fetch ahead."""
+        return self.num_workers * self.prefetch_factor
 
-    def plans(self, start: Sequence[int] | None, rank: int | None = None, size: int | None = None) -> Iterable[Request]:
-        """The requests of a rank, this one by default, from a mark on; None: from the epoch's beginning."""
-        rank, size = (self.world.rank, self.world.size) if rank is None or size is None else (rank, size)
-        who = Rank(rank, size, self.cursor.epoch, self.workers.collator.budget, self.config)
-        return KINDS[self.kind].plans(self, who, start)
+    def tell_of_sharing(self, message: str) -> None:
+        """Warn, once for all epochs, that an iterable does not divide itself."""
+        if not self._told:
+            self._told = True
+            warn_user(message)
 
-    def with_lengths(self, learned: LearnedLengths | None, hint: IntArray | None) -> Source:
-        """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows."""
-        source, count = replace(self, lengths=None, rough=None), self.order.count
-        if not count or (hint is None and (learned is None or not learned.seen)):
-            return source
-        at, used = np.asarray(self.order.at(np.arange(count)), np.int64), count
-        if self.sizes is not None:
-            used = self.sizes.end(self.cursor.epoch).samples_used - self.order.skipped
-        known = None if learned is None else learned.known(at[:used])
-        if known is None or learned is None:
-            return source if hint is None else replace(source, rough=hint[at])
-        unused = np.zeros(count - used, np.int32)  # what an epoch drops is never measured, and never asked for
-        whole = {name: np.append(values, unused) for name, values in known.items()}
-        if learned.steady:
-            return replace(source, lengths=whole)
-        padded = [whole[name] for name in padded_streams(self.workers.collator.budget, whole)]
-        return replace(source, rough=np.sum(padded, axis=0, dtype=np.int64))
+    def seed(self, *key: int) -> None:
+        """Seed what workers draw in this epoch, unless the user gave a generator."""
+        if self._generator is not None:
+            self._generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
 
+    def restart(self) -> None:
+        """Start workers anew at the next epoch."""
+        self._loader = None
 
-class Kind(NamedTuple):
-    """Where the requests of an epoch come from, and what may be done with their batches."""
+    def made_here(self, index: list[int]) -> Refined:
+        """A batch of one sample, processed in this process."""
+        return self.collator(IndexedDataset(self._dataset).__getitems__(index)).batches[0]
 
-    plans: Callable[[Any, Rank, Sequence[int] | None], Iterable[Request]] = lambda source, who, start: ()
-    ordered: bool = False
-    """Batches keep the order in which they come (they were planned in rows), instead of being shuffled."""
-    bounded: bool = True
-    """What a rank still receives is known beforehand."""
-    divided: str = ""
-    """What divides the samples among ranks, if the user's does."""
+    def open_map(self) -> Iterator[Any]:
+        """Iterate over what is put into the queue."""
+        if self._loader is None or not self.persistent:
+            data: Any = IndexedDataset(self._dataset)
+            self._loader = DataLoader(data, batch_sampler=self.queue, collate_fn=self.collator, **self._kwargs)  # type: ignore[arg-type]
+        return iter(self._loader)
 
-
-def _updates(source: Source, who: Rank, start: Any) -> Iterable[Request]:
-    sizes, known = source.sizes, {"lengths": source.lengths, "hint": source.rough}
-    cursor = start or source.cursor
-    return () if sizes is None else update_plans(sizes, who, cursor, skipped=source.order.skipped, **known)
-
-
-KINDS: Mapping[str, Kind] = {
-    "windows": Kind(),
-    "exact": Kind(lambda source, who, start: exact_plans(source.lengths, who, start or (0, 0)), ordered=True),
-    "rough": Kind(lambda source, who, start: rough_plans(source.rough, who, start or (0, 0))),
-    "updates": Kind(_updates),
-    "batches": Kind(
-        lambda source, who, start: batch_plans(source.batches, start or (0,)),
-        ordered=True,
-        bounded=False,
-        divided="a batch_sampler",
-    ),
-    "iterable": Kind(bounded=False, divided="an iterable dataset"),
-}
-
-
-def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
-    """Positions that no rank has emitted, from the places of all of them.
-
-    Raises:
-        StateError: the user divides the samples among ranks, so that they resume on as many ranks only.
-    """
-    whose, count = KINDS[source.kind].divided, source.order.count
-    if whose:
-        raise StateError(
-            f"{whose} is divided among ranks by itself: it resumes on {len(places)} ranks, as before, not on {source.world.size}"
-        )
-    parts = [unpack(place[name][1], count) for place in places for name in ("front", "pool")]
-    parts += [unpack(rest[0], count) for place in places for rest in place["rest"]]
-    if source.kind == "windows":
-        parts.append(np.arange(count)[slice(*places[0]["handed_out"])])
-    elif source.kind == "updates":
-        parts.append(np.arange(source.cursor.samples_used - source.order.skipped, count))
-    else:
-        for rank, place in enumerate(places):
-            if place["next"] is not None:
-                parts += [request.positions for request in source.plans(place["next"], rank, len(places))]
-    return np.sort(np.concatenate(parts))
+    def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
+        """Iterate over the iterable's windows, from the spots where its workers stood."""
+        if self._loader is None or self._windows is None or not self.persistent or spots:
+            of_window = {"window": self._config.window, "max_bytes": self._config.window_bytes}
+            self._windows = IterableWindows(self._dataset, **of_window, rank=world.rank, size=world.size)
+            self._loader = DataLoader(self._windows, batch_size=None, collate_fn=self.collator, **self._kwargs)
+        self._windows.start(epoch, spots)
+        return iter(self._loader)
 
 
 class MapFeed:
@@ -178,8 +146,8 @@ class MapFeed:
     opening = 0
     has_nothing = False
 
-    def __init__(self, source: Source, place: Mapping[str, Any] | None) -> None:
-        self.source = source
+    def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
+        self.source, self.workers = source, workers
         self.start, self.stop = place["handed_out"] if place else (0, source.order.count * (source.kind == "windows"))
         # Ranks agree on all steps of an update at once.
         self._max_bytes = None if source.kind == "updates" else source.config.window_bytes
@@ -188,10 +156,8 @@ class MapFeed:
         self._turns: deque[int] = deque()
         self._sent: dict[int, Request] = {}
         self._early: dict[int, RefinedWindow] = {}
-        self._replan(() if place and place["next"] is None else source.plans(place and place["next"]))
-        source.workers.queue.reset(
-            self._pull, lambda: self.shares or (self._max_bytes is not None and bool(self._sent))
-        )
+        self._replan(() if place and place["next"] is None else source.requests(place and place["next"]))
+        self.workers.queue.reset(self._pull, lambda: self.shares or (self._max_bytes is not None and bool(self._sent)))
         self._resumed = place
         if place is not None:
             self._send_again(place)
@@ -234,7 +200,7 @@ class MapFeed:
     def share(self, loads: Sequence[int], ahead: int) -> None:
         """Hand out positions by all ranks' loads, in samples, so that each has ``ahead`` and what its workers prefetch."""
         window = self.source.config.window
-        target = (self.source.workers.depth + 1) * window + ahead
+        target = (self.workers.depth + 1) * window + ahead
         windows, self.start = hand_out(loads, self.start, self.stop, window=window, target=target)
         for start, stop in windows[self.source.world.rank]:
             self._send(Request(np.arange(start, stop), keep=0 if self.shares else stop - start))
@@ -243,7 +209,7 @@ class MapFeed:
         """The next window's batches, in the order in which windows were sent, also where workers answer out of order. Raises what
         a worker raised."""
         if self._iterator is None:
-            self._iterator = self.source.workers.open_map()
+            self._iterator = self.workers.open_map()
         while not self._turns or self._turns[0] not in self._early:  # the next request may not have been pulled yet
             window = next(self._iterator, None)
             if window is None:
@@ -256,18 +222,18 @@ class MapFeed:
         if count < len(request):
             rest = replace(request.part(count, len(request)), mark=None)
             self._turns.appendleft(self._number)
-            self.source.workers.queue.waiting.appendleft(self._numbered(rest, self._max_bytes))
+            self.workers.queue.waiting.appendleft(self._numbered(rest, self._max_bytes))
         return window.batches
 
     def close(self) -> None:
         """Let go of the workers; a later fork must not inherit them. Nor does the queue keep this feed: workers in a circle of
         objects take five seconds each to end when it is collected."""
         self._iterator = None
-        self.source.workers.queue.reset()
+        self.workers.queue.reset()
 
     def _send(self, request: Request, *, whole: bool = False) -> None:
         self._turns.append(self._number)
-        self.source.workers.queue.waiting.append(self._numbered(request, None if whole else self._max_bytes))
+        self.workers.queue.waiting.append(self._numbered(request, None if whole else self._max_bytes))
 
     def _pull(self) -> Request | None:
         request, self._upcoming = self._upcoming, next(self._plans, None)
@@ -296,7 +262,7 @@ class MapFeed:
     def spare(self) -> Refined:
         """One sample as a batch, for a rank that idles and never had any."""
         order = self.source.order
-        return self.source.workers.made_here(order.at(np.zeros(1, np.int64)) if order.count else [0])
+        return self.workers.made_here(order.at(np.zeros(1, np.int64)) if order.count else [0])
 
     def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
         """Its place, and the batches that it gave and that are not used: ``front`` are agreed steps, ``pool`` is queued."""
@@ -346,9 +312,9 @@ class MapFeed:
         if sizes is None:
             raise ConfigError(FREE_RUNNING)
         cursor = self._next_mark() or sizes.end(source.cursor.epoch)
-        for after in islice(sizes.cursors(cursor), source.workers.depth):
+        for after in islice(sizes.cursors(cursor), self.workers.depth):
             cursor = after
         update = sizes.change(cursor, samples)
         if self._upcoming is not None:
-            self._replan(source.plans(self._upcoming.mark))
+            self._replan(source.requests(self._upcoming.mark))
         return update

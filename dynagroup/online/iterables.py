@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dynagroup.distributed import World
+from dynagroup.online.feeds import Workers
 from dynagroup.online.messages import Refined, RefinedWindow
-from dynagroup.online.workers import Workers
+from dynagroup.online.plans import Source
 
 __all__ = ["IterableFeed"]
 
@@ -23,8 +23,8 @@ class IterableFeed:
     shares = False
     pending_samples = 0
 
-    def __init__(self, workers: Workers, epoch: int, world: World, place: Mapping[str, Any] | None) -> None:
-        self._workers, self._epoch, self._world = workers, epoch, world
+    def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
+        self._workers, self._epoch, self._world = workers, source.cursor.epoch, source.world
         self._spots: Mapping[str, Any] = place["workers"] if place else {}
         self._iterator: Iterator[RefinedWindow] | None = None
         self._openings: dict[int, int] = {}

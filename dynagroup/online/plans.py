@@ -1,9 +1,21 @@
-"""Which samples come when: the order of an epoch, and the requests that follow from it where lengths are known, roughly known,
-or fixed by updates. Pure functions of their arguments."""
+"""Which samples come when: the order of an epoch, and a table of kinds of epochs, with the requests that each makes of it. Pure
+functions of their arguments.
+
+============  =====================================  ========================================
+kind          when                                   its place in the epoch
+============  =====================================  ========================================
+``windows``   nothing is known of the samples        what was handed out, what is still to be
+``exact``     lengths were seen in an earlier epoch  the next request of the plan
+``rough``     lengths are hinted at, or change       the next request of the plan
+``updates``   ``samples_per_update`` is set          the run's cursor
+``batches``   the user gives batches                 the number of the next batch
+``iterable``  the dataset is iterable                where each worker stands
+============  =====================================  ========================================
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import index as as_index
@@ -11,11 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynagroup.budget.base import Budget, padded_tokens
+from dynagroup.budget.base import Budget, padded_streams, padded_tokens
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.online.datasets import set_epoch
 from dynagroup.online.messages import Request
 from dynagroup.online.protocol import Uneven, print_of
+from dynagroup.online.state import LearnedLengths
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
@@ -23,22 +37,19 @@ from dynagroup.plan.epoch import EpochOrder, OrderSource
 from dynagroup.plan.padded import OBJECTIVES, Objective
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows
-from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, checked_samples
 from dynagroup.validation import check_choice, check_flag, check_int
 
 __all__ = [
+    "KINDS",
     "EpochOrders",
     "OnlineConfig",
     "Order",
-    "Rank",
-    "batch_plans",
+    "Source",
     "behind",
-    "exact_plans",
     "handed_out",
-    "rough_plans",
-    "update_plans",
 ]
 
 ROWS_A_REQUEST = 16
@@ -76,18 +87,14 @@ class OnlineConfig:
             object.__setattr__(self, name, value)
         check_choice("uneven", self.uneven, ("idle", "stop"))
         check_choice("objective", self.objective, OBJECTIVES)
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if self.samples_per_update is None:
-            if self.drop_last:
-                raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
-        elif self.accumulation != 1:
+        if self.samples_per_update is None and self.drop_last:
+            raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
+        if self.samples_per_update is not None and self.accumulation != 1:
             raise ConfigError(
                 f"`accumulation` ({self.accumulation}) and `samples_per_update` exclude each other: an update takes "
                 "as many steps as its samples need"
             )
-        elif self.uneven == "stop":
+        if self.samples_per_update is not None and self.uneven == "stop":
             raise ConfigError(
                 "`uneven='stop'` and `samples_per_update` exclude each other: an update is whole on all ranks; to leave out "
                 "the epoch's last one where it is smaller, pass `drop_last=True`"
@@ -171,7 +178,7 @@ class EpochOrders:
 
     def batches(self, epoch: int) -> list[list[int]] | None:
         """This rank's batches, where the user gives them. A sampler that cannot be told the epoch is drawn for each before."""
-        source, (drawn, _) = self._batch_sampler, self._drawn
+        source, drawn = self._batch_sampler, self._drawn[0]
         if source is None:
             return None
         if epoch != drawn:
@@ -198,82 +205,119 @@ def _indices(batch: Any) -> list[int]:
     raise ConfigError(f"`batch_sampler` must give lists of dataset indices, but gives {batch!r:.200}") from error
 
 
-class Rank(NamedTuple):
-    """Whose requests, and how they are cut."""
+class Source(NamedTuple):
+    """What an epoch's requests follow from: facts, and the settings they were given.
 
-    rank: int
-    size: int
-    epoch: int
-    budget: Budget
+    Args:
+        cursor: where the updates that come begin.
+        order: dataset indices by position; empty of an iterable dataset.
+        sizes: how many samples each update holds, where it is set.
+        batches: this rank's batches of dataset indices, where the user gives them.
+        lengths: known lengths by position. rough: roughly known ones. At most one of them.
+    """
+
+    world: World
     config: OnlineConfig
+    budget: Budget
+    iterable: bool
+    cursor: Cursor
+    order: Order
+    sizes: UpdateSizes | None = None
+    batches: list[list[int]] | None = None
+    lengths: Streams | None = None
+    rough: IntArray | None = None
 
     @property
-    def keep(self) -> int:
-        """Samples are kept for splitting only where another rank may need more steps."""
-        return int(self.size > 1)
+    def kind(self) -> str:
+        """Which kind of epoch it makes, see the table."""
+        if self.iterable:
+            return "iterable"
+        if self.batches is not None:
+            return "batches"
+        if self.sizes is not None:
+            return "updates"
+        if self.lengths is not None:
+            return "exact"
+        return "windows" if self.rough is None else "rough"
+
+    def requests(self, start: Any) -> Iterable[Request]:
+        """This rank's requests from a mark on; None: from the epoch's beginning."""
+        return KINDS[self.kind].plans(self, self.world.rank, self.world.size, start)
+
+    def with_lengths(self, learned: LearnedLengths | None, hint: IntArray | None) -> Source:
+        """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows."""
+        source, count = self._replace(lengths=None, rough=None), self.order.count
+        if not count or (hint is None and (learned is None or not learned.seen)):
+            return source
+        at, used = np.asarray(self.order.at(np.arange(count)), np.int64), count
+        if self.sizes is not None:
+            used = self.sizes.end(self.cursor.epoch).samples_used - self.order.skipped
+        known = None if learned is None else learned.known(at[:used])
+        if known is None or learned is None:
+            return source if hint is None else source._replace(rough=hint[at])
+        unused = np.zeros(count - used, np.int32)  # what an epoch drops is never measured, and never asked for
+        whole = {name: np.append(values, unused) for name, values in known.items()}
+        if learned.steady:
+            return source._replace(lengths=whole)
+        padded = [whole[name] for name in padded_streams(self.budget, whole)]
+        return source._replace(rough=np.sum(padded, axis=0, dtype=np.int64))
 
 
-def rank_batches(lengths: Streams, who: Rank, *, shuffled: bool, window: int) -> tuple[list[IntArray], list[int]]:
-    """This rank's batches of one window, a row each, as positions in the window, and their padded tokens; no sample is repeated
+def rank_batches(
+    source: Source, lengths: Streams, rank: int, size: int, *, shuffled: bool, window: int
+) -> tuple[list[IntArray], list[int]]:
+    """A rank's batches of one window, a row each, as positions in the window, and their padded tokens; no sample is repeated
     to fill a row, and nobody always has the dearest batch."""
-    config, size = who.config, who.size
-    batches = cut_rows(lengths, who.budget, size, work=config.work, objective=config.objective)
+    config = source.config
+    batches = cut_rows(lengths, source.budget, size, work=config.work, objective=config.objective)
     num_rows = -(-len(batches) // size)
-    rng = np.random.default_rng((config.seed, who.epoch, window))
-    columns = [int(rng.permutation(size)[who.rank]) if size > 1 else 0 for _ in range(num_rows)]
+    rng = np.random.default_rng((config.seed, source.cursor.epoch, window))
+    columns = [int(rng.permutation(size)[rank]) if size > 1 else 0 for _ in range(num_rows)]
     rows = list(range(num_rows))
     if shuffled:
         place = rng.permutation(num_rows)
         rows.sort(key=lambda row: place[row] if (row + 1) * size <= len(batches) else num_rows)
     numbers = [row * size + columns[row] for row in rows]
     mine = batches.take(np.array([number for number in numbers if number < len(batches)], np.int64))
-    return list(mine), padded_tokens(shapes_of(mine, lengths), who.budget).tolist()
+    return list(mine), padded_tokens(shapes_of(mine, lengths), source.budget).tolist()
 
 
-def exact_plans(lengths: Streams, who: Rank, start: Sequence[int] = (0, 0)) -> Iterator[Request]:
-    """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks.
-
-    Args:
-        lengths: by position in the epoch's order.
-        start: the mark of the first request wanted: (window, request of the window).
-    """
-    count = len(lengths[TOKENS])
-    window = exact_window(lengths, who) if count else 1
-    for number in range(start[0], -(-count // window)):
+def exact_plans(source: Source, rank: int, size: int, start: Sequence[int] | None) -> Iterator[Request]:
+    """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks. All ranks' windows
+    up to a quarter of an epoch are planned together, so that batches differ from epoch to epoch; at least what the offline
+    sampler would choose. A mark is (window, request of the window)."""
+    lengths, config, count = source.lengths or {}, source.config, source.order.count
+    if not count:
+        return
+    offline = Planner(lengths, source.budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
+    window = max(offline, min(config.window * size, count // 4))
+    begin, done = start or (0, 0)
+    for number in range(begin, -(-count // window)):
         first = number * window
         part = {name: values[first : first + window] for name, values in lengths.items()}
-        mine, costs = rank_batches(part, who, shuffled=who.config.shuffle, window=number)
-        skipped = start[1] if number == start[0] else 0
-        for chunk in range(skipped, -(-len(mine) // ROWS_A_REQUEST)):
+        mine, costs = rank_batches(source, part, rank, size, shuffled=config.shuffle, window=number)
+        for chunk in range(done if number == begin else 0, -(-len(mine) // ROWS_A_REQUEST)):
             rows = slice(chunk * ROWS_A_REQUEST, (chunk + 1) * ROWS_A_REQUEST)
-            sizes = tuple(map(len, mine[rows]))
-            yield Request(
-                first + np.concatenate(mine[rows]), sizes, tuple(costs[rows]), keep=who.keep, mark=(number, chunk)
-            )
+            sizes, flat = tuple(map(len, mine[rows])), first + np.concatenate(mine[rows])
+            yield Request(flat, sizes, tuple(costs[rows]), keep=size > 1, mark=(number, chunk))
 
 
-def exact_window(lengths: Streams, who: Rank) -> int:
-    """Samples planned together: all ranks' windows up to a quarter of an epoch, so that batches differ from epoch to epoch; at
-    least what the offline sampler would choose."""
-    offline = Planner(lengths, who.budget, PlanConfig(shuffle=who.config.shuffle)).window_size(who.size)
-    return max(offline, min(who.config.window * who.size, len(lengths[TOKENS]) // 4))
-
-
-def rough_plans(hint: IntArray, who: Rank, start: Sequence[int] = (0, 0)) -> Iterator[Request]:
+def rough_plans(source: Source, rank: int, size: int, start: Sequence[int] | None) -> Iterator[Request]:
     """Windows of similar samples where lengths are known roughly: workers cut them by true lengths.
 
     The samples of all ranks' windows are sorted by the hint and dealt out like cards, so that all ranks hold the like;
     each rank's share is cut into chunks of neighbours, which come in the same shuffled order on all ranks.
     """
-    span = who.config.window * who.size
-    for number in range(start[0], -(-len(hint) // span)):
+    span, hint = source.config.window * size, np.asarray(source.rough)
+    begin, done = start or (0, 0)
+    for number in range(begin, -(-len(hint) // span)):
         first = number * span
-        mine = first + deal(hint[first : first + span], who.rank, who.size)
+        mine = first + deal(hint[first : first + span], rank, size)
         count = max(1, min(CHUNKS_A_WINDOW, len(mine) // 32))
-        order = np.random.default_rng((who.config.seed, who.epoch, number)).permutation(CHUNKS_A_WINDOW)
-        chunks = np.array_split(mine, count)
-        for place in range(start[1] if number == start[0] else 0, count):
-            yield Request(np.sort(chunks[order[order < count][place]]), keep=who.keep, mark=(number, place))
+        rng = np.random.default_rng((source.config.seed, source.cursor.epoch, number))
+        order, chunks = rng.permutation(CHUNKS_A_WINDOW), np.array_split(mine, count)
+        for place in range(done if number == begin else 0, count):
+            yield Request(np.sort(chunks[order[order < count][place]]), keep=size > 1, mark=(number, place))
 
 
 def deal(hint: IntArray, rank: int, size: int) -> IntArray:
@@ -287,39 +331,57 @@ def deal(hint: IntArray, rank: int, size: int) -> IntArray:
     return order[np.where(rounds % 2, size - 1 - column, column) == rank]
 
 
-def batch_plans(batches: Sequence[Sequence[int]], start: Sequence[int] = (0,)) -> Iterator[Request]:
+def batch_plans(source: Source, rank: int, size: int, start: Sequence[int] | None) -> Iterator[Request]:
     """The user's batches, each refined by itself; positions number this rank's samples as they come."""
+    batches = source.batches or []
     ends = np.cumsum([0, *map(len, batches)]).tolist()
-    for number in range(start[0], len(batches)):
+    for number in range(start[0] if start else 0, len(batches)):
         yield Request(np.arange(ends[number], ends[number + 1]), (len(batches[number]),), mark=(number,))
 
 
-def update_plans(
-    sizes: UpdateSizes, who: Rank, start: Cursor, *, skipped: int, lengths: Streams | None, hint: IntArray | None
-) -> Iterator[Request]:
-    """One request an update: this rank's share of the samples that fixed batches would draw for it.
+def update_plans(source: Source, rank: int, size: int, start: Cursor | None) -> Iterator[Request]:
+    """One request an update: this rank's share of the samples that fixed batches would draw for it. By known lengths shares are
+    planned batches, in rows over the ranks; by roughly known ones they are balanced, without either of equal size.
 
-    Args:
-        start: where the first update wanted begins.
-        skipped: samples at the beginning of the epoch's order that have no position any more; of the update that was under
-            way then, the rest.
-        lengths: known lengths by position: shares are planned batches, in rows over the ranks.
-        hint: roughly known lengths by position: shares are balanced by them. Without either, by number of samples.
+    Of an epoch that goes on on other ranks, the first samples have no position any more; of the update that was under way then,
+    only the rest.
     """
-    mark = start
-    for begin, stop, after in sizes.spans(start):
+    mark, skipped = start or source.cursor, source.order.skipped
+    for begin, stop, after in source.sizes.spans(mark) if source.sizes is not None else ():
         first, end = max(begin - skipped, 0), stop - skipped
-        if lengths is not None:
-            part = {name: values[first:end] for name, values in lengths.items()}
-            mine, costs = rank_batches(part, who, shuffled=False, window=mark.update)
-            flat = np.concatenate([np.zeros(0, np.int64), *mine])
-            yield Request(first + flat, tuple(map(len, mine)), tuple(costs), keep=who.keep, mark=mark)
-        elif hint is not None:
-            yield Request(first + np.sort(deal(hint[first:end], who.rank, who.size)), keep=who.keep, mark=mark)
+        if source.lengths is not None:
+            part = {name: values[first:end] for name, values in source.lengths.items()}
+            mine, costs = rank_batches(source, part, rank, size, shuffled=False, window=mark.update)
+            flat = first + np.concatenate([np.zeros(0, np.int64), *mine])
+            yield Request(flat, tuple(map(len, mine)), tuple(costs), keep=size > 1, mark=mark)
+        elif source.rough is not None:
+            yield Request(first + np.sort(deal(source.rough[first:end], rank, size)), keep=size > 1, mark=mark)
         else:
-            shares = np.array_split(np.arange(first, end), who.size)
-            yield Request(shares[(who.rank + mark.update) % who.size], keep=who.keep, mark=mark)
+            share = np.array_split(np.arange(first, end), size)[(rank + mark.update) % size]
+            yield Request(share, keep=size > 1, mark=mark)
         mark = after
+
+
+class Kind(NamedTuple):
+    """Where the requests of an epoch come from, and what may be done with their batches."""
+
+    plans: Callable[[Source, int, int, Any], Iterable[Request]] = lambda source, rank, size, start: ()
+    ordered: bool = False
+    """Batches keep the order in which they come (they were planned in rows), instead of being shuffled."""
+    bounded: bool = True
+    """What a rank still receives is known beforehand."""
+    divided: str = ""
+    """What divides the samples among ranks, if the user's does."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "windows": Kind(),
+    "exact": Kind(exact_plans, ordered=True),
+    "rough": Kind(rough_plans),
+    "updates": Kind(update_plans),
+    "batches": Kind(batch_plans, ordered=True, bounded=False, divided="a batch_sampler"),
+    "iterable": Kind(bounded=False, divided="an iterable dataset"),
+}
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
@@ -13,11 +15,10 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
-from dynagroup.online.feeds import FREE_RUNNING, Source, left
-from dynagroup.online.plans import EpochOrders, OnlineConfig, Order, handed_out
+from dynagroup.online.feeds import FREE_RUNNING, Workers
+from dynagroup.online.plans import KINDS, EpochOrders, OnlineConfig, Order, Source, handed_out
 from dynagroup.online.protocol import Exchange, print_of
 from dynagroup.online.state import LearnedLengths, together, unpack
-from dynagroup.online.workers import Workers
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray
 from dynagroup.update.loader import StepLoader
@@ -225,14 +226,13 @@ class OnlineSteps(StepLoader[Any]):
             learner.apply(world)
         self._workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         drawn = {"order": self._orders.of_epoch(epoch), "batches": self._orders.batches(epoch), "sizes": self.sizes}
-        source = Source(world=world, config=self.config, workers=self._workers, cursor=cursor, **drawn)
+        source = Source(world, self.config, self.budget, self._workers.iterable, cursor, **drawn)
         source, place, joined = _resumed(source, states, self._learned, self._hint)
         make = FreeRunner if self.sizes is None else UpdateRunner
-        under_way = states[0]["running"]["under_way"] if states else 0
         identity = {**self._of_ranks(source, place), "place": joined.steps}
-        return make(
-            source, joined, place, under_way=under_way, identity=identity, stats=self.stats, learned=self._learned
-        )
+        under_way = states[0]["running"]["under_way"] if states else 0
+        facts = {"under_way": under_way, "identity": identity, "stats": self.stats, "learned": self._learned}
+        return make(source, self._workers, joined, place, **facts)
 
     def _of_ranks(self, source: Source, place: Mapping[str, Any] | None) -> dict[str, Any]:
         """What all ranks must have alike in an epoch."""
@@ -284,16 +284,41 @@ def _resumed(
         return source.with_lengths(learned, hint), None, cursor
     place, indices = states[0]["running"], source.order.indices
     order = source.order if place["base"] is None else Order(indices, unpack(place["base"], len(indices)))
-    source = replace(source, order=order, cursor=handed_out(cursor, place["under_way"], sizes)).with_lengths(
+    source = source._replace(order=order, cursor=handed_out(cursor, place["under_way"], sizes)).with_lengths(
         learned, hint
     )
     if place["kind"] != source.kind:
         raise StateError(f"the state was taken in an epoch of kind {place['kind']!r}, this one is {source.kind!r}")
     if states[0]["world_size"] == source.world.size:
         return source, place, cursor
-    order = source.order.restricted(left(source, [state["running"]["feed"] for state in states]))
-    source = replace(source, order=order, cursor=cursor).with_lengths(learned, hint)
+    order = source.order.restricted(_left(source, [state["running"]["feed"] for state in states]))
+    source = source._replace(order=order, cursor=cursor).with_lengths(learned, hint)
     return source, None, _joined(cursor, states, source.world.rank)
+
+
+def _left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
+    """Positions that no rank has emitted, from the places of all of them.
+
+    Raises:
+        StateError: the user divides the samples among ranks, so that they resume on as many ranks only.
+    """
+    whose, count = KINDS[source.kind].divided, source.order.count
+    if whose:
+        raise StateError(
+            f"{whose} is divided among ranks by itself: it resumes on {len(places)} ranks, as before, not on {source.world.size}"
+        )
+    parts = [unpack(place[name][1], count) for place in places for name in ("front", "pool")]
+    parts += [unpack(rest[0], count) for place in places for rest in place["rest"]]
+    if source.kind == "windows":
+        parts.append(np.arange(count)[slice(*places[0]["handed_out"])])
+    elif source.kind == "updates":
+        parts.append(np.arange(source.cursor.samples_used - source.order.skipped, count))
+    else:
+        for rank, place in enumerate(places):
+            if place["next"] is not None:
+                requests = KINDS[source.kind].plans(source, rank, len(places), place["next"])
+                parts += [request.positions for request in requests]
+    return np.sort(np.concatenate(parts))
 
 
 def _joined(cursor: Cursor, states: list[Mapping[str, Any]], rank: int) -> Cursor:
