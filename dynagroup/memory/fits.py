@@ -16,6 +16,7 @@ from dynagroup.memory.run import Layout, Mode
 from dynagroup.memory.traced import TracedMemory, positions_of
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
+from dynagroup.validation import check_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,8 +49,7 @@ def parsed_bytes(memory: str | int) -> int:
 def largest_within(
     fits: Callable[[IntArray], NDArray[np.bool_]], size: int, most: int | IntArray = MOST_SAMPLES
 ) -> IntArray:
-    """For each of ``size`` questions the largest number of samples up to ``most`` that fits, 0 where not even one does: int64
-    (size,).
+    """For each of ``size`` questions the most samples, up to ``most``, that fit: int64 (size,), 0 where not even one does.
 
     Bisection over a monotone ``fits``, which is asked about all questions at once; at most 41 times.
 
@@ -116,7 +116,7 @@ class Fits:
         >>> Fits.of(ProfiledMemory(0, ("tokens",), ((0.0, 0.0, 1e6, 0.0),), 0.0), 10**9, [100, 900]).samples
         (9, 1)
         """
-        _check_headroom(headroom)
+        check_number("headroom", headroom, most=1.0)
         wanted = sorted(int(length) for length in lengths)
         if not wanted or wanted[0] < 1:
             raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
@@ -179,11 +179,6 @@ class Fits:
         axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit", title=title)
 
 
-def _check_headroom(headroom: float) -> None:
-    if not 0 < headroom <= 1:
-        raise ConfigError(f"`headroom` is the share of the device that may be used, at most 1.0, but is {headroom!r}")
-
-
 def what_fits(
     model_or_config: Any,
     memory: str | int | None = None,
@@ -213,7 +208,7 @@ def what_fits(
     from dynagroup.device import free_bytes
 
     limit = free_bytes() if memory is None else parsed_bytes(memory)
-    _check_headroom(headroom)
+    check_number("headroom", headroom, most=1.0)
     traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
     named = model_or_config if isinstance(model_or_config, str) else None
     return Fits.of(
@@ -237,10 +232,8 @@ def new_tokens_of(workload: Workload) -> int:
 def token_budget(memory: BytesMemoryModel, room: float, longest: int, *, multiple: int = 1, new_tokens: int = 0) -> int:
     """The most tokens under which every batch of samples of up to ``longest`` tokens takes at most ``room`` bytes.
 
-    A token budget T allows T // C samples of L tokens, where C counts what is generated, too, and is rounded up to
-    ``multiple``. With M(L) the most that fit, T // C(L) <= M(L) for all L is T < (M(L) + 1) * C(L) for all L; the smallest
-    of these bounds, less one. (Counting prompts alone, one-token prompts would decide: each brings a cache of all its new
-    tokens.) Cost: one bisection over all lengths at once.
+    A token budget T allows T // C(L) samples of L tokens, where C counts what is generated, too, rounded up to ``multiple``.
+    With M(L) the most that fit, T // C(L) <= M(L) for all L is T < (M(L) + 1) * C(L) for all L. One bisection.
     """
     layout: Layout = getattr(memory, "layout", "padded")
     if longest < 1:

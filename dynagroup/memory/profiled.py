@@ -23,8 +23,7 @@ LEAST_ROWS = 4
 class ProfiledMemory:
     """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
 
-    A training step's peak is in its loss, in a layer's backward, or in the gradient of the embedding; inside each the form is
-    exact, and beyond what was measured it is a guess: asked about more than twice the longest row, it warns once. Make it with
+    Beyond what was measured it is a guess: asked about more than twice the longest row, it warns once. Make it with
     :meth:`fit`. For a model that can be traced, ``MemoryBudget.from_model`` is right at any length.
 
     >>> from dynagroup.memory.measurements import Measurement

@@ -17,11 +17,7 @@ from dynagroup.shapes import BatchShape
 SHARDS = 12
 LEAST = 0.97
 SHAPES = [(8, 200), (3, 555), (30, 100)]
-MAPPINGS = (
-    hf.MODEL_FOR_CAUSAL_LM_MAPPING,
-    hf.MODEL_FOR_MASKED_LM_MAPPING,
-    hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-)
+MAPPINGS = (hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.MODEL_FOR_MASKED_LM_MAPPING, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
 KINDS = sorted({kind for mapping in MAPPINGS for kind in mapping}, key=lambda kind: kind.__name__)
 SIZES = {
     512: ("vocab_size",),

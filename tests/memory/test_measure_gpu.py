@@ -65,8 +65,7 @@ def test_saved_rows_are_what_the_regressor_is_trained_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--models", "gpt17"], "names 'gpt17'"), (["--dry"], "needs an --output of its own")],
+    ("arguments", "message"), [(["--models", "gpt17"], "names 'gpt17'"), (["--dry"], "needs an --output of its own")]
 )
 def test_bad_arguments_say_the_way_out(arguments, message, capsys):
     with pytest.raises(SystemExit):
