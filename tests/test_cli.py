@@ -364,7 +364,7 @@ def test_what_is_no_model_is_refused_in_one_line(command, model, folder):
         ("profile m --picture /", "cannot be a picture"),
         ("profile x --shapes 8by512", "such as 8x512, but is '8by512'"),
         ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
-        ("profile model --headroom 1.5", "at most 1.0, but is 1.5"),
+        ("profile model --headroom 1.5", "at most 1, but is 1.5"),
         ("profile model --dtype int3", "`dtype` must be one of"),
         ("profile model --measure", "needs a CUDA device"),
         ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
