@@ -86,7 +86,7 @@ def simulate_workload(family: Family, sizes: Sizes, setting: dict[str, Any]) -> 
         "workload": workload.to_json(),
         "static_bytes": static_bytes(prepare(model, workload), workload),
         "two_streams": family.kind in ("seq2seq", "speech") and setting["mode"] != "generate",
-        "phases": trace_phases(model, workload, aligned=False).rows,
+        "phases": trace_phases(model, workload).rows,
     }
 
 

@@ -7,12 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from regressor import measure_gpu
 from regressor.measure_gpu import DRY, DryDevice, main, measure_all, report
-from regressor.rows import load_measured
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,15 +51,6 @@ def test_it_asks_for_no_package_that_a_bare_machine_lacks(tmp_path):
     assert shown.returncode == 0, shown.stderr
     head, *rows = map(json.loads, path.with_suffix(".jsonl").read_text().splitlines())
     assert (head["about"]["source"], len(rows), path.exists()) == ("dry", 4, False)
-
-
-def test_saved_rows_are_what_the_regressor_is_trained_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("regressor.rows.FEWEST_MEASURED", 2)
-    assert main(["--dry", "--models", "bert", "--output", str(tmp_path / "dry.parquet")]) == 0
-    assert json.loads(pq.read_table(tmp_path / "dry.parquet").schema.metadata[b"dynagroup.about"])["source"] == "dry"
-    tables = load_measured(tmp_path / "dry.parquet")
-    assert {row.num_samples for table in tables for row in table} == {1, 2}
-    assert all(table.workload.phases is None and table.workload.num_layers == 1 for table in tables)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,9 @@ class LiveBytes(TorchDispatchMode):
         self.timeline: list[int] = []
         self.marks: dict[str, tuple[int, int]] = {}
         self._block, self._slack = block, slack
-        self._apart = {_key(t): t.untyped_storage() for t in apart}  # held, so that no new storage takes their place
+        self._apart = {
+            t.untyped_storage()._cdata: t.untyped_storage() for t in apart
+        }  # held, so that no new storage takes their place
         self._known = set(self._apart)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -209,10 +211,6 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _most_padded(func: Any, place: int, made: torch.Tensor, args: tuple) -> int | None:

@@ -39,9 +39,7 @@ FEWEST_POSITIONS = 64
 MOST_TOKENS = 131072  # of a sample, or of a packed batch: phases that count only beyond are left out
 
 
-def trace_phases(
-    model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None, aligned: bool = True
-) -> Phases:
+def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None) -> Phases:
     """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
 
     Memory is the largest of the phases. Where attention slides, the program and its cache are others for lengths beyond the
@@ -51,7 +49,6 @@ def trace_phases(
     Args:
         model_or_config: a model, a transformers config, or its name.
         workload: what is done with it. inputs: as in :func:`simulate`.
-        aligned: whether to trace again for lengths whose masks need no padding.
 
     Raises:
         ValueError: the program depends on more than the shape, or the model has too few positions to tell.
@@ -62,7 +59,7 @@ def trace_phases(
             found = _phases(padded)
         except ValueError as error:
             return _simulated(padded, error)
-        if workload.attention != "sdpa" or padded.packed or not aligned:
+        if workload.attention != "sdpa" or padded.packed:
             return found
         spared = _phases(replace(padded, copies_masks=False))
     return found if spared == found else replace(found, aligned=spared)

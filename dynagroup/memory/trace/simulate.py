@@ -5,7 +5,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynagroup.errors import ConfigError
@@ -65,7 +66,8 @@ def simulate(
             with _explained(workload):
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
             rows.append(Measurement(num_samples, longest, static, peak))
-    return Measurements(tuple(rows), workload, "simulated", _versions())
+    versions = {package: version(package) for package in ("torch", "transformers") if find_spec(package)}
+    return Measurements(tuple(rows), workload, "simulated", versions)
 
 
 def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
@@ -123,16 +125,6 @@ def _explained(workload: Workload) -> Iterator[None]:
             f"({type(error).__name__}: {reason}). measure() on a device and MemoryRegressor still work; `inputs=` helps where "
             "only the arguments are wrong"
         ) from error
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def measure(
