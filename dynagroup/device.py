@@ -105,20 +105,13 @@ def _allowed_share(device: torch.device) -> float:
 
 
 class Device(Protocol):
-    """The counters of a device's allocator."""
+    """The counters of a device's allocator, in bytes: alive now, and the most allocated and reserved since the reset."""
 
     @property
     def device(self) -> torch.device: ...
-    def reset(self) -> None:
-        """Forget earlier peaks and give unused memory back."""
-
-    def allocated(self) -> int:
-        """Bytes alive now."""
-        ...
-
-    def peaks(self) -> tuple[int, int]:
-        """Most bytes allocated, and reserved, since the reset."""
-        ...
+    def reset(self) -> None: ...
+    def allocated(self) -> int: ...
+    def peaks(self) -> tuple[int, int]: ...
 
 
 class CudaDevice:

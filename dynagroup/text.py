@@ -68,8 +68,8 @@ def text_dataloader(
     if lengths is None:
         lengths = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length)
     sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)
-    collator = PackingCollator if budget.layout == "packed" else TokenizingCollator
-    collate = collator(tokenizer, max_length, budget.pad_to_multiple_of, labels)
+    kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
+    collate = kind(tokenizer, max_length, budget.pad_to_multiple_of, labels)
     return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **loader_options)
 
 
@@ -95,18 +95,16 @@ class TokenizingCollator:
 
 
 class PackingCollator(TokenizingCollator):
-    """Texts -> one row of ``input_ids`` (and ``labels``), with ``position_ids`` and the borders of the texts.
-
-    A text without any token adds nothing to the row; a row of such texts alone is one padding token.
-    """
+    """Texts -> one row of ``input_ids`` (and ``labels``), with ``position_ids`` and the borders of the texts; a text without any
+    token adds nothing, and a row of such texts alone is one padding token."""
 
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         from transformers import DataCollatorWithFlattening
 
-        encoded = self._tokens(list(texts), **self._shorten)
-        rows = [{"input_ids": ids} for ids in encoded["input_ids"] if ids]
-        rows = rows or [{"input_ids": [self._tokenizer.pad_token_id]}]
-        batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+        rows = [{"input_ids": ids} for ids in self._tokens(list(texts), **self._shorten)["input_ids"] if ids]
+        batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
+            rows or [{"input_ids": [self._tokenizer.pad_token_id]}]
+        )
         if not self._labels:
             del batch["labels"]
         return batch
