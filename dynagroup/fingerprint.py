@@ -96,8 +96,9 @@ class _Describer:
             return self._function(value)
         if callable(value) and hasattr(value, "__wrapped__"):
             return f"{type(value).__qualname__}({self.text(value.__wrapped__)})"  # pyright: ignore[reportFunctionMemberAccess]
-        if isinstance(getattr(value, "fingerprint", None), str):
-            return value.fingerprint
+        own = getattr(value, "fingerprint", None)
+        if isinstance(own, str):
+            return own
         whole = isinstance(value, (np.ndarray, functools.partial)) or is_dataclass(value) or _is_tensor(value)
         if names is None or whole or not hasattr(value, "__dict__"):
             return self.pickled(value)
@@ -110,7 +111,7 @@ class _Describer:
             if _is_tensor(value) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
                 return f"{value.dtype}{list(value.shape)}#{hashed(_raw(value))}"
             reduce = copyreg.dispatch_table.get(kind)
-            reduced = value.__reduce_ex__(2) if reduce is None else reduce(value)
+            reduced: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
         except Exception:  # noqa: BLE001 - whatever its class raises, it cannot be seen
             self.unseen.add(_named(kind))
             return f"{_named(kind)}, which cannot be compared"

@@ -207,12 +207,10 @@ def _measure_hf(
     texts = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
     if column is None and tokenizer is not None and len(texts) != 1:
         raise ConfigError(f"the dataset has {len(texts)} text columns ({texts}): name one with `column`")
-    column = column or ("input_ids" if tokenizer is None else texts[0])
-    if column not in kinds:
-        raise ConfigError(f"`column` must be one of {data.column_names}, but is {column!r}")
-    if tokenizer is not None:
-        return _map_counts(data, column, tokenizer, max_length, num_proc)
-    return _list_lengths(data, column)
+    name = column or ("input_ids" if tokenizer is None else texts[0])
+    if name not in kinds:
+        raise ConfigError(f"`column` must be one of {data.column_names}, but is {name!r}")
+    return _list_lengths(data, name) if tokenizer is None else _map_counts(data, name, tokenizer, max_length, num_proc)
 
 
 def _map_counts(

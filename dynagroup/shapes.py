@@ -13,10 +13,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    *("TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "TokensCalled"),
-    *("round_up", "said", "target_tokens", "units_of"),
-]
+__all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "TokensCalled", "round_up", "said", "target_tokens",
+           "units_of"]  # fmt: skip
 
 TOKENS = "tokens"
 TARGET = "target"

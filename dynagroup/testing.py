@@ -26,10 +26,8 @@ from dynagroup.update.step import Step
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    *("ThreadWorld", "assert_budget_law", "assert_conserves", "assert_loader_laws", "assert_resumes_exactly"),
-    *("out_of_memory_above", "run_ranks"),
-]
+__all__ = ["ThreadWorld", "assert_budget_law", "assert_conserves", "assert_loader_laws", "assert_resumes_exactly",
+           "out_of_memory_above", "run_ranks"]  # fmt: skip
 
 T = TypeVar("T")
 

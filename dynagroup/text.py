@@ -65,9 +65,10 @@ def text_dataloader(
     if getattr(tokenizer, "pad_token_id", None) is None:
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
     texts = by_position(texts)
+    known: Any = lengths
     if lengths is None:
-        lengths = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length)
-    sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)
+        known = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length)
+    sampler = LengthAwareBatchSampler(known, budget, shuffle=shuffle, **sampler_options)
     kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
     collate = kind(tokenizer, max_length, budget.pad_to_multiple_of, labels)
     return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **loader_options)

@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=command.does, description=f"{command.does.capitalize()}.")
         for option in command.options.split():
             made.add_argument(option, **_settings(option, option in command.required))
-        made.set_defaults(**{k: v for k, v in DEFAULTS.items() if name != "demo"} | command.defaults)
+        made.set_defaults(**{**({} if name == "demo" else DEFAULTS), **command.defaults})
     return parser
 
 

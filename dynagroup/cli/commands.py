@@ -42,10 +42,10 @@ class Command:
 
 def run(args: argparse.Namespace) -> None:
     """Run a command and print what it found."""
+    from dynagroup.plan.plots import picture_path, save_picture
+
     picture = getattr(args, "picture", None)
     if picture:
-        from dynagroup.plan.plots import picture_path, save_picture
-
         picture_path(picture)
     found = COMMANDS[args.command].find(args)
     if found is None:  # the demo prints as it goes
