@@ -1,21 +1,29 @@
-"""Losses of every kind weigh under our Trainer what they weigh under the plain one."""
+"""Losses of every kind weigh under our Trainer what they weigh under the plain one, also when memory runs out."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from transformers import Trainer  # noqa: E402
+from transformers import BartForConditionalGeneration, Trainer  # noqa: E402
 
 from dynagroup import ConfigError  # noqa: E402
 from dynagroup.distributed import SingleProcess  # noqa: E402
-from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin  # noqa: E402
+from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin, attach  # noqa: E402
 from dynagroup.integrations.hf_step import is_a_mean  # noqa: E402
+from dynagroup.testing import assert_conserves  # noqa: E402
+from tests import models  # noqa: E402
+from tests.allocator import Allocator  # noqa: E402
 from tests.integrations import jobs, toys  # noqa: E402
-from tests.integrations.jobs import parameters, trainer  # noqa: E402
+from tests.integrations.jobs import arguments, parameters, trained_on, trainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+ONLINE: dict[str, Any] = {"mode": "online", "lengths": None}
 ONCE = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16, "max_steps": 3, "max_grad_norm": 0.0}
 
 
@@ -76,7 +84,7 @@ def trained(cls, tmp_path, monkeypatch, **changes):
 
 
 @pytest.mark.parametrize("cls", [OursMean, MeanOurs])
-@pytest.mark.parametrize("config", [{}, {"mode": "online", "lengths": None}, {"out_of_memory": "retry"}])
+@pytest.mark.parametrize("config", [{}, ONLINE, {"out_of_memory": "retry"}])
 def test_a_compute_loss_that_returns_a_mean_counts_once_an_update(cls, config, tmp_path, monkeypatch):
     plain = trained(PlainMean, tmp_path, monkeypatch)
     ours = trained(cls, tmp_path, monkeypatch, config=config)
@@ -161,3 +169,158 @@ def test_asking_leaves_no_trace_and_a_batch_without_labels_does_not_decide(tmp_p
     assert is_a_mean(run, run.model, batch, SingleProcess()) is True
     assert torch.equal(before, torch.get_rng_state())
     assert modes == [m.training for m in run.model.modules()]
+
+
+def with_and_without_failures(folder: Any, limits: list[float]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """For each mode and place: parameters without failures and with them, and how often this rank failed."""
+
+    def run(config: dict[str, Any], place: str | None) -> tuple[torch.Tensor, int]:
+        found = trainer(
+            "causal", f"{folder}/run", fits=True, exact_loss=True, config={**config, "out_of_memory": "retry" if place else None},
+            gradient_accumulation_steps=4 // len(limits), count=48, max_steps=4, max_grad_norm=0.3,
+        )  # fmt: skip
+        allocator = Allocator(limits[found.args.process_index])
+        if place is not None:
+            getattr(allocator, place)(found.model.transformer.h[0])
+        found.train()
+        return parameters(found.model), len(allocator.failures)
+
+    return [
+        (run(config, None)[0], *run(config, place))
+        for config in ({}, ONLINE)
+        for place in ("in_forward", "in_backward")
+    ]
+
+
+def test_running_out_of_memory_changes_no_update(tmp_path):
+    for untroubled, parts, failures in with_and_without_failures(tmp_path, [90.0]):
+        assert failures > 0
+        assert (untroubled - parts).abs().max() < 1e-8
+
+
+def tight(run: Any, limit: int) -> Any:
+    forward = run.model.forward
+
+    def tightly(*args, **kwargs):
+        if kwargs["input_ids"].numel() > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. (simulated)")
+        return forward(*args, **kwargs)
+
+    run.model.forward = tightly
+    return run
+
+
+@pytest.mark.parametrize(("kind", "weigh"), [("causal", "samples"), ("classifier", "auto")])
+def test_batches_that_run_out_of_memory_are_repeated_in_parts(kind, weigh, tmp_path):
+    """A loss that is divided by the update's items needs no weights, whatever ``weigh`` says of losses that are means."""
+
+    def run(folder, config, limit=10**6):
+        changes = {"exact_loss": kind == "causal", "max_steps": 2, "logging_steps": 2}
+        found = tight(trainer(kind, tmp_path / folder, fits=True, config={"weigh": weigh, **config}, **changes), limit)
+        found.train()
+        return parameters(found.model), found.state.log_history[0]
+
+    plain, _ = run("plain", {})
+    whole, logs = run("whole", {"out_of_memory": "retry"})
+    split, split_logs = run("split", {"out_of_memory": "retry"}, limit=120)
+    assert (plain - whole).abs().max() < 1e-12
+    assert (plain - split).abs().max() < 1e-8
+    assert logs["oom_retries"] == 0 < split_logs["oom_retries"]
+    assert split_logs["loss"] == pytest.approx(logs["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("config", [{}, ONLINE, {"updates": "free"}], ids=["offline", "online", "free"])
+def test_later_epochs_are_planned_by_what_failed_also_after_resuming(config, tmp_path):
+    count = 96 if "updates" in config else 48
+
+    def run(folder, resume=None):
+        changes = {"exact_loss": True, "max_steps": -1, "num_train_epochs": 2, "count": count, "logging_steps": 1}
+        changes |= {"save_strategy": "steps", "save_steps": 1, "config": {"out_of_memory": "retry", **config}}
+        found = tight(trainer("causal", tmp_path / folder, fits=True, **changes), 137)
+        found.train(resume_from_checkpoint=resume)
+        return found
+
+    whole = run("whole")
+    retries = [(row["epoch"], row["oom_retries"]) for row in whole.state.log_history if "oom_retries" in row]
+    assert sum(count for epoch, count in retries if epoch <= 1) > 0
+    assert not any(count for epoch, count in retries if epoch > 1)
+    assert (whole.state.epoch, whole.update_loader.stats.samples) == (2, 2 * count)
+    learned = whole.update_loader.budget.fingerprint
+    assert "cost <=" in learned
+    for step in (1, whole.state.global_step - 1):
+        resumed = run(f"from{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert (parameters(resumed.model) - parameters(whole.model)).abs().max() < 1e-10
+        assert resumed.update_loader.budget.fingerprint == learned
+
+
+def test_each_training_guards_the_model_that_it_trains(tmp_path):
+    """``train()`` with ``model_init``, as a search of hyperparameters calls it, has a new model every time."""
+    limit = Allocator(10**6)
+
+    def new_model():
+        model = toys.causal_lm()
+        limit.in_backward(model.transformer.h[0])
+        return model
+
+    def twice(folder, config):
+        found = trainer("causal", tmp_path / folder, fits=True, exact_loss=True, config=config, max_steps=2)
+        found.model_init = new_model
+        for limit.limit in (10**6, 120 if config else 10**6):
+            found.train()
+        return parameters(found.model)
+
+    whole, split = twice("whole", {}), twice("split", {"out_of_memory": "retry"})
+    assert limit.failures
+    assert (whole - split).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("hint", [1, 8], ids=["too short", "too long"])
+def test_our_trainer_runs_every_sample_however_many_batches_that_takes(tmp_path, hint):
+    """The lengths known beforehand are wrong by far, so there are more, or fewer, batches than could be expected."""
+    rows = toys.samples("causal", 70)
+    config = {"mode": "online", "lengths": [max(1, n * hint // 4) for n in toys.lengths(rows)]}
+    run = trainer("causal", tmp_path, fits=True, count=70, max_steps=-1, num_train_epochs=2, config=config)
+    seen = trained_on(run, rows)
+    run.train()
+    assert run.state.global_step == run.state.max_steps == 10
+    for epoch in (0, 1):
+        assert_conserves((seen[update] for update in range(5 * epoch, 5 * epoch + 5)), range(70))
+
+
+def bart():
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    return BartForConditionalGeneration(models.bart(layers=1, max_position_embeddings=128, **ids)).double()
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [(toys.seq2seq, "seq2seq"), (bart, "seq2seq"), (toys.classifier, "classifier")], ids=["T5", "BART", "BERT"]
+)  # fmt: skip
+def test_fact_means_of_accumulated_batches_are_summed_where_a_model_drops_num_items(model, kind, tmp_path):
+    """transformers#47688: the plain Trainer's loss and gradient are ``gradient_accumulation_steps`` times too large, so clipping
+    sets in that much earlier. Ours are those of the update in one batch."""
+
+    def first(fits, steps):
+        sizes = {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 16 // steps}
+        args = arguments(tmp_path, max_steps=1, logging_steps=1, train_sampling_strategy="sequential", **sizes)
+        collate = toys.collate_seq2seq if kind == "seq2seq" else toys.collate
+        run = Trainer(model(), args, train_dataset=toys.samples(kind, 16), data_collator=collate)
+        if fits:
+            attach(run, 160)
+        assert run.model_accepts_loss_kwargs, "it takes the number of items, and drops it"
+        run.train()
+        return run.state.log_history[0]
+
+    whole, inflated, ours = first(False, 1), first(False, 4), first(True, 4)
+    for figure in ("loss", "grad_norm"):
+        assert ours[figure] == pytest.approx(whole[figure], rel=1e-6)
+    assert inflated["loss"] == pytest.approx(4 * whole["loss"], rel=0.1), "upstream has changed: the probe can go"
+    assert inflated["grad_norm"] > 2.5 * whole["grad_norm"]
+
+
+@pytest.mark.parametrize(("module", "package"), [("hf", "transformers"), ("lightning", "lightning")])
+def test_a_missing_framework_is_named_with_the_extra_that_brings_it(module, package):
+    code = f"import sys; sys.modules[{package!r}] = None; import dynagroup.integrations.{module}"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()[-1]
+    assert f"dynagroup.integrations.{module} needs {package}" in said
+    assert f"pip install 'dynagroup[{module}]'" in said

@@ -24,7 +24,7 @@ from dynagroup.integrations.hf_data import host_order, sample_lengths, work_of  
 from dynagroup.plan.cost import Work  # noqa: E402
 from dynagroup.update.schedule import adabatch, doubling  # noqa: E402
 from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import MODELS, arguments, parameters, train_both, trainer  # noqa: E402
+from tests.integrations.jobs import MODELS, arguments, parameters, train_both, trained_on, trainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
@@ -32,28 +32,10 @@ SAVED = {"save_strategy": "steps", "save_steps": 1}
 
 
 class Recorder(TrainerCallback):
-    """What every update's batches were, by the indices that the loader gave them; rates and epochs as callbacks read them."""
+    """Learning rates and epochs as callbacks read them; ``samples``: those that each update's model learns from."""
 
     def __init__(self):
-        self.indices, self.rates, self.epochs = [], [], []
-
-    def attach(self, run):
-        loader_of, outer = run.get_train_dataloader, self
-
-        def recording():
-            loader = loader_of()
-            updates = loader.loader.updates
-
-            def record():
-                for update in updates():
-                    outer.indices.append([i for step in update if not step.idle for i in step.indices])
-                    yield update
-
-            loader.loader.updates = record
-            return loader
-
-        run.get_train_dataloader = recording
-        return run
+        self.rates, self.epochs, self.samples = [], [], {}
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
@@ -63,13 +45,14 @@ class Recorder(TrainerCallback):
 
     @property
     def sizes(self):
-        return [len(update) for update in self.indices]
+        return [len(update) for update in self.samples.values()]
 
 
-def recorded(tmp_path, callbacks=(), **changes):
+def recorded(tmp_path, callbacks=(), resume=None, **changes):
     recorder = Recorder()
-    run = recorder.attach(trainer("causal", tmp_path, fits=True, callbacks=[recorder, *callbacks], **changes))
-    run.train()
+    run = trainer("causal", tmp_path, fits=True, callbacks=[recorder, *callbacks], **changes)
+    recorder.samples = trained_on(run, toys.samples("causal", changes.get("count", 96)))
+    run.train(resume_from_checkpoint=resume)
     return run, recorder
 
 
@@ -174,22 +157,19 @@ def test_checkpoints_of_others_are_refused_and_an_epoch_can_begin_anew(tmp_path)
     with pytest.raises(StateError, match="num_samples: 48 then, 64 now"):
         trainer("causal", tmp_path, fits=True, **{**changes, "count": 64}).train(resume_from_checkpoint=ours)
     for checkpoint in (fixed, ours):
-        recorder = Recorder()
-        run = recorder.attach(trainer("causal", tmp_path, fits=True, ignore_data_skip=True, **changes))
-        run.train(resume_from_checkpoint=checkpoint)
-        again = run.update_loader
-        again.set_epoch(0)
-        first = [[i for step in update for i in step.indices] for update in again.updates()]
-        assert [sorted(update) for update in recorder.indices[:2]] == [sorted(update) for update in first[:2]]
+        run, recorder = recorded(tmp_path, resume=checkpoint, ignore_data_skip=True, **changes)
+        run.update_loader.set_epoch(0)
+        first = [sorted(i for step in update for i in step.indices) for update in run.update_loader.updates()]
+        assert list(map(sorted, recorder.samples.values())) == first[:2]
 
 
 @pytest.mark.parametrize("updates", ["preserved", "free"])
 def test_every_sample_is_trained_on_once_an_epoch(tmp_path, updates):
     run, recorder = recorded(tmp_path, max_steps=-1, num_train_epochs=2, count=70, config={"updates": updates})
-    seen = [i for update in recorder.indices for i in update]
+    seen = [i for update in recorder.samples.values() for i in update]
     assert sorted(seen[:70]) == sorted(seen[70:]) == list(range(70))
     assert recorder.epochs[-1] == 2.0
-    assert run.state.max_steps == run.state.global_step == len(recorder.indices)
+    assert run.state.max_steps == run.state.global_step == len(recorder.samples)
     assert set(run.lr_scheduler.get_last_lr()) == {0.0}, "the schedule ends with the run"
 
 

@@ -15,7 +15,7 @@ from dynagroup.update.schedule import doubling  # noqa: E402
 from tests.integrations import test_accelerate, toys  # noqa: E402
 from tests.integrations.jobs import parameters, train, train_both, trainer  # noqa: E402
 from tests.integrations.test_hf_evaluation import predicted, same  # noqa: E402
-from tests.integrations.test_hf_oom import with_and_without_failures  # noqa: E402
+from tests.integrations.test_hf_losses import with_and_without_failures  # noqa: E402
 from tests.packed import training  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 
