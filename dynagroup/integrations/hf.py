@@ -73,7 +73,7 @@ class DynagroupTrainerMixin(Evaluator):
         self.guard: OomSafeBackward | None = None
         self.figures, self._planned_rows = LossFigures(self), {}
         self.accumulation = int(self.args.gradient_accumulation_steps)
-        self._fixed_samples = super().get_total_train_batch_size(self.args)
+        self.fixed_samples = super().get_total_train_batch_size(self.args)
         self.args = copy.copy(self.args)
         self.args.gradient_accumulation_steps = 1
         self.callback_handler.callbacks.insert(0, DynagroupCallback(self))
@@ -119,7 +119,7 @@ class DynagroupTrainerMixin(Evaluator):
         config, args = self.dynagroup, self.args
         free = config.updates == "free"
         return {
-            "samples_per_update": None if free else config.samples_per_update or self._fixed_samples,
+            "samples_per_update": None if free else config.samples_per_update or self.fixed_samples,
             "accumulation": (config.accumulation or self.accumulation) if free else 1,
             "seed": args.data_seed if args.data_seed is not None else args.seed,
             "weigh": self._weigh,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
 from dynagroup.errors import ConfigError
@@ -21,17 +21,12 @@ from dynagroup.update.loader import StepLoader
 from dynagroup.update.schedule import scale_learning_rate
 from dynagroup.update.step import LoaderStats
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
-
 __all__ = ["DynagroupCallback", "Progress"]
 
 FIGURES = ("samples_per_update", "smallest_batch", "largest_batch", "idle_steps")
 
 
-class Progress(_Base):
+class Progress(Trainer if TYPE_CHECKING else object):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that counts. An epoch ends when its samples
     are used, however many updates that takes."""
 
@@ -41,8 +36,8 @@ class Progress(_Base):
     just_resumed = False
     _num_epochs = 0
     """That the run begins, as far as that is known when it begins."""
-    _fixed_samples: int
-    _changes_known = 0
+    fixed_samples: int
+    changes_known = 0
     _since_log = 0.0
     _stats_logged: LoaderStats
     _ooms_logged = 0
@@ -51,7 +46,7 @@ class Progress(_Base):
     def samples_per_update(self) -> int:
         """Samples of an update, over all ranks; of the first one, where a schedule changes it."""
         wanted = self.dynagroup.samples_per_update
-        return self._fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
+        return self.fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
     # Only the loader of a training that begins passes here; a callback that looks at the data has one of its own.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
@@ -59,11 +54,11 @@ class Progress(_Base):
         loader = dataloader.loader if isinstance(dataloader, UpdateItems) else None
         if loader is not None:
             self.update_loader, self.guard = loader, None  # the model may be new, too
-            self._stats_logged, self._changes_known = loader.stats.copy(), loader.num_changes
+            self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes
             self._since_log, self._num_epochs = time.perf_counter(), 0
         if loader is None or loader.num_samples is None or not has_length(dataloader):
             return super().set_initial_training_values(args, items)
-        num_samples, max_steps = loader.num_samples, self._updates_of_run(loader)
+        num_samples, max_steps = loader.num_samples, self.updates_of_run(loader)
         most_updates = max(num_samples, len(dataloader), 1)  # a bound; the loader's end ends the epoch
         counted = args.max_steps > 0 or self.dynagroup.max_samples  # then updates that grow make the epochs more
         num_epochs = sys.maxsize if counted else math.ceil(args.num_train_epochs)
@@ -71,7 +66,7 @@ class Progress(_Base):
         self._num_epochs = math.ceil(train_samples / max(num_samples, 1))
         return num_epochs, most_updates, num_samples, train_samples, self.samples_per_update, most_updates, max_steps
 
-    def _updates_of_run(self, loader: StepLoader[Any]) -> int:
+    def updates_of_run(self, loader: StepLoader[Any]) -> int:
         """Of the whole run, its epochs before this one included."""
         num_epochs, most_samples = self.args.num_train_epochs, self.dynagroup.max_samples
         if self.args.max_steps > 0:
@@ -87,18 +82,6 @@ class Progress(_Base):
         # As the Trainer counts: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
         return sum(before) + math.ceil(num_epochs * last) - len(before) * last
 
-    def note_place(self, state: Any) -> None:
-        """The epoch by its samples, and the run's length, which may have changed with the size of updates."""
-        loader = self.update_loader
-        if loader is None:
-            return
-        if loader.num_samples is not None:
-            state.epoch = loader.cursor.epoch + loader.cursor.samples_used / max(loader.num_samples, 1)
-        if loader.num_changes != self._changes_known:
-            self._changes_known = loader.num_changes
-            if self.args.max_steps <= 0:
-                state.max_steps = self._updates_of_run(loader)
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.dynagroup.learning_rate_schedule == "updates":
             return super().create_scheduler(num_training_steps, optimizer)
@@ -113,20 +96,6 @@ class Progress(_Base):
             )
         scheduler.lr_lambdas = [partial(_by_samples, function, loader) for function in scheduler.lr_lambdas]
         return scheduler
-
-    def learning_rate_factor(self) -> float:
-        """What the next update's learning rate is multiplied by, for its size."""
-        loader, config = self.update_loader, self.dynagroup
-        if loader is None:
-            return 1.0
-        coupled = getattr(config.samples_per_update, "learning_rate_factor", None)
-        factor = 1.0 if coupled is None else coupled(loader.cursor.update - 1)
-        size, base = (
-            loader.cursor.current or self.samples_per_update,
-            config.base_samples_per_update or self._fixed_samples,
-        )
-        rule = config.learning_rate_scaling
-        return scale_learning_rate(factor, samples_per_update=size, base_samples_per_update=base, rule=rule)
 
     # Collective: with "loss" and "learning_rate" the Trainer itself calls it, on all ranks.
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -165,7 +134,16 @@ class DynagroupCallback(TrainerCallback):
         """The learning rates before they were multiplied; none between steps."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        factor = self.trainer.learning_rate_factor()
+        trainer, loader, config = self.trainer, self.trainer.update_loader, self.trainer.dynagroup
+        if loader is None:
+            return
+        coupled = getattr(config.samples_per_update, "learning_rate_factor", None)
+        factor = scale_learning_rate(
+            1.0 if coupled is None else coupled(loader.cursor.update - 1),
+            samples_per_update=loader.cursor.current or trainer.samples_per_update,
+            base_samples_per_update=config.base_samples_per_update or trainer.fixed_samples,
+            rule=config.learning_rate_scaling,
+        )
         if factor != 1.0:
             self.rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
@@ -177,7 +155,12 @@ class DynagroupCallback(TrainerCallback):
             group["lr"] = rate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.note_place(state)
+        trainer, loader = self.trainer, self.trainer.update_loader
+        if loader is not None and loader.num_samples is not None:
+            state.epoch = loader.cursor.epoch + loader.cursor.samples_used / max(loader.num_samples, 1)
+        if loader is not None and loader.num_changes != trainer.changes_known:  # the run's length may have changed
+            trainer.changes_known = loader.num_changes
+            state.max_steps = trainer.updates_of_run(loader)
 
     # A free-running loader finds out only now that nothing remained of the epoch that it was resumed into, and the Trainer would
     # end the training (as ``step < 0``).

@@ -100,28 +100,11 @@ def test_a_compute_loss_that_divides_by_the_items_counts_once_an_update(tmp_path
     assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
 
 
-@pytest.mark.parametrize("counts", [True, False])
-def test_a_loss_function_that_returns_a_mean_counts_once_an_update(counts, tmp_path):
-    """``compute_loss_func``; with and without a key ``labels``, from which the Trainer counts items."""
-    targets = []
-
-    def collate(rows):
-        batch = toys.collate(rows)
-        return batch if counts else {"targets" if k == "labels" else k: v for k, v in batch.items()}
-
-    def loss(outputs, labels, num_items_in_batch=None):
-        return mean_of_tokens(outputs.logits, labels if counts else targets.pop())
-
-    def note(module, args, kwargs):
-        targets.append(kwargs.pop("targets", None))
-        return args, kwargs
-
+def test_a_loss_function_that_returns_a_mean_counts_once_an_update(tmp_path):
     found = []
     for fits in (False, True):
-        config = {} if counts else {"weigh": lambda batch: float(batch["targets"][:, 1:].ne(-100).sum())}
-        run = trainer("causal", tmp_path, fits=fits, config=config, **ONCE)
-        run.data_collator, run.compute_loss_func = collate, loss
-        run.model.register_forward_pre_hook(note, with_kwargs=True)
+        run = trainer("causal", tmp_path, fits=fits, **ONCE)
+        run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(outputs.logits, labels)
         run.train()
         found.append(parameters(run.model))
     assert (found[0] - found[1]).abs().max() < 1e-8

@@ -7,17 +7,16 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 import datasets  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
-from dynagroup import BudgetError, ConfigError, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget  # noqa: E402
+from dynagroup import BudgetError, ConfigError, TokenBudget  # noqa: E402
 from dynagroup.integrations.sentence_transformers import batches_that_fit  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
 from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import arguments, parameters  # noqa: E402
+from tests.integrations.jobs import arguments  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
@@ -103,28 +102,3 @@ def test_sentence_transformers_take_batches_that_fit():
     assert getattr(sampler, "batch_size", None) is None, "accelerate would take it for a fixed size"
     with pytest.raises(ConfigError, match="no text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))
-
-
-def test_fabric_learns_what_plain_pytorch_learns():
-    fabric_module = pytest.importorskip("lightning.fabric")
-    rows, found = toys.samples("causal", 32), []
-    for budget in (160, 10**6):
-        fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
-        model = toys.causal_lm()
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        loader = PlannedDataLoader(rows, toys.lengths(rows), budget, samples_per_update=16, collate_fn=toys.collate)
-        for step in loader:
-            batch = fabric.to_device(step.batch)
-            with fabric.no_backward_sync(model, enabled=not step.ends_update):
-                outputs = model(batch["input_ids"], attention_mask=batch["attention_mask"])
-                loss = toys.float64_causal_loss(outputs, batch["labels"], batch["labels"][:, 1:].ne(-100).sum())
-                fabric.backward(loss * step.loss_scale)
-            if step.ends_update:
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(parameters(model))
-    assert (found[0] - found[1]).abs().max() < 1e-8
-    sampler = LengthAwareBatchSampler(toys.lengths(rows), 160, shuffle=True)
-    plain = torch.utils.data.DataLoader(rows, batch_sampler=sampler, collate_fn=toys.collate)
-    prepared = fabric.setup_dataloaders(plain, use_distributed_sampler=False)
-    assert sum(len(batch["labels"]) for batch in prepared) == 32

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,34 +111,6 @@ def test_the_one_liner_packs(tokenizer) -> None:
     assert len(loader) == 2
     batch = next(iter(text_dataloader(["", ""], tokenizer, TokenBudget(16, layout="packed"))))
     assert (batch["input_ids"].tolist(), "labels" in batch) == ([[0]], False)
-
-
-def test_the_one_liner_packs_by_updates_on_every_rank_and_resumes(tokenizer) -> None:
-    """Updates of samples in the order drawn, other batches every epoch, and a place that other ranks go on from."""
-    texts = numbered([1 + i % 9 for i in range(30)])
-
-    def rank(number: int, size: int = 2) -> Any:
-        options = {"samples_per_update": 8, "rank": number, "world_size": size, "seed": 1}
-        return text_dataloader(texts, tokenizer, TokenBudget(16, layout="packed"), **options)
-
-    def texts_in(batches: Iterable[Any]) -> list[str]:
-        found = []
-        for batch in batches:
-            ids, borders = batch["input_ids"][0].tolist(), packed_borders(batch)
-            found += [" ".join(str(i - 2) for i in ids[a:b]) for a, b in zip(borders[:-1], borders[1:], strict=True)]
-        return found
-
-    loaders = [rank(0), rank(1)]
-    whole = [list(loader) for loader in loaders]
-    assert len(whole[0]) == len(whole[1]) == len(loaders[0])
-    assert sorted(texts_in(whole[0]) + texts_in(whole[1])) == sorted(texts)
-    loaders = [rank(0), rank(1)]
-    begun = [[next(batches) for _ in range(3)] for batches in map(iter, loaders)]
-    states = [json.loads(json.dumps(loader.batch_sampler.state_dict())) for loader in loaders]
-    alone = rank(0, size=1)
-    alone.batch_sampler.load_state_dict(states[0])
-    rest = texts_in(alone)
-    assert sorted(texts_in(begun[0]) + texts_in(begun[1]) + rest) == sorted(texts)
 
 
 @pytest.mark.parametrize("dataset", ["azure_llm_conv_2023", "python_files"])
