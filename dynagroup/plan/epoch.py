@@ -20,7 +20,7 @@ from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import IntArray
 from dynagroup.validation import check_int
 
-__all__ = ["EpochOrder", "OrderSource", "Windows", "check_alike", "epoch_order"]
+__all__ = ["EpochOrder", "OrderSource", "check_alike", "epoch_order", "windows_of"]
 
 ROUNDS = 8
 BLOCK = 1 << 14
@@ -72,9 +72,9 @@ class EpochOrder:
         """The samples that stand at these positions."""
         return self._walk(positions, range(ROUNDS), sign=1)
 
-    def position_of(self, indices: IntArray) -> IntArray:
-        """The positions at which these samples stand: the inverse of :meth:`index_at`."""
-        return self._walk(indices, range(ROUNDS - 1, -1, -1), sign=-1)
+    def position_of(self, index: int) -> int:
+        """The position at which this sample stands: the inverse of :meth:`index_at`."""
+        return int(self._walk(np.asarray([index], np.int64), range(ROUNDS - 1, -1, -1), sign=-1)[0])
 
     def _walk(self, values: IntArray, rounds: range, sign: int) -> IntArray:
         values = self._mix(values, rounds, sign)
@@ -110,53 +110,28 @@ def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
     return ((mixed.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
 
 
-# Windows are consecutive stretches of the order. The one with the longest sample is used first, so that running out of memory
-# shows at once; it also takes what is left over of the division, so that all others hold a multiple of the ranks. Updates of a
-# set size are windows that keep the order, the last one short.
-class Windows:
-    """An epoch's samples in windows, by number in the order in which they are used: dataset indices, int64 (n,).
+def windows_of(
+    count: int, size: int, *, keep_order: bool = False, longest: Callable[[], int] | None = None
+) -> list[tuple[int, int]]:
+    """An epoch's windows in the order in which they are used: where each starts and stops in the epoch's order.
+
+    The one with the longest sample is used first, so that running out of memory shows at once; it also takes what is left over
+    of the division, so that all others hold a multiple of the ranks. Updates of a set size keep the order, the last one short.
 
     Args:
-        order: positions or dataset indices in the epoch's order.
-        size: samples of a window.
-        kept: dataset index of each position; None: positions are dataset indices.
-        keep_order: windows are updates.
+        count: samples of the epoch. size: of a window.
         longest: finds the position of the longest sample; None: the first window is used first.
 
-    >>> windows = Windows(np.arange(7), 2, longest=lambda: 3)
-    >>> [windows[number].tolist() for number in range(len(windows))]
-    [[2, 3, 4], [0, 1], [5, 6]]
+    >>> windows_of(7, 2, longest=lambda: 3)
+    [(2, 5), (0, 2), (5, 7)]
     """
-
-    def __init__(
-        self,
-        order: IntArray | EpochOrder,
-        size: int,
-        *,
-        kept: IntArray | None = None,
-        keep_order: bool = False,
-        longest: Callable[[], int] | None = None,
-    ) -> None:
-        self._order, self._size, self._kept, self._longest = order, size, kept, longest
-        whole = -(-len(order) // size) if keep_order else max(len(order) // size, min(len(order), 1))
-        self._count = whole
-        self._over = 0 if keep_order else len(order) - whole * size
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> IntArray:
-        lead = self._lead
-        place = lead if number == 0 else number - (number <= lead)
-        start = place * self._size + self._over * (place > lead)
-        found = self._order[start : start + self._size + self._over * (place == lead)]
-        return found if self._kept is None else self._kept[found]
-
-    @cached_property
-    def _lead(self) -> int:
-        if self._longest is None or self._count <= 1:
-            return 0
-        return min(self._longest() // self._size, self._count - 1)
+    if keep_order:
+        return [(start, min(start + size, count)) for start in range(0, count, size)]
+    whole = max(count // size, min(count, 1))
+    lead = min(longest() // size, whole - 1) if longest is not None and whole > 1 else 0
+    starts = [number * size + (count - whole * size) * (number > lead) for number in range(whole)]
+    found = list(zip(starts, [*starts[1:], count], strict=True)) if whole else []
+    return [*found[lead : lead + 1], *found[:lead], *found[lead + 1 :]]
 
 
 class OrderSource:

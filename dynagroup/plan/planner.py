@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -26,7 +26,7 @@ from dynagroup.fingerprint import described, hashed
 from dynagroup.plan.batches import Batches, RoundBatch, longest_first
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import EpochOrder, Windows
+from dynagroup.plan.epoch import EpochOrder, windows_of
 from dynagroup.plan.padded import OBJECTIVES, Objective, cut
 from dynagroup.plan.plan import BatchPlan, PlannedWindow
 from dynagroup.plan.ranks import Rows, Uneven, arrange, cut_rows, prove
@@ -188,38 +188,41 @@ class Planner:
 
     def is_done(self, cursor: Cursor, order: IntArray | None = None) -> bool:
         """Whether nothing of the cursor's epoch remains."""
-        return cursor.windows_done >= len(self._windows(cursor, order))
+        return cursor.windows_done >= len(self._windows(cursor, order)[0])
 
-    def _windows(self, cursor: Cursor, order: IntArray | None) -> Windows:
-        """The windows of the cursor's epoch. ``order``: dataset indices; None: shuffled, or the dataset's."""
-        config, kept = self.config, None
+    def _windows(
+        self, cursor: Cursor, order: IntArray | None
+    ) -> tuple[list[tuple[int, int]], Callable[[slice], IntArray]]:
+        """Where the windows of the cursor's epoch start and stop in its order, and how to read that.
+
+        ``order``: dataset indices; None: shuffled, or the dataset's."""
+        config, kept = self.config, np.flatnonzero(~self._oversize) if len(self.left_out) else None
         if order is not None:
-            given = order[~self._oversize[order]] if len(self.left_out) else order
+            given, kept = order if kept is None else order[~self._oversize[order]], None
         elif config.shuffle or self._has_updates:
             given = EpochOrder(self.num_planned, seed=config.seed, epoch=cursor.epoch)
-            kept = np.flatnonzero(~self._oversize) if len(self.left_out) else None
         else:
-            given = np.flatnonzero(~self._oversize) if len(self.left_out) else np.arange(self.num_samples)
+            given, kept = np.arange(self.num_samples) if kept is None else kept, None
 
         def longest() -> int:
             names = padded_streams(self.budget, self.lengths)
             tokens = np.add.reduce([self.lengths[name] for name in names], axis=0, dtype=np.int64)
             if isinstance(given, EpochOrder):
-                at = np.argmax(tokens if kept is None else tokens[kept])
-                return int(given.position_of(np.asarray([at], np.int64))[0])
+                return given.position_of(int(np.argmax(tokens if kept is None else tokens[kept])))
             return int(np.argmax(tokens[given]))
 
         leads = config.hardest_first and not self._has_updates
         size = cursor.window_size or self.window_size(1)
-        return Windows(given, size, kept=kept, keep_order=self._has_updates, longest=longest if leads else None)
+        found = windows_of(len(given), size, keep_order=self._has_updates, longest=longest if leads else None)
+        return found, lambda where: given[where] if kept is None else kept[given[where]]
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[PlannedWindow]:
         """What remains of the cursor's epoch, a window at a time, planned when asked for."""
         if not cursor.window_size:
             cursor = replace(cursor, window_size=self.window_size(world_size))
-        windows = self._windows(cursor, order)
+        windows, read = self._windows(cursor, order)
         while cursor.windows_done < len(windows):
-            indices = windows[cursor.windows_done]
+            indices = read(slice(*windows[cursor.windows_done]))
             if cursor.carried:
                 indices = np.append(np.asarray(cursor.carried, np.int64), indices)
             is_last = self._has_updates or cursor.windows_done + 1 == len(windows)

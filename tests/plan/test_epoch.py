@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from dynagroup.errors import ConfigError
-from dynagroup.plan.epoch import EpochOrder, OrderSource, Windows, epoch_order
+from dynagroup.plan.epoch import EpochOrder, OrderSource, epoch_order, windows_of
 
 COUNT = 20
 
@@ -83,7 +83,8 @@ def test_is_a_permutation_that_can_be_read_anywhere(num_samples: int, seed: int,
     assert np.array_equal(
         epoch_order(num_samples, seed=seed, epoch=epoch, start=num_samples // 3), order[num_samples // 3 :]
     )
-    assert np.array_equal(EpochOrder(num_samples, seed=seed, epoch=epoch).position_of(order), np.arange(num_samples))
+    for place in {0, num_samples // 2} if num_samples else ():
+        assert EpochOrder(num_samples, seed=seed, epoch=epoch).position_of(int(order[place])) == place
 
 
 def test_literal_orders_stay_what_they_are() -> None:
@@ -104,19 +105,17 @@ def test_every_sample_is_equally_likely_everywhere_and_neighbours_are_unrelated(
     assert 0.7 < order.reshape(100, 1000).mean(axis=1).std() / (100_000 / np.sqrt(12 * 1000)) < 1.3
 
 
-@given(st.integers(0, 300), st.integers(1, 60), st.integers(0, 299), st.booleans(), st.integers(0, 3))
+@given(st.integers(0, 300), st.integers(1, 60), st.integers(0, 299), st.booleans())
 def test_windows_hold_every_sample_once_and_the_one_with_the_longest_comes_first(
-    count: int, size: int, longest: int, keep_order: bool, seed: int
+    count: int, size: int, longest: int, keep_order: bool
 ) -> None:
-    order = EpochOrder(count, seed=seed, epoch=1)
-    windows = Windows(
-        order, size, keep_order=keep_order, longest=None if keep_order else lambda: min(longest, count - 1)
-    )
-    held = [windows[number] for number in range(len(windows))]
-    assert sorted(np.concatenate([order[:0], *held]).tolist()) == list(range(count))
+    at = min(longest, count - 1)
+    windows = windows_of(count, size, keep_order=keep_order, longest=None if keep_order else lambda: at)
+    assert sorted(place for start, stop in windows for place in range(start, stop)) == list(range(count))
+    held = [stop - start for start, stop in windows]
     if keep_order:
-        assert [len(window) for window in held] == [min(size, count - at) for at in range(0, count, size)]
+        assert held == [min(size, count - at) for at in range(0, count, size)]
     elif count:
-        assert order[min(longest, count - 1) :][0] in held[0]
-        assert all(len(window) == size for window in held[1:])
-        assert len(held[0]) < 2 * size
+        assert windows[0][0] <= at < windows[0][1]
+        assert held[1:] == [size] * (len(held) - 1)
+        assert held[0] < 2 * size
