@@ -29,7 +29,7 @@ class TokenBudget(Budget):
         max_tokens: tokens. Padded layout: ``num_samples * longest`` of every stream; packed layout: the sum over the samples.
         max_samples: at most so many samples a batch.
         pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream; of
-            packed batches the sum.
+            packed batches the sum over all streams, once: they are padded as a whole.
         layout: "padded" (a batch costs samples x longest) or "packed" (the sum of its tokens).
         streams: the streams that are counted; None: all, but those that an :class:`AdditiveCap` beside it names.
 

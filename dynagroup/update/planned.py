@@ -188,8 +188,8 @@ class PlannedDataLoader(StepLoader[B]):
         return self._plan.plan(self._walk().start(epoch), self._size)
 
     def __len__(self) -> int:
-        """Steps of the whole :attr:`epoch`, exact. The optimizer steps :attr:`num_updates` times, which is known at once with
-        ``samples_per_update``; steps are known when the epoch is planned, once."""
+        """Steps of the whole :attr:`epoch`, exact, also after a resume. The optimizer steps :attr:`num_updates` times, which is
+        known at once with ``samples_per_update``; steps are known when the epoch is planned, once."""
         return self.plan_of(self.epoch).num_steps
 
     def set_samples_per_update(self, samples: int) -> int:
