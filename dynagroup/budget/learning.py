@@ -108,19 +108,11 @@ class _Lessons:
 class LearningBudget(Budget):
     """A budget that no longer allows what has failed.
 
-    A batch costs what the budget predicts for it (a memory model's answer; padded tokens otherwise). After an
-    out-of-memory error at cost c, no batch of cost c or more fits any more, and the limit is ``backoff * c``. After
-    ``patience`` batches that came close to the limit and passed, the limit grows by ``growth``, never up to c again.
-    A measured peak above ``full`` of the device stops the growth there, before an error does.
-
-    What is learned guards the run at once: ``allows`` asks it, and :class:`~dynagroup.oom.OomSafeBackward` and generation
-    split beforehand what it speaks against. ``fits``, which plans are made by, follows with :meth:`apply`: loaders call it
-    when an epoch begins, so that a plan stays the one it was while it is carried out, also across a resume, and keep
-    its state in their own. A :class:`LengthAwareBatchSampler` does so on one rank; on several, call it yourself.
-
-    ``share_memory()`` lets worker processes see at once what is learned; without it, a worker keeps what was known when it
-    started. On several ranks record the same facts on every rank (:class:`~dynagroup.oom.OomSafeBackward` does), or plans
-    differ.
+    A batch costs what the budget predicts for it (a memory model's answer; padded tokens otherwise). What is learned guards
+    the run at once: ``allows`` asks it, and :class:`~dynagroup.oom.OomSafeBackward` and generation split beforehand what it
+    speaks against. ``fits``, which plans are made by, follows with :meth:`apply`: loaders call it when an epoch begins, so that
+    a plan stays the one it was while it is carried out, also across a resume, and keep its state in their own. A
+    :class:`LengthAwareBatchSampler` does so on one rank; on several, call it yourself, and record the same facts on every rank.
 
     Args:
         budget: the budget to correct; None allows everything that has not failed.
@@ -159,8 +151,6 @@ class LearningBudget(Budget):
         self._named = "everything" if budget is None else None
         self._lessons = _Lessons()
 
-    # What it is: the budget that it corrects.
-
     @property
     def layout(self) -> Layout:
         return self._base.layout
@@ -190,8 +180,6 @@ class LearningBudget(Budget):
         base, applied = self._named or self._base.fingerprint, self._applied
         return base if applied.refuse_nothing else f"{base}, cost <= {applied.limit!r} and < {applied.wall!r}"
 
-    # What it allows.
-
     @property
     def limits(self) -> Limits:
         """The costs that are allowed by what has been learned so far."""
@@ -210,7 +198,7 @@ class LearningBudget(Budget):
         return fits_of(self._base, shape) & self._within(self._applied, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
-        """Which shapes nothing learned so far speaks against, whatever the budget itself says: bool (K,)."""
+        """Which shapes nothing learned so far speaks against, whatever the budget says: bool (K,)."""
         return self._within(self.limits, shape)
 
     def _within(self, limits: Limits, shape: BatchShape) -> BoolArray:
@@ -236,8 +224,6 @@ class LearningBudget(Budget):
             lowest = world.all_max([-int(min(float(number) * COST_UNIT, NO_COST)) for number in numbers[:2]])
             numbers[0], numbers[1] = (math.inf if n == -NO_COST else -n / COST_UNIT for n in lowest)
         numbers[2], numbers[3] = numbers[0], numbers[1]
-
-    # What it learns.
 
     def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
         """A batch of this shape (one row) ran out of memory and was run again in so many parts."""
@@ -279,15 +265,14 @@ class LearningBudget(Budget):
         return OomReport(**lessons.waste, curve=tuple((at, limit / lessons.first) for at, limit in lessons.curve))
 
     def share_memory(self) -> LearningBudget:
-        """Keep what is learned in shared memory, so that worker processes started from now on follow it at once."""
+        """Keep what is learned in shared memory: worker processes started from now on follow it at once, which otherwise keep
+        what was known when they started."""
         import torch
 
         if isinstance(self._lessons.numbers, list):
             shared: Any = torch.tensor(self._lessons.numbers, dtype=torch.float64).share_memory_()
             self._lessons.numbers = shared
         return self
-
-    # What is saved.
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned, for a checkpoint."""
@@ -322,11 +307,7 @@ class LearningBudget(Budget):
     @contextmanager
     def of_state(cls, budget: Budget, state: Any) -> Iterator[None]:
         """Inside, the budget knows what a loader's state had learned, because that changes fingerprints; if the state is refused
-        there, it knows what it knew before.
-
-        Raises:
-            StateError: what had been learned is damaged, or of another budget.
-        """
+        there, it knows what it knew before."""
         part, before = cls.within(budget), cls.saved(budget)
         learned = state.get("learned") if isinstance(state, Mapping) else None
         try:

@@ -36,10 +36,8 @@ class StepLoader(ABC, Generic[B]):
     """Gives the steps of one epoch after another: ``for step in loader``, or an update at a time: ``loader.updates()``.
 
     Every rank gets equally many steps. Without :meth:`set_epoch` each iteration is the next epoch. A place is saved by
-    :meth:`state_dict` after any step, and :meth:`load_state_dict` goes on from there with exactly what remained.
-
-    A subclass says what is particular to its feed: its steps (:meth:`_run`, :meth:`_forget`), how updates follow one another
-    (:meth:`_walk`, :attr:`cursor`), and what it saves (:meth:`_identity`, :meth:`_state`, :meth:`_checked`, :meth:`_restore`).
+    :meth:`state_dict` after any step, and :meth:`load_state_dict` goes on from there with exactly what remained. A subclass
+    says what is particular to its feed: the abstract methods.
 
     Attributes:
         dataset: as it was given.
@@ -155,7 +153,7 @@ class StepLoader(ABC, Generic[B]):
             self._choose(anew=True)
 
     def _choose(self, *, anew: bool = False) -> None:
-        """The epoch that is due is the one that the loader stands in."""
+        """Stand in the epoch that is due."""
         if anew or self._next != self._epoch:
             self._forget()
             self._epoch = self._next

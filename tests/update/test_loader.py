@@ -20,7 +20,6 @@ from dynagroup import (
     ShapeLadder,
     TokenBudget,
 )
-from dynagroup.plan.cost import Work
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
@@ -45,12 +44,13 @@ def samples(update):
 
 
 def test_updates_hold_the_samples_that_fixed_batches_would():
-    order = epoch_order(53, seed=3, epoch=1)
+    order, before = epoch_order(53, seed=3, epoch=1), torch.get_rng_state()
     loader = loader_of(samples_per_update=10, seed=3)
     loader.set_epoch(1)
     expected = [sorted(order[k : k + 10].tolist()) for k in range(0, 53, 10)]
     assert [samples(update) for update in loader.updates()] == expected
     assert loader.num_updates_in(1) == len(expected) == 6
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the global generator"
 
 
 def test_schedules_end_an_epoch_by_samples_with_and_without_its_tail():
@@ -89,6 +89,15 @@ class Noise(torch.utils.data.Dataset):
         return float(torch.rand(()))
 
 
+def test_samples_too_large_even_alone_are_counted_and_a_setting_of_the_plan_is_said_by_its_name():
+    with pytest.warns(UserWarning, match="1 samples do not fit the budget even alone and are emitted alone"):
+        loader = loader_of([5, 90, 6], samples_per_update=3, work=None)  # what stats.work is after a short run
+    list(loader)
+    assert loader.stats.oversize == 1
+    with pytest.raises(BudgetError, match="sample 1 .90 tokens. does not fit even alone"):
+        loader_of([5, 90, 6], oversize="error")
+
+
 def test_workers_process_a_resumed_run_alike():
     def run(loader):
         return [[step.batch for step in update] for update in loader.updates()]
@@ -101,13 +110,6 @@ def test_workers_process_a_resumed_run_alike():
     resumed = loader_of(data=Noise(), samples_per_update=12, num_workers=1)
     resumed.load_state_dict(first.state_dict())
     assert run(resumed) == whole[2:]
-
-
-def test_iterating_leaves_the_global_random_state_alone():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    list(loader_of(samples_per_update=12))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_ranks_with_another_order_are_told():
@@ -141,23 +143,6 @@ def test_mistakes_are_named(settings, message):
         loader_of(**settings)
 
 
-@pytest.mark.parametrize(
-    "said", [{"oversize": "error"}, {"work": Work(per_step=0)}, {"objective": "fewest"}, {"work": None}], ids=str
-)
-def test_a_setting_of_the_plan_may_be_said_by_its_name(said):
-    """As messages advise (``oversize='error'``, ``work=loader.stats.work``), and as samplers and online loaders take it."""
-    inside = {name: value for name, value in said.items() if value is not None}
-    plain = loader_of(samples_per_update=10, num_workers=0, **said)
-    as_before = loader_of(samples_per_update=10, plan=inside)
-    assert list(plain.plan.rows) == list(as_before.plan.rows)
-    assert plain.state_dict() == as_before.state_dict()
-
-
-def test_samples_that_do_not_fit_are_refused_where_the_loader_is_told_to():
-    with pytest.raises(BudgetError, match="sample 0 .9 tokens. does not fit even alone, nor do 1 others"):
-        loader_of(lengths=[9, 2, 9], budget=8, oversize="error")
-
-
 # What goes wrong is told.
 
 
@@ -176,15 +161,6 @@ def test_samples_that_are_dropped_leave_updates_whole(sampler):
         return
     with pytest.raises(BudgetError, match="no sample of update 0 fits the budget even alone; filter such samples out"):
         list(loader)
-
-
-def test_oversize_samples_are_counted_and_warned_of_once():
-    with pytest.warns(
-        UserWarning, match="1 samples do not fit the budget even alone and are emitted alone; the first is"
-    ):
-        loader = loader_of([5, 90, 6], samples_per_update=3)
-    list(loader)
-    assert loader.stats.oversize == 1
 
 
 @pytest.mark.parametrize("where", ["load", "weigh"])
@@ -233,27 +209,20 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once():
     assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], "a batch without names shows nothing"
 
 
-@pytest.mark.parametrize(
-    ("layout", "said"), [("padded", r"\d+ target tokens wide, but"), ("packed", r"\d+ target tokens long, but")]
-)
-def test_labels_are_compared_with_their_own_stream(layout, said):
+@pytest.mark.parametrize(("layout", "form"), [("padded", "wide"), ("packed", "long")])
+def test_labels_are_compared_with_their_own_stream(layout, form):
     """Sources are as planned, targets were measured in another order: only their field shows it."""
     targets = [min(n, 20) for n in LENGTHS[::-1]]
     count = (lambda row: (1, sum(row))) if layout == "packed" else (lambda row: (len(row), max(row)))
 
     def both(rows):
-        return {
-            name: torch.zeros(count(row))
-            for name, row in zip(("input_ids", "labels"), zip(*rows, strict=True), strict=False)
-        }
+        sources, labels = zip(*rows, strict=True)
+        return {"input_ids": torch.zeros(count(sources)), "labels": torch.zeros(count(labels))}
 
-    def warned(measured):
-        pairs = {"source": LENGTHS, "target": measured}
-        return warned_by(pairs, TokenBudget(160, layout=layout), both, list(zip(LENGTHS, targets, strict=True)))
-
-    assert warned(targets) == []
-    [text] = warned(targets[::-1])
-    assert re.search(said, text)
+    data, budget = list(zip(LENGTHS, targets, strict=True)), TokenBudget(160, layout=layout)
+    assert warned_by({"source": LENGTHS, "target": targets}, budget, both, data) == []
+    [text] = warned_by({"source": LENGTHS, "target": targets[::-1]}, budget, both, data)
+    assert re.search(rf"\d+ target tokens {form}, but", text)
 
 
 # Plans.
