@@ -30,8 +30,8 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
         "model's switches": _digest(_switches(model)),
-        "model's config": _config(getattr(model, "config", None)),
-        "model's generation_config": _config(getattr(model, "generation_config", None)),
+        "model's config": _setting(getattr(model, "config", None)),
+        "model's generation_config": _setting(getattr(model, "generation_config", None)),
         "tokenizer": _tokenizer(tokenizer),
         "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
         **{name: _setting(value) for name, value in settings.items()},
@@ -50,7 +50,7 @@ def _digest(parts: Iterable[str]) -> str:
 def _setting(value: Any) -> str | int | None:
     if value is None or type(value) in (int, str):
         return value
-    return described({k: _said(v) for k, v in value.items()} if isinstance(value, Mapping) else value)
+    return described({k: _said(v) for k, v in value.items()} if isinstance(value, Mapping) else _said(value))
 
 
 def _said(config: Any) -> Any:
@@ -58,10 +58,6 @@ def _said(config: Any) -> Any:
     if not hasattr(config, "to_dict"):
         return config
     return {k: v for k, v in config.to_dict().items() if v is not None and k not in _WHERE_FROM | _HOW}
-
-
-def _config(config: Any) -> str | None:
-    return None if config is None else hashed(described(_said(config)))
 
 
 def _tokenizer(tokenizer: Any) -> str:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.state import differences
+from dynagroup.state import opened, sealed
 
 __all__ = ["TEXTS", "VECTORS", "Journal", "Kind", "Output"]
 
 _log = logging.getLogger(__name__)
-_FORMAT = {"journal's format": 3}
+_JOURNAL, _RECEIPT = "journal 4", "receipt"  # kinds of saved states; the number is the format of records
 _OWN = re.compile(r"rank-\d+\.journal|[0-9a-f]{32}\.new")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum of index and result, index of the sample
 _LONGEST_HEADER = 2**20
@@ -50,13 +50,7 @@ def _stacked(rows: Iterable[Any], num_rows: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a job's results are.
-
-    Args:
-        suffixes: of files that can hold them.
-        pack, unpack: one result as bytes, and back.
-        gather: (results in input order, how many) -> all of them.
-    """
+    """What a job's results are: files that can hold them, one as bytes and back, all of them from (results, how many)."""
 
     suffixes: tuple[str, ...]
     pack: Callable[[Any], bytes]
@@ -83,8 +77,8 @@ class Journal:
     """The finished samples of a job, as bytes, in a folder; ``identity``, JSON-able, says which job."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], num_samples: int) -> None:
-        self.folder, self._job, self._num_samples = folder, {**_FORMAT, **identity}, num_samples
-        self._header = json.dumps(self._job).encode() + b"\n"
+        self.folder, self._identity, self._num_samples = folder, identity, num_samples
+        self._header = json.dumps(sealed(_JOURNAL, identity, {})).encode() + b"\n"
         self._file: Any = None
 
     def open(self, rank: int) -> None:
@@ -149,7 +143,7 @@ class Journal:
         except FileNotFoundError:
             return
         except FileExistsError:  # also where the folder went after mkdir had found it, before it looked what it is
-            if self.folder.is_file():
+            if self.folder.exists() and not self.folder.is_dir():
                 raise ConfigError(f"{self.folder} is not a folder, but finished samples are kept there") from None
             return
         _lock(self._file, path)
@@ -173,32 +167,26 @@ class Journal:
         records: dict[int, bytes] = {}
         try:
             with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                end = len(self._header) if self._is_ours(file.readline(_LONGEST_HEADER), path) else 0
+                size, header = os.fstat(file.fileno()).st_size, file.readline(_LONGEST_HEADER)
+                if not self._header.startswith(header):  # else it is whole, or torn and nothing was written after it
+                    opened(json.loads(header), _JOURNAL, self._identity)
+                end = len(header) if header == self._header else 0
                 while end and (record := _record(file, size)) and 0 <= record[0] < self._num_samples:
                     records.setdefault(*record)
                     end = file.tell()
         except FileNotFoundError:  # the run that it belonged to has just ended
             return {}, 0
-        except OSError as error:
-            raise StateError(f"{path} cannot be read ({error}); {_way_out(path)}") from error
+        except (OSError, ValueError, RecursionError, StateError) as error:
+            raise StateError(
+                f"{path} cannot be read: {error}. Give the arguments of then, name another `output`, or remove that file to "
+                f"do its samples again, or {path.parent} to start over"
+            ) from error
         if end < size:
             _log.warning(
                 "%s: its last %d of %d bytes are no whole results (a run was killed while writing, or the file was damaged); "
                 "those samples are done again", path, size - end, size,
             )  # fmt: skip
         return records, end
-
-    def _is_ours(self, header: bytes, path: Path) -> bool:
-        if header == self._header:
-            return True
-        if self._header.startswith(header):  # nothing, or torn: no result was written after it
-            return False
-        try:
-            job = dict(json.loads(header))
-        except (ValueError, TypeError, RecursionError):
-            raise StateError(f"the first line of {path} is damaged, which says whose it is; {_way_out(path)}") from None
-        raise _another_job(path, differences(job, self._job), path.parent)
 
 
 def _record(file: Any, size: int) -> tuple[int, bytes] | None:
@@ -250,20 +238,14 @@ class Output:
 
     def _check_receipt(self) -> None:
         try:
-            receipt = json.loads(self._receipt.read_text(encoding="utf-8"))
-            job, size, checksum = dict(receipt["job"]), receipt["bytes"], receipt["checksum"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            receipt = opened(json.loads(self._receipt.read_bytes()), _RECEIPT, self._identity)[0]
+            if [receipt["bytes"], receipt["checksum"]] != _sum(self._path):
+                raise StateError(f"{self._path.name} has changed since its job was finished")
+        except (OSError, ValueError, RecursionError, StateError) as error:
             raise StateError(
-                f"{self._receipt} is damaged, which says what job {self._path.name} is from ({error}); remove both to start over"
+                f"{self._path} is not what {self._receipt.name} says: {error}. Give the arguments of then, name another "
+                "`output`, or remove both to start over"
             ) from error
-        differing = differences(job, self._identity)
-        if differing:
-            raise _another_job(self._path, differing, f"it and {self._receipt.name}")
-        if (size, checksum) != _sum(self._path):
-            raise StateError(
-                f"{self._path} has changed since its job was finished; read it yourself, or remove it and "
-                f"{self._receipt.name} to start over"
-            )
 
     def publish(self) -> None:
         """Write the output in input order. One rank does this while its journal is open, when all have written theirs.
@@ -283,9 +265,9 @@ class Output:
         with new.open("rb") as file:
             os.fsync(file.fileno())
         size, checksum = _sum(new)
+        receipt = sealed(_RECEIPT, self._identity, {"bytes": size, "checksum": checksum})
         self._receipt.unlink(missing_ok=True)  # of an output that was removed: it must not vouch for this one
         os.replace(new, self._path)
-        receipt = {"job": self._identity, "bytes": size, "checksum": checksum}
         new.write_text(json.dumps(receipt) + "\n", encoding="utf-8")
         os.replace(new, self._receipt)
 
@@ -345,24 +327,13 @@ def _checksum(index: int, data: bytes) -> int:
     return zlib.crc32(data, zlib.crc32(index.to_bytes(8, "little", signed=True)))
 
 
-def _sum(path: Path) -> tuple[int, int]:
+def _sum(path: Path) -> list[int]:
     """Size and checksum of a file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(2**20):
             checksum = zlib.crc32(block, checksum)
-        return file.tell(), checksum
-
-
-def _way_out(path: Path) -> str:
-    return f"remove that file to do its samples again, or {path.parent} to start over"
-
-
-def _another_job(path: Path, differing: list[str], what: Any) -> StateError:
-    return StateError(
-        f"{path} belongs to another job; {'; '.join(differing)}. Give the arguments of then, name another `output`, or "
-        f"remove {what} to start over"
-    )
+        return [file.tell(), checksum]
 
 
 def _lock(file: Any, path: Path) -> None:

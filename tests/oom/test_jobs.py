@@ -135,7 +135,7 @@ def test_a_finished_job_called_again_gives_its_results_back(
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]  # the journal is gone
     monkeypatch.setattr(Generation, "process", None)  # nothing is run again
     assert call() == expected
-    with pytest.raises(StateError, match=r"belongs to another job; texts: '40 texts #\w+' then, '39 .*remove it and"):
+    with pytest.raises(StateError, match=r"belongs to another run; texts: '40 texts #\w+' then, '39 .*remove both"):
         call(TEXTS[1:])
     with pytest.raises(StateError, match="arguments: '{}' then, \"{'num_beams': 2}\" now"):
         call(num_beams=2)

@@ -47,10 +47,10 @@ def test_what_was_written_comes_back_and_an_empty_journal_is_nobodys(tmp_path: P
 
 def test_another_jobs_journal_is_refused_with_what_differs(tmp_path: Path) -> None:
     path = written(tmp_path, [1])
-    with pytest.raises(StateError, match=r"rank-0.journal belongs to another job; texts: 4 then, 5 now. .*remove"):
+    with pytest.raises(StateError, match=r"rank-0.journal .* belongs to another run; texts: 4 then, 5 now. .*remove"):
         journal(tmp_path, {**JOB, "texts": 5}).finished()
-    path.write_bytes(path.read_bytes().replace(b'format": 3', b'format": 2'))
-    with pytest.raises(StateError, match="journal's format: 2 then, 3 now"):
+    path.write_bytes(path.read_bytes().replace(b"journal 4", b"journal 3"))
+    with pytest.raises(StateError, match="'journal 3', not of journal 4"):
         journal(tmp_path).finished()
 
 
@@ -87,7 +87,7 @@ def test_no_damage_gives_a_wrong_result(tmp_path_factory: Any, kind: str, place:
 def test_a_damaged_first_line_is_an_error_that_names_file_and_way_out(first: bytes, tmp_path: Path) -> None:
     path = written(tmp_path, [2])
     path.write_bytes(first + path.read_bytes().partition(b"\n")[2])
-    with pytest.raises(StateError, match=r"the first line of .*rank-0.journal is damaged, .*remove that file"):
+    with pytest.raises(StateError, match=r"rank-0.journal cannot be read: .*remove that file"):
         journal(tmp_path).finished()
 
 
@@ -110,7 +110,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest
         raise PermissionError("no")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(StateError, match=r"rank-0.journal cannot be read \(no\); remove"):
+    with pytest.raises(StateError, match=r"rank-0.journal cannot be read: no. .*remove"):
         journal(tmp_path).finished()
 
 
@@ -232,7 +232,7 @@ def test_a_receipt_that_is_damaged_or_an_output_that_is_a_folder_is_an_error_tha
     out = Output(tmp_path / "out.jsonl", JOB, 20, TEXTS)
     for damaged in RECEIPTS:
         (tmp_path / "out.jsonl.job").write_bytes(damaged)
-        with pytest.raises(StateError, match="out.jsonl.job is damaged, .*; remove both to start over"):
+        with pytest.raises(StateError, match="not what out.jsonl.job says: .* remove both to start over"):
             out.is_finished()
     (tmp_path / "out.jsonl").unlink()
     (tmp_path / "out.jsonl").mkdir()
