@@ -22,6 +22,7 @@ __all__ = ["average_gradients", "broadcast_buffers", "find_ddp", "local_gradient
 BUCKET_BYTES = 2**20
 """Smaller gradients travel together; a larger one travels in the tensor that holds it, without a copy."""
 _MAX_TRAVELLING = 32  # bounds the memory of buckets on their way
+_SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 _LOST = re.compile(r"(?i)gloo|nccl|rccl|connection (?:closed|reset|refused)|timed ?out")
 
 
@@ -35,28 +36,20 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     from torch.nn.parallel import DistributedDataParallel
 
     modules = list(model.modules())
-    sharded = next((type(m).__name__ for m in modules if _is_sharded(m)), None)
-    if sharded is not None:
-        raise ConfigError(
-            f"`model` contains {sharded}, whose ranks exchange parameters inside forward and backward: one rank cannot "
-            "repeat a step alone; use DistributedDataParallel, or mode=None (out_of_memory=None in a DynagroupConfig) with a "
-            "smaller budget"
-        )
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
-    if ddp is not None and ddp.static_graph:
-        raise ConfigError(
-            "`model` is DistributedDataParallel(static_graph=True), which cannot skip an exchange; leave it False"
-        )
-    if ddp is not None and any(isinstance(m, SyncBatchNorm) for m in modules):
-        raise ConfigError(
-            "`model` contains SyncBatchNorm, which exchanges data inside forward; use another normalisation"
-        )
+    for module in modules:
+        if _SHARDED & {cls.__name__ for cls in type(module).__mro__}:
+            raise ConfigError(
+                f"`model` contains {type(module).__name__}, whose ranks exchange parameters inside forward and backward: one "
+                "rank cannot repeat a step alone; use DistributedDataParallel, or mode=None (out_of_memory=None in a "
+                "DynagroupConfig) with a smaller budget"
+            )
+        if ddp is not None and (isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)):
+            raise ConfigError(
+                f"`model` contains {type(module).__name__} that exchanges data inside forward (SyncBatchNorm), or cannot skip an "
+                "exchange (static_graph=True); use another normalisation, and static_graph=False"
+            )
     return ddp
-
-
-def _is_sharded(module: Any) -> bool:
-    names = {cls.__name__ for cls in type(module).__mro__}
-    return bool(names & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"})
 
 
 @contextmanager
@@ -72,11 +65,7 @@ def local_gradients(ddp: DistributedDataParallel | None) -> Iterator[None]:
 # DDP's own exchange cannot be called off: a rank that fails inside it leaves the others waiting for ever. So ours begins when
 # every rank has all its gradients. Nothing of it overlaps with the backward pass; in exchange large gradients are not copied.
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero.
-
-    Args:
-        parameters: the same on every rank.
-        group: the ranks that take part.
+    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero. ``parameters``: the same on every rank.
 
     Raises:
         AlignmentError: a rank has gone. ConfigError: a gradient is sparse.

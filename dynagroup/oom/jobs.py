@@ -45,10 +45,7 @@ _memory_by_model: WeakKeyDictionary[Any, dict[tuple[str, int], MemoryRegressor]]
 
 
 class Job:
-    """Texts through a model in planned batches, longest first; once memory has run out, the rest is planned again.
-
-    A task says what is done with a padded batch, and what its results are and depend on.
-    """
+    """Texts through a model in planned batches, longest first; once memory has run out, the rest is planned again."""
 
     kind: ClassVar[Kind] = VECTORS
     mode: ClassVar[Mode] = "forward"
@@ -156,26 +153,18 @@ class Job:
 
     @cached_property
     def budget(self) -> Budget:
-        """The user's, or one that knows the model; bound to the lengths where it is asked."""
+        """The user's, or one that knows the model, for these lengths."""
         if self._given_budget is not None:
-            return self._given_budget
+            return self._given_budget.bind({TOKENS: self.lengths})
         one_batch = len(self.texts) <= self._batch_size  # known to fit: no reason to look at the model
         known = PaddedTokens() if one_batch else _memory_of(self.model, self.mode, self.new_tokens)
-        return MemoryBudget(self._batch_size, model=known)
-
-    @cached_property
-    def _bound(self) -> Budget:
-        return self.budget.bind({TOKENS: self.lengths})
+        return MemoryBudget(self._batch_size, model=known).bind({TOKENS: self.lengths})
 
     @cached_property
     def _work(self) -> Work:
         """Every new token is a step of its own, which costs what any step costs; every copy costs its tokens."""
-        work = Work.of_known(self.model, device=self._device)
+        work = Work.of_known(self.model, device=next(self.model.parameters()).device)
         return replace(work, per_step=work.per_step * (1 + self.new_tokens) / self.copies)
-
-    @property
-    def _device(self) -> Any:
-        return next(self.model.parameters()).device
 
     def _shorten_to(self, limit: int | None) -> None:
         """Truncate to what the model takes, where the user asked for nothing; how many texts that concerns is said."""
@@ -213,16 +202,16 @@ class Job:
 
         share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
         before = f"{len(self.texts) - len(samples)} done before" if len(samples) < len(self.texts) else None
-        total, num_done, began = int(self.lengths[share].sum()), 0, time.perf_counter()
+        total, left, began = int(self.lengths[share].sum()), len(share), time.perf_counter()
         bar = tqdm(total=total, unit="tok", unit_scale=True, disable=not shown, desc=before)  # time follows tokens
         with evaluating(self.model), bar:
             batches = self._batches(share)
             while batches:
                 known, indices = self.learned.limits, batches.pop(0)
                 yield indices, self.process(self._encode(indices), indices)
-                num_done += len(indices)
-                rate = num_done / max(time.perf_counter() - began, 1e-9)
-                bar.set_postfix_str(f"{num_done}/{len(share)} samples, {rate:.1f} samples/s", refresh=False)
+                left -= len(indices)
+                rate = (len(share) - left) / max(time.perf_counter() - began, 1e-9)
+                bar.set_postfix_str(f"{len(share) - left}/{len(share)} samples, {rate:.1f} samples/s", refresh=False)
                 bar.update(int(self.lengths[indices].sum()))
                 if self.learned.limits != known:
                     batches = self._batches([i for batch in batches for i in batch])
@@ -230,7 +219,7 @@ class Job:
     def _batches(self, samples: Sequence[int]) -> list[list[int]]:
         if not len(samples):
             return []
-        known = self._bound & _Learned(self) if self.learned.has_learned else self._bound
+        known = self.budget & _Learned(self) if self.learned.has_learned else self.budget
         sampler = LengthAwareBatchSampler(self.lengths[list(samples)], known, work=self._work, rank=0, world_size=1)
         return [[samples[i] for i in batch] for batch in sampler]
 
@@ -246,7 +235,8 @@ class Job:
             pad_to_multiple_of=self.budget.pad_to_multiple_of,
             return_tensors="pt",
         )
-        return {name: padded[name].to(self._device) for name in ("input_ids", "attention_mask")}
+        device = next(self.model.parameters()).device
+        return {name: padded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 class _Learned(Budget):
@@ -256,9 +246,8 @@ class _Learned(Budget):
         self._job = job
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        job = self._job
-        grown = BatchShape.of(shape.num_samples * job.copies, shape.longest[TOKENS] + job.new_tokens)
-        return job.learned.allows(grown)
+        copies, longest = shape.num_samples * self._job.copies, shape.longest[TOKENS] + self._job.new_tokens
+        return self._job.learned.allows(BatchShape.of(copies, longest))
 
 
 def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
