@@ -264,14 +264,11 @@ class Generation(Job):
         self.copies = max(self._option("num_beams") or 1, self._each)
         self._is_causal = not model.config.is_encoder_decoder
         self.padding_side = "left" if self._is_causal else "right"
+        told = {"max_length": self.max_length, "max_new_tokens": self.new_tokens}
+        self.settings = {"task": "generate", **told, "arguments": kwargs}
 
     def _option(self, name: str) -> Any:
         return generation_option(name, self.model, self._kwargs)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        told = {"max_length": self.max_length, "max_new_tokens": self.new_tokens}
-        return {"task": "generate", **told, "arguments": self._kwargs}
 
     def process(self, batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
         options = _with_new_tokens(self._kwargs, self.new_tokens)
@@ -301,6 +298,7 @@ class Forward(Job):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._shorten_to(longest_input(self.model, self.tokenizer))
+        self.settings = {"task": "classify", "max_length": self.max_length}
 
     def outputs(self, batch: dict[str, Any]) -> torch.Tensor:
         """(samples, features) on the model's device."""
@@ -338,11 +336,7 @@ class Embedding(Forward):
                 "(model.get_encoder())"
             )
         super().__init__(inner, *given)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        told = {"normalize": int(self._normalize), "max_length": self.max_length}
-        return {"task": f"embed {self._pooling}", **told}
+        self.settings |= {"task": f"embed {self._pooling}", "normalize": int(self._normalize)}
 
     def outputs(self, batch: dict[str, Any]) -> torch.Tensor:
         import torch
@@ -354,10 +348,6 @@ class Embedding(Forward):
 
 class Classification(Forward):
     """The logits of a sequence classifier."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"task": "classify", "max_length": self.max_length}
 
     def outputs(self, batch: dict[str, Any]) -> torch.Tensor:
         way_out = "give the model with a head, as AutoModelForSequenceClassification loads it"

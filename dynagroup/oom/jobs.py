@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,27 +22,35 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
-from dynagroup.fingerprint import hashed
+from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import BegunOnce, by_position, limit_of, measure_lengths
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
-from dynagroup.oom.identity import identity_of
 from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import TOKENS, BatchShape
 from dynagroup.validation import check_int
 
-__all__ = ["Job", "evaluating", "longest_input"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Job", "evaluating", "identity_of", "longest_input"]
 
 Results: TypeAlias = "Iterator[tuple[list[int], Any]]"
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 30 * 24 * 3600.0
-"""Ranks wait so long for each other's batches. One that has died is noticed at once: its connections close."""
+_PATIENCE_S = 30 * 24 * 3600.0  # ranks wait for each other's batches; one that died is noticed: its connections close
 _BATCH_SIZE = 16
 _UNSET = 10**9  # tokenizers that were told no limit say 10**30
+_AT_ONCE = 2**24  # elements widened to int64 at a time
+_WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
+_HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype"}  # no matter of the results
+_CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
+_CHANGES |= {"hf_device_map", "max_seq_len_cached"}  # as a model is run, or with the place where it runs
+_PLAIN = (type(None), bool, int, float, str)
+_PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
 _memory_by_model: WeakKeyDictionary[Any, dict[tuple[str, int], MemoryRegressor]] = WeakKeyDictionary()
 
 
@@ -49,6 +59,8 @@ class Job:
 
     kind: ClassVar[Kind] = VECTORS
     mode: ClassVar[Mode] = "forward"
+    settings: dict[str, Any]
+    """What results depend on beside model, tokenizer and texts."""
     padding_side = "right"
     copies, new_tokens = 1, 0  # what every text becomes while it is processed
 
@@ -78,11 +90,6 @@ class Job:
                 "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
             )
         self._tokens = BegunOnce(tokenizer)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What results depend on beside model, tokenizer and texts."""
-        raise NotImplementedError
 
     def process(self, batch: dict[str, Any], indices: Sequence[int]) -> Any:
         """A result for every sample of a padded batch."""
@@ -172,11 +179,7 @@ class Job:
         self.max_length = self.max_length or limit
 
     def _prepare(self) -> None:
-        """Measure the texts, before anything is run or written.
-
-        Raises:
-            ConfigError: a model with learned positions has none for a text: on a GPU that would end the process.
-        """
+        """Measure the texts, before anything is run or written. A position that is not there ends the process on a GPU."""
         lengths, last = self.lengths, _last_position(self.model)
         new = self.new_tokens if self.padding_side == "left" else 0
         if last is not None and (lengths + new > last).any():
@@ -194,10 +197,8 @@ class Job:
             )  # fmt: skip
 
     def _results(self, samples: Sequence[int], rank: int = 0, size: int = 1, shown: bool = False) -> Results:
-        """(indices, their results) of this rank's share of ``samples``, batch by batch as they come.
-
-        Shares depend on lengths alone: ranks may have learned different things, and have other budgets.
-        """
+        """(indices, their results) of this rank's share of ``samples`` as they come. Shares depend on lengths alone: ranks may
+        have learned different things, and have other budgets."""
         from tqdm.auto import tqdm
 
         share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
@@ -228,15 +229,10 @@ class Job:
         encoded = self._tokens([self.texts[i] for i in indices], **short)
         # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
         width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
-        padded = self.tokenizer.pad(
-            {name: encoded[name] for name in ("input_ids", "attention_mask")},
-            **width,
-            padding_side=self.padding_side,
-            pad_to_multiple_of=self.budget.pad_to_multiple_of,
-            return_tensors="pt",
-        )
-        device = next(self.model.parameters()).device
-        return {name: padded[name].to(device) for name in ("input_ids", "attention_mask")}
+        width |= {"padding_side": self.padding_side, "pad_to_multiple_of": self.budget.pad_to_multiple_of}
+        wanted = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        padded = self.tokenizer.pad(wanted, **width, return_tensors="pt")
+        return {name: padded[name].to(next(self.model.parameters()).device) for name in wanted}
 
 
 class _Learned(Budget):
@@ -321,3 +317,83 @@ def _stated_positions(model: Any) -> Any:
     config = getattr(model, "config", None)
     narrow = getattr(config, "get_text_config", None)
     return getattr(config if narrow is None else narrow(), "max_position_embeddings", None)
+
+
+def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All that results depend on, as JSON: equal in every process, wherever the model was loaded. Reads weights once."""
+    return {
+        "model": f"{type(model).__name__} {_digest(_weights(model))}",
+        "model's switches": _digest(_switches(model)),
+        "model's config": _setting(getattr(model, "config", None)),
+        "model's generation_config": _setting(getattr(model, "generation_config", None)),
+        "tokenizer": _tokenizer(tokenizer),
+        "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
+        **{name: _setting(value) for name, value in settings.items()},
+    }
+
+
+def _digest(parts: Iterable[str]) -> str:
+    """Each with its length first: "ab", "c" is not "a", "bc"."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return f"#{digest.hexdigest()}"
+
+
+def _setting(value: Any) -> str | int | None:
+    if value is None or type(value) in (int, str):
+        return value
+    return described({k: _said(v) for k, v in value.items()} if isinstance(value, Mapping) else _said(value))
+
+
+def _said(config: Any) -> Any:
+    """A configuration as what it says; anything else as it is."""
+    if not hasattr(config, "to_dict"):
+        return config
+    return {k: v for k, v in config.to_dict().items() if v is not None and k not in _WHERE_FROM | _HOW}
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    """Its rules or at least its vocabulary, its special tokens, and what it makes of some words."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if hasattr(backend, "to_str"):  # of a fast tokenizer; truncation and padding are left there by each call
+        rules: Any = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+    else:
+        rules = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None
+    special = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id", "truncation_side")]
+    return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
+
+
+# What weights do not say: which adapter is active, whether it is switched off or merged, its scaling, a temperature. Such
+# settings are plain values of modules. A private one belongs to the framework, except in the layers of peft.
+def _switches(model: Any) -> Iterator[str]:
+    for name, module in model.named_modules():
+        private = type(module).__module__.partition(".")[0] == "peft"
+        for key, value in sorted(vars(module).items()):
+            if key not in _CHANGES and (private or not key.startswith("_")) and _is_plain(value):
+                yield f"{name}.{key}={value!r}"
+
+
+def _is_plain(value: Any) -> bool:
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(map(_is_plain, inner)) if isinstance(inner, (list, tuple)) else type(value) in _PLAIN
+
+
+# Weights may be many and on a device, so they are compared by checksums after Fletcher: elements read as integers are summed,
+# and summed once more times their odd places, modulo 2**64. A changed element changes the first, a moved one the second.
+def _weights(model: Any) -> Iterator[str]:
+    for name, tensor in sorted(model.state_dict().items()):
+        if hasattr(tensor, "element_size"):
+            yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {list(_checksums(tensor))}"
+
+
+def _checksums(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    import torch
+
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for part in tensor.detach().reshape(-1).view(kinds[tensor.element_size()]).split(_AT_ONCE):
+        wide = part.to(torch.int64)
+        places = torch.arange(1, 2 * len(wide), 2, device=wide.device)
+        yield int(wide.sum()), int((wide * places).sum())

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from dynagroup.oom.identity import identity_of
+from dynagroup.oom.jobs import identity_of
 from tests.oom.texts import TEXTS, adapted, small_llama, small_tokenizer
 from tests.torchrun import ROOT
 
