@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import index
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -36,13 +37,9 @@ class World(Protocol):
 def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
     """What travels in a maximum; OverflowError where a value does not fit, TypeError where it is no integer."""
     array = np.asarray(values)
-    if not len(array):
-        return np.zeros(0, np.int64)
-    if array.dtype.kind not in "bi":  # Python ints beyond int64 become uint64, objects or floats
-        if all(isinstance(value, (int, np.integer)) for value in values):
-            raise OverflowError(f"{max(values, key=abs)} does not fit into 64 bits")
-        raise TypeError(f"a maximum over ranks is of integers, but {array.dtype} was given")
-    return array.astype(np.int64)
+    return (
+        array.astype(np.int64) if array.dtype.kind in "bi" else np.array([index(value) for value in values], np.int64)
+    )
 
 
 def as_float64(values: Sequence[float]) -> NDArray[np.float64]:

@@ -15,13 +15,11 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.data import Numbered, collate
 from benchmarks.faults.loaders import mutated
-from dynagroup import LearningBudget, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup import LearningBudget, LengthAwareBatchSampler, TokenBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import Measurement, Measurements, MemoryRegressor, Workload
 from dynagroup.shapes import BatchShape
-from dynagroup.testing import run_ranks
 
 MOST_BYTES = 64 * 2**20
 LENGTHS = [1 + (7 * i) % 40 for i in range(60)]
@@ -89,32 +87,6 @@ def learning() -> Any:
 def test_states_of_samplers_and_budgets(make):
     state = json.loads(json.dumps(make().state_dict()))
     assert survives(lambda damaged: load(make(), damaged), damaged_json(state, 400), StateError) > 300
-
-
-@pytest.mark.parametrize("online", [False, True])
-def test_states_of_all_ranks(online):
-    """Three ranks' states, one of them damaged, or one of another moment, loaded by two ranks."""
-    options: dict[str, Any] = {"samples_per_update": 12, "collate_fn": collate}
-
-    def make(world: Any) -> Any:
-        if online:
-            return OnlineDataLoader(Numbered(LENGTHS), BUDGET, window=8, world=world, **options)
-        return PlannedDataLoader(Numbered(LENGTHS), LENGTHS, BUDGET, world=world, **options)
-
-    def states(steps: int) -> list[Any]:
-        def run(world: Any) -> Any:
-            loader = make(world)
-            for _, _step in zip(range(steps), loader, strict=False):
-                pass
-            return json.loads(json.dumps(loader.state_dict()))
-
-        return run_ranks(3, run)
-
-    now, later = states(2), states(4)
-    lists = [[*now[:2], damaged] for damaged in damaged_json(now[2], 60)]
-    lists += [[now[0], now[1], later[2]], [now[0], now[0], now[2]], now[:2], [*now, now[2]], [now], [None], []]
-    read = lambda damaged: run_ranks(2, lambda world: load(make(world), damaged))  # noqa: E731
-    assert survives(read, lists, StateError) > 55
 
 
 @pytest.fixture(scope="module")
