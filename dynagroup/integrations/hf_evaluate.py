@@ -130,33 +130,30 @@ class Evaluator(UpdateRunner):
     _planned_rows: dict[tuple[int, str], tuple[Any, EvaluationRows | None]]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        host, own = super().get_eval_dataloader(eval_dataset), cast("Any", self.eval_dataset)
-        if isinstance(eval_dataset, str):
-            return self._fitted(host, own[eval_dataset])
-        return self._fitted(host, own if eval_dataset is None else eval_dataset)
+        own: Any = self.eval_dataset
+        dataset = own if eval_dataset is None else own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        return self._fitted(super().get_eval_dataloader(eval_dataset), dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self._fitted(super().get_test_dataloader(test_dataset), test_dataset)
 
     def _fitted(self, host: Any, dataset: Any) -> Any:
-        """The host's loader, with batches that fit where lengths are known."""
+        """The host's loader, with batches that fit where lengths are known; planned once for a dataset and a budget."""
         whole = not is_stream(dataset) and len(dataset) > 0 and self.args.eval_do_concat_batches
         parallel = self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
-        rows = self._rows_of(dataset) if self.dynagroup_eval is not False and whole and not parallel else None
-        if rows is None:
+        if self.dynagroup_eval is False or not whole or parallel:
             return host
-        kept = {name: value for name, value in loader_kwargs(host).items() if name != "persistent_workers"}
-        return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))  # type: ignore[arg-type]
-
-    def _rows_of(self, dataset: Any) -> EvaluationRows | None:
-        """Planned once for a dataset and a budget; None where lengths are not known beforehand."""
         budget = self.dynagroup.budget if self.update_loader is None else self.update_loader.budget
         if not isinstance(self.dynagroup_eval, bool):
             budget = self.dynagroup_eval
         key = (id(dataset), budget.fingerprint)
         if key not in self._planned_rows:
             self._planned_rows[key] = dataset, self._plan_rows(dataset, budget)
-        return self._planned_rows[key][1]
+        rows = self._planned_rows[key][1]
+        if rows is None:
+            return host
+        kept = {name: value for name, value in loader_kwargs(host).items() if name != "persistent_workers"}
+        return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))  # type: ignore[arg-type]
 
     def _plan_rows(self, dataset: Any, budget: Budget) -> EvaluationRows | None:
         try:

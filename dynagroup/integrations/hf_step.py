@@ -225,12 +225,11 @@ def _counted(inputs: Any) -> list[Any]:
     """The batches of an update, or the one batch, as tokens and labels are counted: an idle one has no samples."""
     if not _is_update(inputs):
         return [inputs]
-    empty = [step.idle and isinstance(step.batch, Mapping) for step in inputs]
-    batches = [step.batch for step in inputs]
     return [
-        {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in batch.items()} if idle else batch
-        for batch, idle in zip(batches, empty, strict=True)
-    ]
+        {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in step.batch.items()}
+        if step.idle and isinstance(step.batch, Mapping) else step.batch
+        for step in inputs
+    ]  # fmt: skip
 
 
 def _defines_compute_loss(trainer_class: type) -> bool:

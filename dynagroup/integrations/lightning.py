@@ -54,10 +54,9 @@ class LightningSteps(Callback):
     """What ``train_dataloader`` returns, one item a step; and a callback of the same Trainer, which makes Lightning step its
     optimizers where updates end: ``Trainer(callbacks=[steps]).fit(module, steps)``.
 
-    It is no ``DataLoader``, so Lightning injects no sampler, and it has no ``len()``, so Lightning does not fix the number
-    of batches before training: the epoch is as long as its samples need. It counts what training has used, not what
-    Lightning has fetched ahead, so that its state, a part of every checkpoint, is exact. With automatic optimization, return
-    ``update_loss(self, step, loss)`` from ``training_step``.
+    It is no ``DataLoader``, so Lightning injects no sampler, and has no ``len()``: an epoch is as long as its samples need. It
+    counts what training has used, not what Lightning has fetched ahead, so that its state, a part of every checkpoint, is exact.
+    With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
 
     Args:
         loader: a :class:`~dynagroup.PlannedDataLoader` or :class:`~dynagroup.OnlineDataLoader`.
@@ -164,8 +163,6 @@ class LightningSteps(Callback):
 
 
 def update_loss(module: LightningModule, step: LightningStep, mean_loss: torch.Tensor) -> torch.Tensor:
-    """The loss to return from ``training_step`` under automatic optimization: weighed within its update.
-
-    Lightning divides it by ``trainer.accumulate_grad_batches``; this multiplies by it beforehand.
-    """
+    """The loss to return from ``training_step`` under automatic optimization, weighed within its update: Lightning divides it by
+    ``trainer.accumulate_grad_batches``, so this multiplies by that beforehand."""
     return mean_loss * (step.loss_scale * module.trainer.accumulate_grad_batches)
