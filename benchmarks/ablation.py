@@ -1,26 +1,35 @@
-"""What gets worse without each mechanism of planning above a hundred lines, or that a law rests on: one switched off at a time.
+"""What gets worse without each mechanism above a hundred lines: one switched off at a time, or the law that would fall.
 
-Real lengths (``benchmarks/lengths``), updates of 64, 256 and 1,024 samples and plain windows, 1 and 8 ranks. A mechanism earns
-its lines by 1 % of predicted time on some length file, by a law, or by 1.3 times the speed.
+A mechanism earns its lines by 1 % of predicted time on some length file, by a law, by 1.3 times the speed, or by a promise of the
+pages. All is counted or predicted; a clock is read where nothing else runs alone.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.data import FILES, lengths_of, lognormal, pairs_of
-from benchmarks.methods import planned
-from benchmarks.predicted import PACKED
-from dynagroup import TokenBudget
+from benchmarks.data import CV_ONE, FILES, lengths_of, lognormal, pairs_of
+from benchmarks.loader import row_costs
+from benchmarks.machine import build, config_of
+from benchmarks.methods import METHODS, Job, planned
+from benchmarks.predicted import PACKED, shards
+from benchmarks.ranks import simulated
+from benchmarks.recovery import asked_of_a_model
+from dynagroup import LearningBudget, MemoryBudget, TokenBudget
+from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.plan import packed, padded, ranks
 from dynagroup.plan.batches import longest_first
 
-__all__ = ["ablation", "table"]
+__all__ = ["ablation"]
+
+ROOT = Path(__file__).parents[1]
 
 SAMPLES = 2048
 UPDATES: dict[str, dict[str, Any]] = {
@@ -122,8 +131,36 @@ def made(plan_of: Callable[[], Any]) -> Planned:
 
 
 def ablation() -> dict[str, Any]:
-    """For each mechanism: by how much predicted time grows without it, on average, at most and where; uneven rows; speed."""
-    found = {}
+    """Planning without each of its mechanisms; the other rooms, measured; and which law or promise rests on the rest."""
+    rooms = {
+        what: {"lines": sum(map(_count, _paths(files))), **measure()} for what, (files, measure) in MEASURED.items()
+    }
+    held, named = [], set()
+    for what, files, why, test in sorted(HELD, key=lambda row: "*" in row[1]):
+        assert (ROOT / test).exists(), f"{test}, which holds {what}, is gone"
+        paths = set(_paths(files)) - named
+        named |= paths
+        held.append({"mechanism": what, "lines": sum(map(_count, paths)), "files": files, "holds": why, "test": test})
+    named |= {path for files, _ in MEASURED.values() for path in _paths(files)}
+    silent = [path for path in ROOT.glob("dynagroup/**/*.py") if _count(path) > 100 and path not in named]
+    assert not silent or [path.name for path in silent] == ["__init__.py"], f"nothing is said of {silent}"
+    return {"planning": planning(), "rooms": rooms, "held": held}
+
+
+def _paths(files: str) -> list[Path]:
+    return [path for name in files.split() for path in ROOT.glob(f"dynagroup/{name}")]
+
+
+def _count(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def planning() -> dict[str, Any]:
+    """By how much predicted time grows without each, on average, at most and where; uneven rows; speed.
+
+    Real lengths, updates of 64, 256 and 1,024 samples and plain windows, 1 and 8 ranks.
+    """
+    found, quiet = {}, os.getloadavg()[0] < 1.5
     for name, mechanism in MECHANISMS.items():
         plans = cases(mechanism.layout)
         now = {case: made(plan_of) for case, plan_of in plans.items()}
@@ -138,22 +175,134 @@ def ablation() -> dict[str, Any]:
             "worst": worst,
             "uneven_rows": [sum(plan.uneven for plan in made_.values()) for made_ in (now, then)],
             "rows": [sum(plan.rows for plan in made_.values()) for made_ in (now, then)],
-            "planning_s": [round(sum(plan.seconds for plan in made_.values()), 2) for made_ in (now, then)],
+            "planning_s": [round(sum(plan.seconds for plan in made_.values()), 2) for made_ in (now, then)]
+            if quiet
+            else None,
         }
     return found
 
 
-def table(figures: dict[str, Any]) -> str:
-    """One row a mechanism."""
-    rows = [
-        "| without | predicted time: mean | worst | where | rows beyond 5 %: now, without | planning: now, without |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in figures.items():
-        uneven = ", ".join(
-            f"{bad / max(count, 1):.1%}" for bad, count in zip(row["uneven_rows"], row["rows"], strict=True)
-        )
-        seconds = ", ".join(f"{value:.1f} s" for value in row["planning_s"])
-        more = f"{row['more_time_mean']:+.2%} | {row['more_time_worst']:+.2%}"
-        rows.append(f"| {name} | {more} | {row['worst']} | {uneven} | {seconds} |")
-    return "\n".join(rows)
+# Other rooms: what is counted with a mechanism and without it
+
+
+def _compared(unit: str, now: float, without: float, instead: str) -> dict[str, Any]:
+    return {"unit": unit, "with": round(now, 4), "without": round(without, 4), "instead": instead}
+
+
+def micro_batches() -> dict[str, Any]:
+    over = [1 / one["critical_path"] for one in shards().values()]
+    instead = f"largest differencing over ranks, then over micro-batches (worst file {max(over):.3f})"
+    return _compared("predicted time of a rollout's update", 1.0, float(np.mean(over)), instead)
+
+
+def hand_out() -> dict[str, Any]:
+    found = simulated(CV_ONE, 64, 16_000)
+    above, fixed = 1 + found["above_all_batches_over_ranks"], 1 + found["above_with_fixed_shards"]
+    return _compared("steps over all batches / ranks, 64 ranks", above, fixed, "shards fixed beforehand")
+
+
+def queues() -> dict[str, Any]:
+    found = simulated(CV_ONE, 64, 16_000)
+    above, aligned = 1 + found["above_all_batches_over_ranks"], 1 + found["above_with_alignment_of_every_window"]
+    return _compared("steps over all batches / ranks, 64 ranks", above, aligned, "every window aligned by itself")
+
+
+def learned_plans() -> dict[str, Any]:
+    windows, learned = (float(costs.max(axis=0).sum()) for costs in row_costs())
+    return _compared("predicted time of an epoch, 4 ranks", 1.0, windows / learned, "windows as in the first epoch")
+
+
+def learned_limits() -> dict[str, Any]:
+    class Forgets(LearningBudget):
+        """Whatever failed is planned again."""
+
+        has_learned = property(lambda self: False)  # type: ignore[assignment]
+
+    learned, forgot = (asked_of_a_model(TokenBudget(800), budget) for budget in (LearningBudget(), Forgets()))
+    return _compared(
+        "failed passes of 74 batches", learned["failures"], forgot["failures"], "halving whenever it fails"
+    )
+
+
+def tracing() -> dict[str, Any]:
+    """Samples that fit beside a hardest batch of 8 x 2,048, mean over 0.5B and 135M models, three modes, 64 to 1,024 tokens."""
+    lengths, shares = np.array([64, 128, 256, 512, 1024]), []
+    for size in ("0.5B", "135M"):
+        for mode in ("train", "forward", "generate"):
+            known = [
+                Workload.from_model(config_of(size), mode, dtype="bfloat16", trace=trace) for trace in (True, False)
+            ]
+            models = [MemoryRegressor.pretrained(workload) for workload in known]
+            budgets = [MemoryBudget(8, longest=2048, model=model) for model in (*models, None)]
+            shares.append([np.asarray(budget.largest(lengths)) for budget in budgets])
+    traced, sizes, unknown = np.array(shares, float).transpose(1, 0, 2)
+    instead = f"its sizes, not its trace (knowing neither: {float((unknown / traced).mean()):.2f})"
+    return _compared("samples allowed, of those a trace allows", 1.0, float((sizes / traced).mean()), instead)
+
+
+def attention_masks() -> dict[str, Any]:
+    from dynagroup.integrations.packing import mask_bytes
+    from dynagroup.integrations.varlen import use_varlen_attention
+
+    model = build("small")
+    masked = mask_bytes(model, 16_384) / 2**20
+    return _compared(
+        "MiB of masks, a pack of 16,384 tokens", mask_bytes(use_varlen_attention(model), 16_384), masked, "sdpa"
+    )
+
+
+def few_shapes() -> dict[str, Any]:
+    lengths = lognormal(2000, mean=40, cv=0.8, shortest=4, longest=256)
+    job, counts = Job(lengths, 64, 2048), []
+    for name in ("dynagroup, 8 lengths", "dynagroup"):
+        widths = [int(lengths[batch].max()) for update in METHODS[name].updates(job, 0) for batch in update]
+        counts.append(len(set(widths if name == "dynagroup" else (job.ladder.shape_for(width)[1] for width in widths))))
+    return _compared("lengths that a compiled model meets in an epoch", counts[0], counts[1], "padded to the longest")
+
+
+MEASURED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "micro-batches of a rollout": ("plan/partition.py", micro_batches),
+    "a ladder of shapes": ("plan/static_shapes.py", few_shapes),
+    "windows handed out at the exchanges": ("online/protocol.py", hand_out),
+    "queues of batches, agreed on by MAX": ("online/protocol.py", queues),
+    "plans from lengths that were learned": ("online/plans.py", learned_plans),
+    "what does not fit is learned": ("budget/learning.py", learned_limits),
+    "a model's program is traced": ("memory/trace/*.py memory/traced.py", tracing),
+    "attention without masks": ("integrations/varlen.py", attention_masks),
+}
+"""What it is -> its files, and what is counted with it and without."""
+
+
+LAWS = "tests/laws/test_table.py"
+HELD = (
+    ("lengths, measured and cached", "lengths.py text.py", "promise: measure_lengths, text_dataloader", "tests/test_lengths.py"),
+    ("settings as text", "fingerprint.py state.py", "a state that does not belong is refused", LAWS),
+    ("ranks, devices, shapes", "distributed.py device.py shapes.py", "equal steps", "tests/test_device.py"),
+    ("laws for users", "testing.py", "promise: dynagroup.testing", "tests/test_testing.py"),
+    ("budgets", "budget/*.py", "budgets are monotone", "tests/budget/test_budget.py"),
+    ("the regressor, formula, profile", "memory/*.py", "promise: MemoryBudget(32), ProfiledMemory, what_fits",
+     "tests/memory/test_regressor.py"),
+    ("order of an epoch", "plan/epoch.py plan/cursor.py", "the same again; resume from every step", "tests/plan/test_epoch.py"),
+    ("the plan", "plan/planner.py plan/sampler.py plan/plan.py plan/batches.py plan/cost.py",
+     "every sample once; fit; equal steps", LAWS),
+    ("packed batches", "plan/packed.py", "fit; equal work, packed", "tests/plan/test_packed.py"),
+    ("rows and windows", "plan/ranks.py plan/padded.py plan/multistream.py", "equal work (and the table above)",
+     "tests/plan/test_ranks.py"),
+    ("reports and pictures of plans", "plan/report.py plan/plots.py", "promise: report, plot, compare",
+     "tests/plan/test_report.py"),
+    ("weights of losses", "update/loss_weight.py", "gradients are those of one process", LAWS),
+    ("schedules of updates", "update/schedule.py", "promise: samples_per_update may follow a schedule",
+     "tests/update/test_schedule.py"),
+    ("loaders of steps", "update/*.py", "every sample once; equal steps; resume", LAWS),
+    ("the online loader", "online/*.py", "every sample once; fit, as measured; equal steps; resume", LAWS),
+    ("retry by halving", "oom/retry.py oom/split.py oom/generate.py", "promise: results in input order",
+     "tests/oom/test_generate.py"),
+    ("backward passes that fail", "oom/train.py oom/gradients.py", "gradients are those of one process",
+     "tests/oom/test_train.py"),
+    ("jobs and their journal", "oom/*.py", "nothing done twice; another job is refused", "tests/oom/test_storage.py"),
+    ("adapters of frameworks", "integrations/*.py", "promise: README's table of frameworks",
+     "tests/integrations/test_hf_trainer.py"),
+    ("command line", "cli/*.py cli.py", "promise: lengths, check, plan, compare, doctor, fit, profile", "tests/test_cli.py"),
+    ("demo", "demo.py", "promise: dynagroup demo", "tests/test_demo.py"),
+)  # fmt: skip
+"""What is not measured: mechanism, its files but those named before it, the law or promise that would fall, the test of it."""

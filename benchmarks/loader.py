@@ -24,7 +24,7 @@ from dynagroup import OnlineDataLoader, TokenBudget, Work
 from dynagroup.plan.padded import cut
 from dynagroup.testing import run_ranks
 
-__all__ = ["BUDGET", "balance", "drained", "fill", "light_loader", "overhead", "speed"]
+__all__ = ["BUDGET", "balance", "drained", "fill", "light_loader", "overhead", "row_costs", "speed"]
 
 BUDGET = 16_384
 RIVAL = "online-dynamic-batching, window 256"
@@ -123,8 +123,8 @@ def overhead(repeats: int = 5) -> dict[str, Any]:
     return {"microseconds_a_step": spread(per_step), "milliseconds_to_cut_1024": spread(cuts)}
 
 
-def balance() -> dict[str, Any]:
-    """Four ranks: predicted time of the dearest rank of each row over the mean rank's, first and second epoch."""
+def row_costs(epochs: int = 2) -> list[np.ndarray]:
+    """Predicted time of every step of four ranks, an array (rank, step) an epoch. Lengths are learned in the first."""
     lengths, work = lengths_of(CV_ONE, 40_000), Work()
 
     def cost(step: Any) -> float:
@@ -133,12 +133,16 @@ def balance() -> dict[str, Any]:
 
     def run(world: Any) -> list[list[float]]:
         loader = light_loader(lengths, TokenBudget(BUDGET), world=world, work=work)
-        return [[cost(step) for step in loader] for _ in range(2)]
+        return [[cost(step) for step in loader] for _ in range(epochs)]
 
     by_rank = run_ranks(4, run)
+    return [np.array([rank[epoch] for rank in by_rank]) for epoch in range(epochs)]
+
+
+def balance() -> dict[str, Any]:
+    """Four ranks: predicted time of the dearest rank of each row over the mean rank's, first and second epoch."""
     figures = {}
-    for epoch, name in enumerate(("windows", "learned lengths")):
-        costs = np.array([rank[epoch] for rank in by_rank])
+    for name, costs in zip(("windows", "learned lengths"), row_costs(), strict=True):
         shuffled = np.array([np.random.default_rng(r).permutation(row) for r, row in enumerate(costs)])
         figures[name] = {
             "row_imbalance": float(costs.max(0).sum() / costs.mean(0).sum() - 1),

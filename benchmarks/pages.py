@@ -374,16 +374,25 @@ def faults_summary() -> str:
 
 
 def ablation() -> Table:
-    """What planning loses without each mechanism."""
-    rows = rows_of(figures("ablation"))
+    """What planning loses without each of its mechanisms."""
+    rows = rows_of(figures("ablation")["planning"])
     for row in rows:
-        bad, without = (f"{b / max(n, 1):.1%}" for b, n in zip(row["uneven_rows"], row["rows"], strict=True))
-        row |= {"bad": bad, "bad_without": without}
+        uneven = zip(row["uneven_rows"], row["rows"], strict=True)
+        row["uneven"] = ", ".join(f"{bad / max(count, 1):.1%}" for bad, count in uneven)
+        if row["planning_s"]:
+            row["speed"] = row["planning_s"][1] / row["planning_s"][0]
     columns = {
         "without": "{key}", "predicted time: mean": "{more_time_mean:+.2%}", "worst": "{more_time_worst:+.2%}",
-        "where": "{worst}", "rows beyond 5 %: now, without": "{bad}, {bad_without}",
+        "where": "{worst}", "rows beyond 5 %: now, without": "{uneven}", "CPU time of planning": "{speed:.1f}x",
     }  # fmt: skip
     return table(rows, columns)
+
+
+ABLATION_ROOMS = {
+    "mechanism": "{key}", "lines": "{lines:,}", "what is counted": "{unit}", "with": "{with:.6g}", "without": "{without:.6g}",
+    "what stands in": "{instead}",
+}  # fmt: skip
+ABLATION_HELD = {"mechanism": "{mechanism}", "lines": "{lines:,}", "what would fall": "{holds}", "its test": "`{test}`"}
 
 
 def sentence(template: str, result: str) -> Callable[[], str]:
@@ -410,6 +419,9 @@ FIGURES: dict[str, Callable[[], str | Table]] = {
             *(recovery, embed, generation, faults, faults_summary),
         )
     },
+    "ablation": ablation,
+    "ablation_rooms": lambda: table(rows_of(figures("ablation")["rooms"]), ABLATION_ROOMS),
+    "ablation_held": lambda: table(figures("ablation")["held"], ABLATION_HELD),
     "planning_memory": sentence("{token_budget_1m_peak_mb_over_input:.0f} MB", "plan_speed"),
     "planning_rival": sentence(PLANNING_RIVAL, "plan_rival"),
     "balance": sentence(BALANCE, "loader_balance"),

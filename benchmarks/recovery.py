@@ -31,7 +31,7 @@ from dynagroup import (
 )
 from dynagroup.shapes import BatchShape
 
-__all__ = ["run", "update", "work", "wrapper"]
+__all__ = ["asked_of_a_model", "run", "update", "work", "wrapper"]
 
 NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800
 WORDS = 500
@@ -71,37 +71,49 @@ class Known(Budget):
         return shape.num_samples * (shape.longest["tokens"] + NEW_TOKENS) <= self._limit
 
 
-def work() -> dict[str, Any]:
-    """Texts of which 5 % of the planned batches do not fit, against a run that was planned with the limit: what both ask of
-    a model that only counts, whatever else the machine does."""
-    model, tokenizer = build("small").eval(), word_tokenizer(WORDS)
+def texts_to_write() -> tuple[list[str], list[int], float]:
+    """Texts, what each planned batch takes, and a limit that 5 % of them do not meet."""
     lengths = lognormal(NUM_TEXTS, mean=29.0, cv=0.66, shortest=2, longest=200)
     texts = [" ".join([f"w{i % WORDS}"] * int(n)) for i, n in enumerate(lengths)]
+    batches = planned(lengths, TokenBudget(PLANNED_TOKENS)).batches
+    sizes = [len(batch) * (int(lengths[batch].max()) + NEW_TOKENS) for batch in batches]
+    return texts, sizes, float(np.quantile(sizes, 0.95))
+
+
+def asked_of_a_model(budget: Budget, learned: LearningBudget) -> dict[str, int]:
+    """What a run that was planned so asks of a model that only counts, whatever else the machine does."""
+    model, (texts, _, limit) = build("small").eval(), texts_to_write()
+    count = {"forward_passes": 0, "tokens": 0}
+    failures: list[tuple[int, int]] = []
+
+    def generate(**batch: Any) -> torch.Tensor:
+        rows, columns = batch["input_ids"].shape
+        for step in range(NEW_TOKENS):
+            if rows * (columns + step) > limit:
+                failures.append((rows, columns))
+                raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+            count["forward_passes"] += 1
+            count["tokens"] += rows if step else rows * columns
+        return torch.nn.functional.pad(batch["input_ids"], (0, NEW_TOKENS), value=5)
+
+    model.generate = generate
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False, "learned": learned}
+    generate_dataset(model, word_tokenizer(WORDS), texts, budget=budget, **options)
+    again = sum(a == b for a, b in zip(failures, failures[1:], strict=False))
+    return {**count, "failures": len(failures), "failed_twice_in_a_row": again}
+
+
+def work() -> dict[str, Any]:
+    """Texts of which 5 % of the planned batches do not fit, against a run that was planned with the limit."""
+    _, sizes, limit = texts_to_write()
     budget = TokenBudget(PLANNED_TOKENS)
-    sizes = [len(batch) * (lengths[batch].max() + NEW_TOKENS) for batch in planned(lengths, budget).batches]
-    limit, found = float(np.quantile(sizes, 0.95)), {}
-    for name, size in (("learned", budget), ("knew", budget & Known(limit))):
-        count = found[name] = {"forward_passes": 0, "tokens": 0}
-        failures: list[tuple[int, int]] = []
-
-        def generate(count: dict[str, int] = count, failures: Any = failures, **batch: Any) -> torch.Tensor:
-            rows, columns = batch["input_ids"].shape
-            for step in range(NEW_TOKENS):
-                if rows * (columns + step) > limit:
-                    failures.append((rows, columns))
-                    raise torch.OutOfMemoryError("CUDA out of memory (made up)")
-                count["forward_passes"] += 1
-                count["tokens"] += rows if step else rows * columns
-            return torch.nn.functional.pad(batch["input_ids"], (0, NEW_TOKENS), value=5)
-
-        model.generate = generate
-        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False, "learned": LearningBudget()}
-        generate_dataset(model, tokenizer, texts, budget=size, **options)
-        count["failures"] = len(failures)
-        count["failed_twice_in_a_row"] = sum(a == b for a, b in zip(failures, failures[1:], strict=False))
-    ratio = {key: found["learned"][key] / found["knew"][key] for key in ("forward_passes", "tokens")}
+    found: dict[str, Any] = {
+        "learned": asked_of_a_model(budget, LearningBudget()),
+        "knew": asked_of_a_model(budget & Known(limit), LearningBudget()),
+    }
+    found["ratio"] = {key: found["learned"][key] / found["knew"][key] for key in ("forward_passes", "tokens")}
     about = {"texts": NUM_TEXTS, "new_tokens": NEW_TOKENS, "planned_batches": len(sizes)}
-    return {**about, "batches_that_do_not_fit": float((np.array(sizes) > limit).mean()), **found, "ratio": ratio}
+    return {**about, "batches_that_do_not_fit": float((np.array(sizes) > limit).mean()), **found}
 
 
 def update(repeats: int = 36) -> dict[str, Any]:
