@@ -9,10 +9,12 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import default_collate
 
 from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
@@ -170,8 +172,9 @@ class RefinementCollator:
     def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[dict[str, Any]]]:
         """Planned batches that fit stay, neighbours that both shrank are joined where they fit, all others are cut. With what
         became of them: see ``group``, ``late`` and ``joined`` of :class:`Refined`."""
+        make = partial(cut, budget=self.budget, work=self.work, objective=self.objective)
         if request.groups is None:
-            batches = self._cut(lengths)
+            batches = make(lengths)
             return batches, [{}] * len(batches)
         planned = _neighbours(np.asarray(request.groups))
         shapes = shapes_of(planned, lengths)
@@ -189,13 +192,10 @@ class RefinementCollator:
                     marks[-1]["joined"] += 1
                     continue
             stays = fits[number] or len(members) == 1
-            made = _whole(members) if stays else self._cut({n: v[members] for n, v in lengths.items()}).map(members)
+            made = _whole(members) if stays else make({n: v[members] for n, v in lengths.items()}).map(members)
             parts.append(made)
             marks += [{"group": number, "late": part > 0, "joined": 0} for part in range(len(made))]
         return Batches.concatenate(parts), marks
-
-    def _cut(self, lengths: Streams) -> Batches:
-        return cut(lengths, self.budget, work=self.work, objective=self.objective)
 
     def _collate_all(
         self,
@@ -223,7 +223,7 @@ class RefinementCollator:
             places = members.tolist()
             chosen, indices = [samples[p] for p in places], [request.indices[p] for p in places]
             measured = {name: values[members] for name, values in lengths.items()}
-            batch = _collated(self.collate_fn, chosen, indices)
+            batch = _asked("collate_fn", self.collate_fn or default_collate, chosen, of=_batch_of(indices))
             if counted[number]["oversize"]:
                 _check_alone(indices, measured, self.oversize)
             else:
@@ -292,12 +292,6 @@ def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int
     return measure_sample(sample) if tokens is None else tokens
 
 
-def _collated(collate: Callable[[list[Any]], Any] | None, samples: list[Any], indices: Sequence[int]) -> Any:
-    if collate is None:
-        from torch.utils.data import default_collate as collate
-    return _asked("collate_fn", collate, samples, of=_batch_of(indices))
-
-
 def _check_alone(indices: Sequence[int], lengths: Streams, oversize: Oversize) -> None:
     if len(indices) > 1:
         raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
@@ -309,11 +303,8 @@ def _check_alone(indices: Sequence[int], lengths: Streams, oversize: Oversize) -
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: str) -> Any:
-    """What a function of the user's gives. Its errors come named: a StopIteration, left alone, would end the loader's iteration.
-
-    Raises:
-        ConfigError: ours, as it is. RuntimeError: any other, with what it was asked about.
-    """
+    """What a function of the user's gives. Errors but ours come with its name and what it was asked about: a StopIteration, left
+    alone, would end the loader's iteration."""
     try:
         return function(*args)
     except ConfigError:

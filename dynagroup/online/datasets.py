@@ -24,11 +24,7 @@ FETCHED_AT_ONCE = 64
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterable-style.
-
-    Raises:
-        ConfigError: it is neither map-style nor iterable.
-    """
+    """Whether a dataset is iterable-style; a ConfigError if it is not map-style either."""
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -138,11 +134,8 @@ class IndexedDataset(_Forwarding):
         return WindowSamples(request.part(0, len(samples)), samples)
 
     def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Any]:
-        """As many samples as hold about ``max_bytes``: whole planned batches, at least one.
-
-        The first samples say how large they are, the next read goes as far as the rest may be expected to fit. So a window
-        of small samples takes two reads, and one of images ends where it should, with at most one planned batch too many.
-        """
+        """As many samples as hold about ``max_bytes``: whole planned batches, at least one. The first read says how large samples
+        are, the next goes as far as the rest may be expected to fit: a window of small ones takes two reads."""
         ends = np.cumsum(request.groups) if request.groups is not None else np.arange(1, len(request) + 1)
         samples: list[Any] = []
         size, wanted = 0, FETCHED_AT_ONCE

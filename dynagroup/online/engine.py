@@ -60,9 +60,7 @@ class Runner(ABC):
         source: of the epoch; its cursor is where the updates that come begin.
         stands: where the run stands; of the update under way, ``begun_samples`` and ``begun_weight`` are this rank's.
         place: a saved one of this rank, to go on with the very batches that were queued.
-        under_way: samples of the update under way, over all ranks.
-        identity: what all ranks must have alike.
-        learned: observes lengths.
+        under_way: samples of the update under way, over all ranks. identity: what all ranks must have alike.
     """
 
     def __init__(

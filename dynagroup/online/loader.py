@@ -156,11 +156,7 @@ def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_budget(budget: Budget) -> None:
-    """Refuse a budget whose limit is taken from the lengths of a whole dataset: nobody knows them beforehand.
-
-    Raises:
-        ConfigError: names what to give instead.
-    """
+    """Refuse a budget whose limit is taken from the lengths of a whole dataset: nobody knows them beforehand."""
     if budget.bind({TOKENS: np.ones(1, np.int32)}).fingerprint != budget.fingerprint:
         raise ConfigError(
             "`budget` takes its limit from the lengths of the whole dataset, which an OnlineDataLoader does not know "
@@ -169,11 +165,7 @@ def check_budget(budget: Budget) -> None:
 
 
 def check_sources(sources: Mapping[str, Any], *, iterable: bool, per_update: bool, shuffle: bool) -> None:
-    """Refuse two orders at once, and orders that the dataset or the ranks cannot follow.
-
-    Raises:
-        ConfigError: names the arguments and the way out.
-    """
+    """Refuse two orders at once, and orders that the dataset or the ranks cannot follow."""
     given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * shuffle
     if len(given) > 1:
         raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
@@ -189,22 +181,16 @@ def check_sources(sources: Mapping[str, Any], *, iterable: bool, per_update: boo
             raise ConfigError(
                 f"`{name}` is a {type(source).__name__}, which is used up after one epoch; give a list, or a Sampler"
             )
-        if source is not None and not _can_be_read(source):
-            raise ConfigError(f"`{name}` must be an iterable, but is {source!r}")
+        try:
+            iter(() if source is None else source)
+        except TypeError:  # also of what has __getitem__ or __iter__ and holds a single number
+            raise ConfigError(f"`{name}` must be an iterable, but is {source!r}") from None
     ranks = getattr(sources["sampler"], "num_replicas", 1)
     if isinstance(ranks, int) and ranks > 1:
         raise ConfigError(
             f"`sampler` divides its indices among {ranks} ranks already ({type(sources['sampler']).__name__}); give the "
             "undivided one: the loader hands out samples to ranks itself"
         )
-
-
-def _can_be_read(source: Any) -> bool:
-    try:
-        iter(source)
-    except TypeError:  # also of what has __getitem__ or __iter__ and holds a single number
-        return False
-    return True
 
 
 def as_hint(hint: Any, num_samples: int) -> IntArray:

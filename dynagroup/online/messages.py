@@ -42,29 +42,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Samples that a worker processes, cuts and collates.
+    """Samples that a worker processes, cuts and collates."""
 
-    Args:
-        positions: places in the epoch's order: int64 (N,).
-        groups: sizes of batches already planned; None: one window to be cut.
-        costs: padded tokens planned for each of ``groups``; neighbours that both came out smaller are joined where they fit.
-        keep: so many of the largest batches come back with their processed samples, so that they can be split later.
-        mark: where it stands in the plan it comes from; None for what comes from no plan.
-        number: which of this rank's requests; answers carry it. -1: nothing is asked for.
-        indices: dataset indices.
-        epoch: handed to the dataset's ``set_epoch`` in the worker, where it has one.
-        max_bytes: an answer holds about so many bytes of processed samples; what is left over is asked for again. None: all.
-    """
-
-    positions: IntArray
-    groups: tuple[int, ...] | None = None
-    costs: tuple[int, ...] | None = None
-    keep: int = 0
-    mark: Any = None
-    number: int = -1
-    indices: Sequence[int] = ()
-    epoch: int = 0
-    max_bytes: int | None = None
+    positions: IntArray  # places in the epoch's order: int64 (N,)
+    groups: tuple[int, ...] | None = None  # sizes of batches already planned; None: one window to be cut
+    costs: tuple[int, ...] | None = None  # their padded tokens; neighbours that both came out smaller are joined
+    keep: int = 0  # so many of the largest batches come back with their samples, so that they can be split later
+    mark: Any = None  # where it stands in the plan it comes from; None for what comes from no plan
+    number: int = -1  # which of this rank's requests; answers carry it. -1: nothing is asked for
+    indices: Sequence[int] = ()  # dataset indices
+    epoch: int = 0  # handed to the dataset's ``set_epoch`` in the worker, where it has one
+    max_bytes: int | None = None  # of processed samples in an answer, about; the rest is asked for again. None: all
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -89,38 +77,22 @@ class WindowSamples:
 
 @dataclass(frozen=True, slots=True)
 class Refined:
-    """One collated batch with what the main process needs to know about it.
+    """One collated batch with what the main process needs to know about it."""
 
-    Args:
-        batch: what the user's ``collate_fn`` returned.
-        indices: dataset indices (arrival numbers for iterable datasets, places in the window where nothing is known).
-        positions: the samples' places in the epoch's order.
-        lengths: stream -> int32, true lengths after processing.
-        weight: loss weight, see ``weigh``.
-        padded: padded tokens. squares: the same, each times its sample's padded length.
-        work: predicted time without the price of a step, in linear tokens.
-        real: tokens that are no padding.
-        group: which planned batch it came from; the window's only group without planned batches.
-        late: what splitting a planned batch brought on top waits behind all that was planned.
-        oversize: a single sample that does not fit even alone.
-        samples: the processed samples, where they were kept, so that it can be split.
-        joined: planned batches that were joined to the first of them.
-    """
-
-    batch: Any
-    indices: list[int]
-    positions: tuple[int, ...]
-    lengths: Streams
-    weight: float
-    padded: int
-    squares: int
-    work: float
-    real: int
-    group: int = 0
-    late: bool = False
-    oversize: bool = False
-    samples: list[Any] | None = None
-    joined: int = 0
+    batch: Any  # what the user's ``collate_fn`` returned
+    indices: list[int]  # dataset indices; arrival numbers of an iterable, places in the window where nothing is known
+    positions: tuple[int, ...]  # the samples' places in the epoch's order
+    lengths: Streams  # true ones, after processing
+    weight: float  # loss weight, see ``weigh``
+    padded: int  # padded tokens
+    squares: int  # the same, each times its sample's padded length
+    work: float  # predicted time without the price of a step, in linear tokens
+    real: int  # tokens that are no padding
+    group: int = 0  # which planned batch it came from
+    late: bool = False  # what splitting a planned batch brought on top waits behind all that was planned
+    oversize: bool = False  # a single sample that does not fit even alone
+    samples: list[Any] | None = None  # the processed ones, where they were kept, so that it can be split
+    joined: int = 0  # planned batches that were joined to the first of them
 
     def __len__(self) -> int:
         return len(self.indices)

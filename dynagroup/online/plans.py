@@ -206,26 +206,18 @@ def _indices(batch: Any) -> list[int]:
 
 
 class Source(NamedTuple):
-    """What an epoch's requests follow from: facts, and the settings they were given.
-
-    Args:
-        cursor: where the updates that come begin.
-        order: dataset indices by position; empty of an iterable dataset.
-        sizes: how many samples each update holds, where it is set.
-        batches: this rank's batches of dataset indices, where the user gives them.
-        lengths: known lengths by position. rough: roughly known ones. At most one of them.
-    """
+    """What an epoch's requests follow from: facts, and the settings they were given."""
 
     world: World
     config: OnlineConfig
     budget: Budget
     iterable: bool
-    cursor: Cursor
-    order: Order
-    sizes: UpdateSizes | None = None
-    batches: list[list[int]] | None = None
-    lengths: Streams | None = None
-    rough: IntArray | None = None
+    cursor: Cursor  # where the updates that come begin
+    order: Order  # empty of an iterable dataset
+    sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
+    batches: list[list[int]] | None = None  # this rank's, where the user gives them
+    lengths: Streams | None = None  # known ones, by position; at most one of these two
+    rough: IntArray | None = None  # roughly known ones, by position
 
     @property
     def kind(self) -> str:

@@ -20,19 +20,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import hashed
 
-__all__ = [
-    "Agreement",
-    "Exchange",
-    "Offer",
-    "agree",
-    "even_parts",
-    "hand_out",
-    "in_rows",
-    "level",
-    "placed",
-    "print_of",
-    "quantile",
-]
+__all__ = ["Exchange", "Offer", "agree", "even_parts", "hand_out", "in_rows", "level", "placed", "print_of", "quantile"]
 
 T = TypeVar("T")
 Uneven: TypeAlias = Literal["idle", "stop"]
@@ -42,13 +30,8 @@ NOTHING = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank says before steps are agreed.
-
-    Args:
-        queued: batches ready to run.
-        receiving: more windows may still arrive here.
-        bounded: all that may still arrive was handed out already, so that loading it all at once ends.
-    """
+    """What one rank says before steps are agreed: batches ready to run; whether more may arrive; and whether all that may arrive
+    was handed out already, so that loading it all at once ends."""
 
     queued: int
     receiving: bool
@@ -63,13 +46,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks do until the next exchange.
-
-    Args:
-        steps: steps that every rank takes now.
-        last: the epoch ends with them; every rank evens out its queue to ``steps`` by splitting, then by idling.
-        load_all: before the next exchange every rank loads all that was handed out to it.
-    """
+    """What all ranks do until the next exchange: so many steps; whether the epoch ends with them, so that every rank evens out
+    its queue to them by splitting, then by idling; and whether to load all that was handed out before the next exchange."""
 
     steps: int
     last: bool = False
@@ -101,12 +79,8 @@ def agree(highest: Sequence[int], uneven: Uneven = "idle") -> Agreement:
 
 
 def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
-    """Into how many parts each batch is split so that ``steps`` batches result, or as many as there are samples.
-
-    Greedy: the batch whose parts are largest is split further, one part at a time.
-
-    Args:
-        sizes: samples in each batch that may be split; 1 for one that may not.
+    """Into how many parts each batch of ``sizes`` samples is split (1: it may not be) so that ``steps`` batches result, or as
+    many as there are samples. Greedy: the batch whose parts are largest is split further, one part at a time.
 
     >>> even_parts([4, 1], 4)
     [3, 1]
@@ -145,13 +119,11 @@ def hand_out(
 
     Args:
         loads: what each rank still has to emit, in samples.
-        start: positions up to here are given out.
-        stop: end of the epoch's order.
-        window: samples a window, at most.
-        target: load, in samples, up to which a rank is supplied.
+        start, stop: positions of the epoch's order that are not given out yet.
+        window: samples a window, at most. target: load, in samples, up to which a rank is supplied.
 
     Returns:
-        For each rank its windows, ranges of positions in the epoch's order; and the new ``start``.
+        For each rank its windows, ranges of positions; and the new ``start``.
 
     >>> hand_out([0, 9], 0, 100, window=10, target=20)
     ([[(0, 10), (10, 20)], [(20, 30), (30, 40)]], 40)
@@ -244,14 +216,8 @@ class Exchange:
         self.count = self.num_bytes = 0
 
     def highest(self, values: Sequence[int], failure: BaseException | None = None) -> list[int]:
-        """Element-wise maximum over ranks.
-
-        Args:
-            failure: what happened here instead; all ranks raise, this one raises ``failure`` itself.
-
-        Raises:
-            AlignmentError: another rank failed, or stands at another exchange.
-        """
+        """Element-wise maximum over ranks. Where one tells a failure instead, it raises that itself, and all others an
+        AlignmentError; so they do where one stands at another exchange."""
         self.count += 1
         if self.world.size == 1:
             if failure is not None:
@@ -278,11 +244,7 @@ class Exchange:
         return self.world.all_sum(values)
 
     def lend(self, thing: Any) -> Any:
-        """What the highest rank that has something gives to all: pickled, as a MAX of its bytes. None stands for nothing.
-
-        Raises:
-            AlignmentError: it could not be pickled there.
-        """
+        """What the highest rank that has something gives to all: pickled, as a MAX of its bytes. None stands for nothing."""
         giver, text, failure = self.highest([0 if thing is None else self.world.rank + 1])[0] - 1, b"", None
         if giver < 0:
             return None
@@ -296,11 +258,7 @@ class Exchange:
         return pickle.loads(np.asarray(words, "<u4").tobytes()[:size])
 
     def compare(self, identity: Mapping[str, Any], failure: BaseException | None = None) -> None:
-        """Refuse ranks that differ in any of these values.
-
-        Raises:
-            AlignmentError: names what differs, and this rank's value.
-        """
+        """Refuse ranks that differ in any of these values: an AlignmentError names it, and this rank's value."""
         differing: list[str] = []
         for start in range(0, len(identity), COMPARED):
             names = list(identity)[start : start + COMPARED]
