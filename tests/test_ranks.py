@@ -153,7 +153,7 @@ def attacked() -> int:
         came: dict[int, Counter[int]] = {}
         for epochs in (*gathered(first), *gathered(second)):
             for epoch, steps in epochs.items():
-                came.setdefault(epoch, Counter()).update(chain.from_iterable(ids for ids, *_ in steps))
+                came.setdefault(epoch, Counter()).update(chain.from_iterable(ids_in(step) for step in steps))
         check_rows(gathered(second))
         for epoch in range(EPOCHS):
             judge(attack, epoch, came.get(epoch, Counter()), str(attack))

@@ -142,10 +142,7 @@ class RefinementCollator:
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """True lengths of these samples: stream -> int32 (N,)."""
         name, length_of = self._measure_by(samples[0])
-        measured = [
-            _asked(name, length_of, sample, of=f"sample {index}")
-            for sample, index in zip(samples, indices, strict=True)
-        ]
+        measured = [_asked(name, length_of, sample, of=index) for sample, index in zip(samples, indices, strict=True)]
         columns: Mapping[str, Any] = {TOKENS: measured}
         if isinstance(measured[0], Mapping):
             columns = with_tokens({stream: [m[stream] for m in measured] for stream in measured[0]})  # type: ignore[index]
@@ -223,12 +220,12 @@ class RefinementCollator:
             places = members.tolist()
             chosen, indices = [samples[p] for p in places], [request.indices[p] for p in places]
             measured = {name: values[members] for name, values in lengths.items()}
-            batch = _asked("collate_fn", self.collate_fn or default_collate, chosen, of=_batch_of(indices))
+            batch = _asked("collate_fn", self.collate_fn or default_collate, chosen, of=indices)
             if counted[number]["oversize"]:
                 _check_alone(indices, measured, self.oversize)
             else:
                 self._check_width(batch, indices, measured, widths[number], may_learn=may_learn)
-            weight = _asked("weigh", self._weight_of, batch, len(places), of=_batch_of(indices))
+            weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
             facts = {"samples": chosen if number in kept else None, **marks[number], **counted[number]}
             positions = tuple(request.positions[members].tolist())
             made.append(Refined(batch, indices, positions, measured, weight, **facts))
@@ -302,7 +299,7 @@ def _check_alone(indices: Sequence[int], lengths: Streams, oversize: Oversize) -
         )
 
 
-def _asked(name: str, function: Callable[..., Any], *args: Any, of: str) -> Any:
+def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
     """What a function of the user's gives. Errors but ours come with its name and what it was asked about: a StopIteration, left
     alone, would end the loader's iteration."""
     try:
@@ -310,11 +307,8 @@ def _asked(name: str, function: Callable[..., Any], *args: Any, of: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise RuntimeError(f"{name} failed on {of}: {type(error).__name__}: {error}") from error
-
-
-def _batch_of(indices: Sequence[int]) -> str:
-    return f"the batch of dataset indices {shorten(indices)}"
+        asked = f"the batch of dataset indices {shorten(of)}" if isinstance(of, list) else f"sample {of}"
+        raise RuntimeError(f"{name} failed on {asked}: {type(error).__name__}: {error}") from error
 
 
 def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:

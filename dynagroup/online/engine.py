@@ -236,13 +236,14 @@ class Runner(ABC):
         """Count a step as used, before the training loop gets it."""
         take, cursor = self.due.popleft(), self.stands
         batch, self._under_way = take.batch, round(take.samples.total)
+        begun: dict[str, Any] = {"steps": cursor.steps + 1}
         if take.ends_update:
-            after = behind(cursor, self._under_way, self.source.sizes)
+            cursor = behind(cursor, self._under_way, self.source.sizes)
             self.stats.count_update(self._under_way)
         else:
-            samples, weight = cursor.begun_samples + int(take.samples.local), cursor.begun_weight + take.weight.local
-            after = replace(cursor, begun_rows=cursor.begun_rows + 1, begun_samples=samples, begun_weight=weight)
-        self.stands = replace(after, steps=cursor.steps + 1)
+            begun |= {"begun_rows": cursor.begun_rows + 1, "begun_weight": cursor.begun_weight + take.weight.local}
+            begun["begun_samples"] = cursor.begun_samples + int(take.samples.local)
+        self.stands = replace(cursor, **begun)
         if batch is None:
             self.stats.count_step(0, idle=True)
             self._smallest = self._smallest or self.feed.spare()
