@@ -332,7 +332,7 @@ def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32]
 def _table(figures: dict[str, Any]) -> str:
     runs, (low, high) = figures["runs"], figures["speedup_quartiles"]
     rows = [
-        [name.replace("_", " "), *(f"{run[name]:,.4g}" for run in runs.values())] for name in next(iter(runs.values()))
+        [name.replace("_", " "), *(_shown(run[name]) for run in runs.values())] for name in next(iter(runs.values()))
     ]
     return (
         format_table([f"(seconds of {figures['clock']} time)", *runs], rows)
