@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
 from torch.utils.data import DataLoader
 
 from dynagroup.budget.base import Budget
@@ -25,7 +24,7 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import MOST_EPOCHS, Walk
 from dynagroup.update.step import LoaderStats, Step, StepClock
-from dynagroup.validation import check_flag, check_function, check_int, check_number
+from dynagroup.validation import check_int
 
 __all__ = ["ENDED_EARLY", "StepLoader", "checked_kwargs"]
 
@@ -244,35 +243,24 @@ ENDED_EARLY = (
     "the dataset, `collate_fn` or `weigh` raised StopIteration, which a DataLoader takes for its end, while samples of the "
     "epoch were left: look there for a next() of what has ended"
 )
-FLAGS, FUNCTIONS = ("pin_memory", "persistent_workers", "in_order"), ("worker_init_fn", "collate_fn")
 
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a ``DataLoader`` besides those that say what a batch is.
-
-    Types are checked here, because torch finds many of them only in a worker, or waits for ever. What arguments mean
-    together is torch's to say: a DataLoader of nothing is constructed, which starts no worker.
+    """Arguments of a ``DataLoader`` besides those that say what a batch is. What they mean is torch's to say: a DataLoader of
+    nothing is constructed, which starts no worker.
 
     Raises:
-        ConfigError: names the argument and its value.
+        ConfigError: torch refuses them, or ``num_workers`` is no count, for which it would wait.
 
     >>> checked_kwargs({"num_workers": -1})
     Traceback (most recent call last):
     dynagroup.errors.ConfigError: `num_workers` must be an int of at least 0, but is -1
     """
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    flags = {name: check_flag(name, given[name]) for name in FLAGS if name in given}
-    least = {"num_workers": 0, "prefetch_factor": 1}
-    numbers = {name: check_int(name, given[name], least=least[name]) for name in least if name in given}
-    check_number("timeout", given.get("timeout", 0), or_zero=True)
-    for name in FUNCTIONS:
-        check_function(name, given.get(name, print), "for torch's DataLoader")
-    if not isinstance(given.get("generator", torch.default_generator), torch.Generator):
-        raise ConfigError(f"`generator` must be a torch.Generator or None, but is {given['generator']!r}")
+    check_int("num_workers", kwargs.get("num_workers", 0), least=0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said where the real one is made
-            DataLoader([], **{**kwargs, **numbers, **flags})  # type: ignore[arg-type]
+            DataLoader([], **kwargs)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"torch's DataLoader refuses its arguments: {error}") from error
-    return {**kwargs, **numbers, **flags}
+        raise ConfigError(f"torch's DataLoader refuses {kwargs!r:.300}: {error}") from error
+    return dict(kwargs)
