@@ -36,8 +36,6 @@ from dynagroup.oom import (
     jobs,
 )
 from dynagroup.oom.inference import Generation
-from dynagroup.plan.cost import Work
-from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.allocator import Allocator
@@ -457,23 +455,6 @@ def test_texts_that_bring_their_first_token_begin_with_it_once(model: Any) -> No
     assert all(ids.count(1) == 1 for ids in seen)
     cut = [embed_dataset(model, tokenizer, [t], max_length=4, **SMALL) for t in ("[BOS] w1 w2 w3 w4", "w1 w2 w3")]
     assert np.array_equal(*cut)
-
-
-def test_batches_are_planned_for_the_time_that_the_model_takes(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each new token is a step of its own: the price of a step counts as often."""
-    planned: list[Work] = []
-
-    def sampler(*args: Any, work: Work, **options: Any) -> Any:
-        planned.append(work)
-        return LengthAwareBatchSampler(*args, work=work, **options)
-
-    monkeypatch.setattr(jobs, "LengthAwareBatchSampler", sampler)
-    next(iter_embed(model, tokenizer, TEXTS, **SMALL))
-    next(iter_generate(model, tokenizer, TEXTS, num_beams=2, **NEW))
-    own = Work.of(model, device="cpu")
-    assert planned == [own, Work(per_step=own.per_step * 5 / 2, crossover=own.crossover)]
 
 
 class TestEncode:
