@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,13 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
-from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.plan.packed import pack
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.shapes import BatchShape
 
 LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
-CROSSOVER = 12_288
 
 
 class Quadratic(Budget):
@@ -40,11 +40,6 @@ class Quadratic(Budget):
 def streams(values: list[int], patches: list[int] | None = None) -> dict[str, np.ndarray]:
     found = {"tokens": np.asarray(values, np.int32)}
     return found if patches is None else found | {"patches": np.asarray(patches, np.int32)}
-
-
-def work_of(batches: Batches, tokens: np.ndarray) -> np.ndarray:
-    each = tokens + tokens.astype(float) ** 2 / CROSSOVER
-    return np.asarray([each[batch].sum() for batch in batches])
 
 
 BUDGETS = st.one_of(
@@ -103,7 +98,7 @@ def test_a_long_sample_sets_the_pace_and_its_row_is_filled_up_to_it() -> None:
     """Cost 12,288 tokens: attention as dear as the rest. Beside it one would else put a quarter of everything."""
     values = [12_288, *[1_024] * 36]
     batches = pack(streams(values), TokenBudget(30_000, layout="packed"), 2)
-    work = work_of(batches, np.asarray(values)).reshape(-1, 2)
+    work = Work().of_batches(batches, streams(values), TokenBudget(30_000, layout="packed")).reshape(-1, 2)
     assert len(work) == 1 or work[0].min() > 0.9 * work[0].max()
     assert work.max(axis=1).sum() < 1.02 * max(work.sum() / 2, work.max())
 
@@ -123,7 +118,7 @@ def window_of(name: str, count: int = 4096) -> np.ndarray:
 def uneven(rows: list[list[np.ndarray]], tokens: np.ndarray, cap: int, *, few: bool) -> list[int]:
     """Rows whose batches are more than 5 % apart; where one sample is more work than the row's mean, those whose other batches
     are neither up to it nor full to the cap (of ``few`` rows the last holds what is left)."""
-    each, found = tokens + tokens.astype(float) ** 2 / CROSSOVER, []
+    each, found = Work().of_lengths(tokens), []
     for number, row in enumerate(rows):
         work = np.asarray([each[batch].sum() for batch in row])
         if max(each[batch].max() for batch in row) <= work.mean():
@@ -135,33 +130,23 @@ def uneven(rows: list[list[np.ndarray]], tokens: np.ndarray, cap: int, *, few: b
     return found
 
 
-def in_rows(batches: Batches, num_ranks: int) -> list[list[np.ndarray]]:
-    return [[batches[first + rank] for rank in range(num_ranks)] for first in range(0, len(batches), num_ranks)]
-
-
-def test_windows_are_filled_and_rows_are_equal_work() -> None:
+@pytest.mark.parametrize(
+    "cases", [((1, None), (8, None), (64, None)), ((8, 256), (64, 1024))], ids=["windows", "updates"]
+)
+def test_rows_are_filled_and_of_equal_work_and_ranks_wait_little(cases: Any) -> None:
     """On real lengths: as few rows as 99 % of full batches need, or one more that takes less time; and law 9."""
     count = bad = 0
-    for name, num_ranks in product(CAPS, (1, 8, 64)):
-        tokens, cap = window_of(name), CAPS[name]
-        batches = pack(streams(tokens), TokenBudget(cap, layout="packed"), num_ranks)
-        assert len(batches) <= num_ranks * (1 + -(-int(tokens.sum()) // int(0.99 * cap * num_ranks))), name
-        rows = in_rows(batches, num_ranks)
-        count, bad = count + len(rows), bad + len(uneven(rows, tokens, cap, few=False))
-    assert bad <= 0.01 * count
-
-
-def test_the_rows_of_updates_are_equal_work_and_ranks_wait_little() -> None:
-    count = bad = 0
-    for name, (num_ranks, update) in product(CAPS, ((8, 256), (64, 1024))):
-        tokens, cap = window_of(name), CAPS[name]
-        config = PlanConfig(samples_per_update=update)
-        plan = Planner(streams(tokens), TokenBudget(cap, layout="packed"), config).plan(0, num_ranks)
-        count, bad = count + plan.num_steps, bad + len(uneven(plan.rows, tokens, cap, few=True))
+    for (name, cap), (num_ranks, update) in product(CAPS.items(), cases):
+        tokens = window_of(name)
+        planner = Planner(streams(tokens), TokenBudget(cap, layout="packed"), PlanConfig(samples_per_update=update))
+        plan = planner.plan(0, num_ranks)
+        count, bad = count + plan.num_steps, bad + len(uneven(plan.rows, tokens, cap, few=update is not None))
+        if update is None:
+            assert plan.num_steps <= 1 + -(-int(tokens.sum()) // int(0.99 * cap * num_ranks)), name
+            continue
         each = plan.work.of_lengths(tokens)
-        work = plan.work.of_batches(plan.batches, plan.lengths, plan.budget)[plan.table]
         forced = np.asarray([each[batch].max() for batch in plan.batches])[plan.table].max(axis=1)
-        waited = work.max(axis=1).sum() - np.maximum(work.mean(axis=1), forced).sum()
+        waited = plan.work_by_row.max(axis=1).sum() - np.maximum(plan.work_by_row.mean(axis=1), forced).sum()
         assert waited <= 0.03 * plan.predicted_time, name
     assert bad <= 0.01 * count
 
