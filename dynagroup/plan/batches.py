@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -11,19 +11,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.validation import LARGEST, check_int
 
-__all__ = [
-    "Batches",
-    "RoundBatch",
-    "allowed_sizes",
-    "fixed_batches",
-    "friendly_size",
-    "longest_first",
-    "multiple_of",
-    "offsets_of",
-    "offsets_of_path",
-    "shapes_of",
-    "smaller_size",
-]
+__all__ = ["Batches", "RoundBatch", "allowed_sizes", "fixed_batches", "friendly_size", "longest_first", "multiple_of"]
 
 RoundBatch: TypeAlias = Callable[[int], int]
 
@@ -66,11 +54,8 @@ class Batches(Sequence[IntArray]):
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> IntArray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[IntArray]: ...
-    def __getitem__(self, index: int | slice) -> IntArray | list[IntArray]:
+    def __getitem__(self, index: Any) -> Any:
+        """A batch, int64 (n,); or of a slice a list of them."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,11 +56,7 @@ class PlanRows(Sequence[list[list[int]]]):
     def __len__(self) -> int:
         return len(self._table)
 
-    @overload
-    def __getitem__(self, index: int) -> list[list[int]]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[list[int]]]: ...
-    def __getitem__(self, index: int | slice) -> list[list[int]] | list[list[list[int]]]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return [self._batches[int(number)].tolist() for number in self._table[index]]

@@ -23,16 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "draw_lengths",
-    "draw_padding",
-    "draw_work",
-    "new_figure",
-    "picture_path",
-    "plot_plan",
-    "plot_ways",
-    "save_picture",
-]
+__all__ = ["draw_lengths", "draw_padding", "draw_work", "new_figure", "picture_path", "save_picture"]
 
 REAL, PADDING, LINE = "#2f5d8a", "#f3c9ae", "#333333"
 HATCHED: dict[str, Any] = {"facecolor": PADDING, "edgecolor": "#c98a5e", "hatch": "////"}

@@ -80,14 +80,16 @@ def cut_rows(
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
     """The cut of least predicted time that fills rows: one rank's, divided; or in few rows one of its own."""
     alone = window.least_time(price)
-    cuts = [alone]
+    cuts = [_filled(window, alone, num_ranks)]
     if len(alone) - 1 <= FEW_ROWS * num_ranks and len(window) > num_ranks:
-        cuts.append(_rows_of_least_time(window, num_ranks, price))
-    filled = [_filled(window, offsets, num_ranks) for offsets in cuts]
-    full = [offsets for offsets in filled if (len(offsets) - 1) % num_ranks == 0]
-    if not full:  # so many batches that no more of them fill a row
-        return _filled(window, fewest(window), num_ranks)
-    return min(full, key=lambda offsets: _time_of(window.total(offsets), num_ranks, price))
+        cuts.append(_filled(window, _rows_of_least_time(window, num_ranks, price), num_ranks))
+
+    def time(offsets: IntArray) -> float:
+        dearest = np.sort(window.total(offsets))[::-1][::num_ranks]  # of each row, in rows of the like
+        return price * len(dearest) + float(np.add.reduce(dearest))
+
+    full = [offsets for offsets in cuts if (len(offsets) - 1) % num_ranks == 0]
+    return min(full, key=time) if full else _filled(window, fewest(window), num_ranks)  # no more batches fill a row
 
 
 def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
@@ -95,12 +97,6 @@ def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArra
     number = -(-(len(offsets) - 1) // num_ranks) * num_ranks
     offsets = split_dearest(window, offsets, number)
     return offsets if len(offsets) > number else split_dearest(replace(window, allowed=None), offsets, number)
-
-
-def _time_of(work: NDArray[np.float64], num_ranks: int, price: float) -> float:
-    """Predicted time of these batches in rows of the like: every ``num_ranks``-th is the dearest of a row."""
-    dearest = np.sort(work)[::-1][::num_ranks]
-    return price * len(dearest) + float(np.add.reduce(dearest))
 
 
 # Dynamic programming over the starts of rows. Under a limit of work a row is greedy, so where it ends and what its dearest run is
