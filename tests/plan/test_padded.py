@@ -171,16 +171,6 @@ def test_the_model_is_asked_a_number_of_times_that_does_not_grow_with_the_batche
     assert asked[0] <= 500
 
 
-def test_batches_behave_like_a_sequence() -> None:
-    batches = Batches(np.array([5, 3, 9, 1]), np.array([0, 1, 1, 4]))
-    assert [b.tolist() for b in batches] == [[5], [], [3, 9, 1]]
-    assert batches[-1].tolist() == [3, 9, 1]
-    assert [b.tolist() for b in batches[1:]] == [[], [3, 9, 1]]
-    assert [b.tolist() for b in batches.take(np.array([2, 0]))] == [[3, 9, 1], [5]]
-    with pytest.raises(IndexError):
-        batches[3]
-
-
 def test_streams_that_have_little_to_do_with_one_another_are_hardly_padded() -> None:
     lengths, budget = pairs(2000), TokenBudget(16_384)
     lengths["labels"][317] = 3000

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.batches import Batches, multiple_of, smaller_size
+from dynagroup.plan.batches import Batches, smaller_size
 from dynagroup.plan.cost import Work
 from dynagroup.plan.padded import OrderedWindow, in_order, split_dearest
 from dynagroup.plan.ranks import cut_rows, prove
@@ -158,10 +158,3 @@ def test_runs_are_split_where_the_dearer_part_is_least() -> None:
     window = OrderedWindow(np.array([8.0, 8.0, 1.0, 1.0, 1.0, 1.0]), np.arange(6, 0, -1))
     assert split_dearest(window, np.array([0, 6]), 2).tolist() == [0, 2, 6]
     assert split_dearest(window, np.array([0, 6]), 9).tolist() == list(range(7))
-
-
-def test_a_multiple_of_samples_survives_being_divided_over_ranks() -> None:
-    window = {"tokens": np.random.default_rng(0).integers(1, 200, 4096).astype(np.int32)}
-    sizes = cut_rows(window, TokenBudget(8192), 7, round_batch=multiple_of(8)).sizes
-    assert len(sizes) % 7 == 0
-    assert not (sizes[sizes > 8] % 8).any()
