@@ -204,12 +204,12 @@ def attach(trainer: Any, budget: Budget | int | DynagroupConfig, *, dynagroup_ev
         raise ConfigError(f"`trainer` must be a Trainer without batches that fit, but is a {type(trainer).__name__}")
     if trainer.is_in_train or trainer.state.global_step:
         raise ConfigError(f"`trainer` has made {trainer.state.global_step} updates: attach to it before it trains")
-    original = trainer.__class__
-    trainer.__class__ = dynagroup_trainer(original)
+    ours: Any = trainer
+    original, ours.__class__ = ours.__class__, dynagroup_trainer(ours.__class__)
     try:
-        trainer._take_over(budget, dynagroup_eval)
+        ours._take_over(budget, dynagroup_eval)
     except BaseException:
-        trainer.__class__ = original
+        ours.__class__ = original
         raise
 
 

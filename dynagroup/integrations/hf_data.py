@@ -67,16 +67,14 @@ def host_order(loader: Any) -> Iterable[int]:
         batch_sampler = batch_sampler.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None)
     if sampler is None:
-        raise ConfigError(
-            "the training DataLoader has no sampler of indices (it has a batch sampler of its own); use a map-style dataset"
-        )
+        raise ConfigError("the training DataLoader has a batch sampler and none of indices; use a map-style dataset")
     return sampler
 
 
 def loader_kwargs(loader: Any) -> dict[str, Any]:
     """What our DataLoader takes over from the host's."""
-    pinned = bool(loader.pin_memory) and torch.cuda.is_available()
-    return {**{name: getattr(loader, name) for name in KEPT}, "pin_memory": pinned}
+    kept = {name: getattr(loader, name) for name in KEPT}
+    return {**kept, "pin_memory": bool(loader.pin_memory) and torch.cuda.is_available()}
 
 
 def is_stream(dataset: Any) -> bool:

@@ -17,8 +17,7 @@ from llamafactory.data.template import get_template_and_fix_tokenizer  # noqa: E
 from llamafactory.hparams import DataArguments, FinetuningArguments  # noqa: E402
 from llamafactory.hparams.training_args import TrainingArguments  # noqa: E402
 from llamafactory.train.rm.trainer import PairwiseTrainer  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
 from dynagroup.integrations.hf_data import UpdateItems
@@ -28,15 +27,6 @@ from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def tokenizer():
-    words = {f"w{i}": i for i in range(4, toys.VOCAB)} | {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
 
 
 class ValueHead(torch.nn.Module):
@@ -65,7 +55,7 @@ def pairs():
 
 
 def test_a_reward_model_learns_what_it_learns_from_fixed_batches(tmp_path):
-    found, tok = [], tokenizer()
+    found, tok = [], toys.tokenizer()
     template = get_template_and_fix_tokenizer(tok, DataArguments(template="empty"))
     collate = PairwiseDataCollatorWithPadding(template=template, model=None, tokenizer=tok, label_pad_token_id=-100)
     for make in (PairwiseTrainer, stage_trainer("rm", TokenBudget(320))):
@@ -108,7 +98,7 @@ class Watch(TrainerCallback):
 def saved(folder):
     """A model, its tokenizer and a data set of pairs and texts, as LLaMA-Factory reads them from disk."""
     toys.causal_lm().float().save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
+    toys.tokenizer().save_pretrained(folder / "model")
     rng = np.random.default_rng(0)
 
     def text(size):

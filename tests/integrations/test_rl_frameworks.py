@@ -124,14 +124,9 @@ sft_main(SftArguments(
 
 
 def write_swift_job(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = {f"w{i}": i for i in range(4, toys.VOCAB)} | {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=raw, **special).save_pretrained(folder / "model")
+    toys.tokenizer().save_pretrained(folder / "model")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=toys.VOCAB, pad_token_id=0, **sizes)).save_pretrained(folder / "model")
     rng = random.Random(0)

@@ -11,8 +11,7 @@ import torch
 
 trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
-from transformers import GPT2ForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
+from transformers import GPT2ForSequenceClassification  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
 from dynagroup.integrations.config import COUPLED  # noqa: E402
@@ -23,7 +22,7 @@ from tests.models import gpt2  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TEXTS = [" ".join(f"w{(7 * i + k) % 40}" for k in range(2 + (11 * i) % 37)) for i in range(48)]
+TEXTS = [" ".join(f"w{4 + (7 * i + k) % 40}" for k in range(2 + (11 * i) % 37)) for i in range(48)]
 WORDS = [text.split() for text in TEXTS]
 UPDATE = 12
 COMMON: dict[str, Any] = {
@@ -35,17 +34,10 @@ PADDED, PACKED = TokenBudget(280), TokenBudget(100, layout="packed")
 Run = tuple[torch.Tensor, list[dict[str, Any]]]
 
 
-def tokenizer():
-    raw = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    raw.train_from_iterator(TEXTS, trainers.WordLevelTrainer(vocab_size=64, special_tokens=["<pad>", "</s>", "<unk>"]))
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-
-
 def made(cls: type, args: Any, budget: TokenBudget | None, data: Dataset, **how: Any) -> Any:
     if budget is not None:
         cls, how = dynagroup_trainer(cls), {**how, "dynagroup": budget}
-    return cls(args=args, train_dataset=data, processing_class=tokenizer(), **how)
+    return cls(args=args, train_dataset=data, processing_class=toys.tokenizer(), **how)
 
 
 def ranks() -> int:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch.nn.utils.rnn import pad_sequence
-from transformers import BertForSequenceClassification, GPT2LMHeadModel, T5ForConditionalGeneration
+from transformers import (
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    T5ForConditionalGeneration,
+)
 
 from tests import models
 
@@ -74,6 +82,15 @@ def collate_seq2seq(rows: list[dict]) -> dict[str, torch.Tensor]:
     batch = collate(rows)
     first = torch.zeros(len(rows), 1, dtype=torch.long)
     return {**batch, "decoder_input_ids": torch.cat([first, batch["labels"][:, :-1].clamp(min=0)], dim=1)}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of the words w4 to w63."""
+    words = {f"w{i}": i for i in range(4, VOCAB)} | {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    raw = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
 
 
 def lengths(rows: list[dict]) -> list[int]:
