@@ -21,7 +21,6 @@ from benchmarks.faults.oracle import Seen, judged, over_budget, value_of
 from benchmarks.methods import METHODS, Job
 from dynagroup.oom import storage
 from dynagroup.oom.train import Update
-from tests.garbage import little_to_collect as little_to_collect
 from tests.torchrun import ROOT
 
 PARTS = [(command, part) for command, parts in COMMANDS.items() for part in parts]

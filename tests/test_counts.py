@@ -21,7 +21,6 @@ from dynagroup import (
 from dynagroup.memory.trace import phases
 from dynagroup.online.feeds import RequestQueue
 from dynagroup.testing import run_ranks
-from tests.garbage import little_to_collect as little_to_collect
 from tests.online.helpers import Tokens, lengths_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")

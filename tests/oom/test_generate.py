@@ -12,7 +12,6 @@ from dynagroup.oom import LearningBudget
 from dynagroup.oom.generate import generate_with_oom_retry
 from tests import models
 from tests.allocator import Allocator
-from tests.garbage import little_to_collect as little_to_collect
 
 VOCAB, PAD, EOS = 31, 0, 2
 SMALL: Any = {"vocab": VOCAB, "layers": 3, "inner": 16, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1}

@@ -39,7 +39,6 @@ from dynagroup.oom.inference import Generation
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.allocator import Allocator
-from tests.garbage import little_to_collect as little_to_collect
 from tests.oom.texts import TEXTS, adapted, save_encoder, small_llama, small_tokenizer
 from tests.torchrun import HANG_S, ROOT, torchrun
 

@@ -9,7 +9,6 @@ import torch
 
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import LearningBudget, run_with_oom_retry
-from tests.garbage import little_to_collect as little_to_collect
 
 
 def padded(part: dict[str, Any]) -> int:

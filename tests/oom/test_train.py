@@ -15,7 +15,6 @@ from dynagroup.testing import run_ranks
 from dynagroup.update.loss_weight import Share
 from dynagroup.update.step import Step
 from tests.allocator import Allocator, fails_in_backward
-from tests.garbage import little_to_collect as little_to_collect
 from tests.oom import training as loop
 
 PLACES = ["forward", "third layer", "start of backward", "backward"]
