@@ -157,17 +157,16 @@ def describe(parts: Sequence[TrainingRows], constants: Mapping[str, float]) -> d
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a feature that no row knows has no range
         lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
+    ends = {"lowest": np.nan_to_num(lowest, nan=-1e30), "highest": np.nan_to_num(highest, nan=1e30)}
     digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
     return {
         "format": FORMAT,
         "features": list(FEATURES),
-        "ranges": {"lowest": _finite(lowest, -1e30), "highest": _finite(highest, 1e30)},
+        "ranges": {
+            name: [round(float(v), 9) for v in end] for name, end in ends.items()
+        },  # last bits differ between CPUs
         "constants": dict(constants),
         "rows": len(values),
         "data_hash": digest,
         "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
     }
-
-
-def _finite(values: FloatArray, missing: float) -> list[float]:
-    return [round(float(v), 9) if np.isfinite(v) else missing for v in values]  # the last bits differ between CPUs

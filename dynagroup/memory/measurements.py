@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -115,9 +114,13 @@ class Measurements:
             about = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
             if "dynagroup.workload" not in about:
                 raise ConfigError(f"{path} holds no dynagroup measurements: its metadata lacks 'dynagroup.workload'")
-            rows = tuple(map(_row, table.to_pylist()))
+            rows = []
+            for values in table.to_pylist():
+                named = {k.removeprefix("longest_"): v for k, v in values.items() if k.startswith("longest_")}
+                longest = {name: value for name, value in named.items() if value is not None}
+                rows.append(Measurement(longest=longest, **{name: values[name] for name in _FIELDS}))
             workload = Workload.from_json(about["dynagroup.workload"])
-            return cls(rows, workload, about["dynagroup.source"], json.loads(about["dynagroup.about"]))
+            return cls(tuple(rows), workload, about["dynagroup.source"], json.loads(about["dynagroup.about"]))
         except (FileNotFoundError, ConfigError):
             raise
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -125,11 +128,6 @@ class Measurements:
             raise StateError(
                 f"{path} is damaged, or no Parquet file of measurements ({reason}); measure again"
             ) from error
-
-
-def _row(values: Mapping[str, Any]) -> Measurement:
-    streams = {k.removeprefix("longest_"): v for k, v in values.items() if k.startswith("longest_") and v is not None}
-    return Measurement(longest=streams, **{name: values[name] for name in _FIELDS})
 
 
 def _check(number: int, row: Measurement) -> None:

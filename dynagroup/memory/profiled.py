@@ -58,7 +58,7 @@ class ProfiledMemory:
                 f"ProfiledMemory.fit needs at least {least} rows that did not run out of memory, but got {len(rows)}; "
                 "simulate or measure more shapes"
             )
-        known = columns(measurements.shapes())[:, FACTORS[: _width(streams)]]
+        known = columns(measurements.shapes())[:, FACTORS[: 4 if len(streams) < 2 else None]]
         phases, error = max_affine(known, np.maximum(measurements.batch_bytes(), 1.0))
         static = max(row.static_bytes for row in rows)
         reach = tuple(max(row.longest.get(name, 0) for row in rows) for name in streams)
@@ -84,7 +84,7 @@ class ProfiledMemory:
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         """Bytes that grow with the batch, at the peak: float64 (K,)."""
         self._warn_beyond(shape)
-        return (columns(shape)[:, FACTORS[: _width(self.streams)]] @ np.array(self.phases).T).max(axis=1)
+        return (columns(shape)[:, FACTORS[: len(self.phases[0])]] @ np.array(self.phases).T).max(axis=1)
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
@@ -100,7 +100,3 @@ class ProfiledMemory:
                     "may be several times off; measure longer shapes, or use MemoryBudget.from_model, which traces the model",
                     stacklevel=3,
                 )
-
-
-def _width(streams: tuple[str, ...]) -> int:
-    return 4 if len(streams) < 2 else len(FACTORS)

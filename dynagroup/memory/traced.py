@@ -105,7 +105,9 @@ class TracedMemory:
         model = as_run_model(model_or_config, dtype=dtype, attention=attention, lora=lora)
         usual = "AdamW" if known.get("optimizer_bytes") is None else None
         named = usual if optimizer is None else optimizer if isinstance(optimizer, str) else None
-        told = Told(_name_of(model_or_config), named, lora, positions_of(getattr(model, "config", None)))
+        full = f"{type(model_or_config).__name__} {getattr(model_or_config, 'name_or_path', None) or ''}".rstrip()
+        name = model_or_config if isinstance(model_or_config, str) else full
+        told = Told(name, named, lora, positions_of(getattr(model, "config", None)))
         if optimizer is not None:
             trained = next((p.dtype for p in model.parameters() if p.requires_grad), None)
             known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained or "float32").removeprefix("torch."))
@@ -210,12 +212,6 @@ class TracedMemory:
         """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
         least = self._phases.baseline_bytes(baseline, self.layout == "packed")
         return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
-
-
-def _name_of(model_or_config: Any) -> str:
-    if isinstance(model_or_config, str):
-        return model_or_config
-    return f"{type(model_or_config).__name__} {getattr(model_or_config, 'name_or_path', None) or ''}".rstrip()
 
 
 def positions_of(config: Any) -> int | None:
