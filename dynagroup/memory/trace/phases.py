@@ -28,13 +28,13 @@ __all__ = ["trace_phases"]
 Probe: TypeAlias = "tuple[int, int, int]"  # samples, tokens, tokens of the target
 Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # bytes alive after each allocation
 ALIKE = 5e-3  # how much the peak of a deepened trace may differ from that of the whole model
-EXACT = 1e-4  # how much of the largest size polynomials may miss
+EXACT = 1e-4  # how much of a probe's largest size polynomials may miss
 # A program that pads its input to a multiple of something is no polynomial of lengths that are multiples, and one beyond.
 PROBES = [(2, 64, 96), (3, 65, 33), (2, 256, 160), (5, 193, 96), (4, 320, 65), (3, 497, 257), (7, 97, 352), (2, 160, 497),
           (6, 65, 256), (3, 128, 321), (4, 384, 480), (5, 481, 128), (2, 33, 32), (8, 224, 289)]  # fmt: skip
 PACKED_PROBES: list[Probe] = [(1, 64, 0), (1, 513, 0), (1, 192, 0), (1, 1025, 0)]
 PROBED = 512  # the longest of them
-LONGEST = 1041  # of the last probe, where the model has positions for it: it tells what happens beyond
+LONGEST = 4097  # of the last probe, where the model has positions for it: it tells what happens beyond
 FEWEST_POSITIONS = 64
 MOST_TOKENS = 131072  # of a sample, or of a packed batch: phases that count only beyond are left out
 
@@ -240,7 +240,7 @@ def _exact(traced: _Traced, probes: Sequence[Probe]) -> tuple[tuple[float, ...],
             )
     known, observed = monomials(*np.array(probes).T)[:, traced.columns], np.array(lines)
     coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
-    error = np.abs(known @ coefficients - observed).max() / observed.max()
+    error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
     if error > EXACT:
         raise ValueError(f"sizes are no polynomial of the shape: relative error {error:.2e}")
     return _rows(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # below zero is rounding
