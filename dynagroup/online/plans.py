@@ -42,15 +42,7 @@ from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, checked_samples
 from dynagroup.validation import check_choice, check_flag, check_int
 
-__all__ = [
-    "KINDS",
-    "EpochOrders",
-    "OnlineConfig",
-    "Order",
-    "Source",
-    "behind",
-    "handed_out",
-]
+__all__ = ["KINDS", "EpochOrders", "OnlineConfig", "Order", "Source", "behind", "handed_out"]
 
 ROWS_A_REQUEST = 16
 CHUNKS_A_WINDOW = 8

@@ -8,7 +8,7 @@ from tests.online.attack import run
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 80, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 16) for start in range(0, 48, 16)], ids=str)
 def test_whatever_the_settings_every_sample_comes_once(seeds: range) -> None:
     """Stopped and saved anywhere, twice, and resumed on other ranks. A failure names the seed that repeats it."""
     for seed in seeds:

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 def main(fault: str, rank: int, size: int, store: str) -> str:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     dist.barrier()  # all are here: from now on only the rank that waits in vain waits long
-    world = DistributedWorld(timeout_s=6.0 if fault == "stops_early" else 600.0)
+    world = DistributedWorld(timeout_s=3.0 if fault == "stops_early" else 600.0)
     for steps, _ in enumerate(make_loader(world, lengths_of(2000, seed=3), window=8), start=1):
         if rank == 1 and steps == 3:
             if fault == "rank_killed":
