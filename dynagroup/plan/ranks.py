@@ -203,11 +203,10 @@ def _level_pairs(row: list[IntArray], window: OrderedWindow, dearest: float, fit
     """Several padded streams: less work in the dearest batch. Batches whose sizes are rounded stay as they are."""
     units = np.stack(window.streams)
     for _ in range(EXCHANGES if window.allowed is None else 0):
-        row.sort(key=lambda part: -len(part) * float(units[:, part].max(axis=1).sum()))
         better = _exchanged(row, units, fit)
         if better is None:
             break
-        row = better
+        row = sorted(better, key=lambda part: -len(part) * float(units[:, part].max(axis=1).sum()))
     return row
 
 
@@ -220,19 +219,19 @@ def _exchanged(row: list[IntArray], units: NDArray[np.float64], fit: Fits) -> li
     if len(mine) * len(theirs) > PAIRS:
         return None
     come = np.where(theirs < 0, 0.0, units[:, theirs])
-    without = [_maxima_without(units[:, part]) for part in others] + [
-        np.stack([units[:, part].max(axis=1) for part in others], 1)
-    ]
-    after_mine = np.maximum(_maxima_without(units[:, mine])[:, :, None], come[:, None]).sum(axis=0) * (
-        len(mine) - (theirs < 0)
-    )
-    after_theirs = np.maximum(np.concatenate(without, axis=1)[:, None], units[:, mine, None]).sum(axis=0)
-    dearer = np.maximum(after_mine, after_theirs * (sizes[owner] + (theirs < 0)))
+    left = [_maxima_without(units[:, part]) for part in others]
+    left.append(np.stack([units[:, part].max(axis=1) for part in others], axis=1))
+    after_mine = np.maximum(_maxima_without(units[:, mine])[:, :, None], come[:, None]).sum(axis=0)
+    after_theirs = np.maximum(np.concatenate(left, axis=1)[:, None], units[:, mine, None]).sum(axis=0)
+    one = theirs < 0  # the other batch has one more then, and the dearest one less
+    dearer = np.maximum(after_mine * (len(mine) - one), after_theirs * (sizes[owner] + one))
     now = len(mine) * float(units[:, mine].max(axis=1).sum())
     for flat in np.argsort(dearer, axis=None)[:TRIED].tolist():
         gives, takes = divmod(flat, len(theirs))
-        if dearer[gives, takes] >= now * (1 - TINY) or (len(mine) == 1 and theirs[takes] < 0):
+        if dearer[gives, takes] >= now * (1 - TINY):
             return None
+        if len(mine) == 1 and theirs[takes] < 0:
+            continue  # no batch becomes empty
         other = others[owner[takes]]
         new_mine = np.append(np.delete(mine, gives), theirs[takes][theirs[takes] >= 0])
         new_other = np.append(other[other != theirs[takes]], mine[gives])
