@@ -174,9 +174,7 @@ class _Whole(Parts[Any]):
             return torch.cat([scores for _, _, scores in parts])
         if name == "beam_indices":  # rows of the whole batch
             return _stacked([torch.where(i >= 0, i + start * self.num_beams, i) for start, _, i in parts], -1)
-        if not (
-            isinstance(first, tuple) and all(hasattr(step, "untyped_storage") and step.ndim == 2 for step in first)
-        ):
+        if not isinstance(first, tuple) or not all(getattr(step, "ndim", 0) == 2 for step in first):
             raise ConfigError(f"`{name}` of a split batch cannot be put together; call model.generate for it")
         num_steps = max(len(steps) for _, _, steps in parts)
         return tuple(torch.cat([self._step(steps, at) for _, _, steps in parts]) for at in range(num_steps))
@@ -209,9 +207,7 @@ class _Whole(Parts[Any]):
         pad, eos = self._option("pad_token_id"), self._option("eos_token_id")
         first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
         if pad is None or (pad == 0 and self.num_beams > 1 and first_eos is not None):
-            pad = (
-                first_eos  # transformers' beam search takes a padding token 0 for none: `pad_token_id or eos_token_id`
-            )
+            pad = first_eos  # transformers' beam search takes a padding token 0 for none
         if pad is None:
             raise ConfigError(
                 "parts ended after different numbers of tokens, but no padding token is known; give `pad_token_id`"
