@@ -146,16 +146,6 @@ def test_evaluation_can_be_left_to_the_trainer_or_have_its_own_budget(tmp_path):
     assert max(n * width for n, width in seen if n > 1) <= 64
 
 
-def test_plans_are_made_once(tmp_path, monkeypatch):
-    run = evaluated("classifier", tmp_path, fits=True)
-    made, original = [], EvaluationRows.__init__
-    monkeypatch.setattr(EvaluationRows, "__init__", lambda self, *args: made.append(1) or original(self, *args))
-    for _ in range(3):
-        run.evaluate()
-    run.evaluate({"a": run.eval_dataset, "b": run.eval_dataset[:9]})
-    assert len(made) == 2
-
-
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
     class Rows(torch.utils.data.Dataset):

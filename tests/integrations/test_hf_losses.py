@@ -10,17 +10,15 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from transformers import BartForConditionalGeneration, Trainer  # noqa: E402
+from transformers import Trainer  # noqa: E402
 
 from dynagroup import ConfigError  # noqa: E402
 from dynagroup.distributed import SingleProcess  # noqa: E402
 from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin, attach  # noqa: E402
 from dynagroup.integrations.hf_step import is_a_mean  # noqa: E402
-from dynagroup.testing import assert_conserves  # noqa: E402
-from tests import models  # noqa: E402
 from tests.allocator import Allocator  # noqa: E402
 from tests.integrations import jobs, toys  # noqa: E402
-from tests.integrations.jobs import arguments, parameters, trained_on, trainer  # noqa: E402
+from tests.integrations.jobs import arguments, parameters, trainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE: dict[str, Any] = {"mode": "online", "lengths": None}
@@ -257,28 +255,9 @@ def test_each_training_guards_the_model_that_it_trains(tmp_path):
     assert (whole - split).abs().max() < 1e-8
 
 
-@pytest.mark.parametrize("hint", [1, 8], ids=["too short", "too long"])
-def test_our_trainer_runs_every_sample_however_many_batches_that_takes(tmp_path, hint):
-    """The lengths known beforehand are wrong by far, so there are more, or fewer, batches than could be expected."""
-    rows = toys.samples("causal", 70)
-    config = {"mode": "online", "lengths": [max(1, n * hint // 4) for n in toys.lengths(rows)]}
-    run = trainer("causal", tmp_path, fits=True, count=70, max_steps=-1, num_train_epochs=2, config=config)
-    seen = trained_on(run, rows)
-    run.train()
-    assert run.state.global_step == run.state.max_steps == 10
-    for epoch in (0, 1):
-        assert_conserves((seen[update] for update in range(5 * epoch, 5 * epoch + 5)), range(70))
-
-
-def bart():
-    torch.manual_seed(0)
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
-    return BartForConditionalGeneration(models.bart(layers=1, max_position_embeddings=128, **ids)).double()
-
-
 @pytest.mark.parametrize(
-    ("model", "kind"), [(toys.seq2seq, "seq2seq"), (bart, "seq2seq"), (toys.classifier, "classifier")], ids=["T5", "BART", "BERT"]
-)  # fmt: skip
+    ("model", "kind"), [(toys.seq2seq, "seq2seq"), (toys.classifier, "classifier")], ids=["T5", "BERT"]
+)
 def test_fact_means_of_accumulated_batches_are_summed_where_a_model_drops_num_items(model, kind, tmp_path):
     """transformers#47688: the plain Trainer's loss and gradient are ``gradient_accumulation_steps`` times too large, so clipping
     sets in that much earlier. Ours are those of the update in one batch."""
