@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -142,8 +142,7 @@ def assert_resumes_exactly(
 def _stopped(loader: Any, stop: int) -> Any:
     """The state after so many steps, iteration still under way."""
     items = iter(loader)
-    for _ in islice(items, stop):
-        pass
+    deque(islice(items, stop), maxlen=0)
     return json.loads(json.dumps(loader.state_dict()))
 
 

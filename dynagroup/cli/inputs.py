@@ -95,18 +95,14 @@ def _read(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} cannot be read as {what}: {reason}") from error
 
 
-def _npy(path: Path, args: argparse.Namespace) -> Table:
+def _numpy(path: Path, args: argparse.Namespace) -> Table:
     import numpy as np
 
-    array = np.load(path)
-    return [], lambda _: array
-
-
-def _npz(path: Path, args: argparse.Namespace) -> Table:
-    import numpy as np
-
-    with path.open("rb") as file, np.load(file) as arrays:  # numpy leaves a broken file open that it opened itself
-        return arrays.files, {name: arrays[name] for name in arrays.files}.__getitem__
+    with path.open("rb") as file:  # numpy leaves a broken file open that it opened itself
+        found = np.load(file)
+        if path.suffix.lower() == ".npy":
+            return [], lambda _: found
+        return found.files, {name: found[name] for name in found.files}.__getitem__
 
 
 def _txt(path: Path, args: argparse.Namespace) -> Table:
@@ -175,7 +171,7 @@ def _folder(path: Path, args: argparse.Namespace) -> Table:
 
 
 READERS: dict[str, Callable[[Path, argparse.Namespace], Table]] = {
-    **{".npy": _npy, ".npz": _npz, ".txt": _txt, ".csv": _csv, ".tsv": _csv},
+    **{".npy": _numpy, ".npz": _numpy, ".txt": _txt, ".csv": _csv, ".tsv": _csv},
     **{".jsonl": _json, ".json": _json, ".parquet": _parquet, "folder": _folder},
 }
 
