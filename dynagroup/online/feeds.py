@@ -148,7 +148,9 @@ class MapFeed:
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers = source, workers
-        self.start, self.stop = place["handed_out"] if place else (0, source.order.count * (source.kind == "windows"))
+        self.start, self.stop = (
+            place["handed_out"] if place else (0, source.order.num_positions * (source.kind == "windows"))
+        )
         # Ranks agree on all steps of an update at once.
         self._max_bytes = None if source.kind == "updates" else source.config.window_bytes
         self._iterator: Iterator[RefinedWindow] | None = None
@@ -164,7 +166,7 @@ class MapFeed:
 
     def _send_again(self, place: Mapping[str, Any]) -> None:
         """One request for all batches that were agreed or queued, then what was left of larger ones."""
-        count = self.source.order.count
+        count = self.source.order.num_positions
         groups = [group for name in ("front", "pool") for group in unpack_groups(place[name], count) if group]
         if groups:
             keep = len(groups) if any(flag & 1 for flag in place["flags"]) else 0
@@ -262,7 +264,7 @@ class MapFeed:
     def spare(self) -> Refined:
         """One sample as a batch, for a rank that idles and never had any."""
         order = self.source.order
-        return self.workers.made_here(order.at(np.zeros(1, np.int64)) if order.count else [0])
+        return self.workers.made_here(order.at(np.zeros(1, np.int64)) if order.num_positions else [0])
 
     def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
         """Its place, and the batches that it gave and that are not used: ``front`` are agreed steps, ``pool`` is queued."""
@@ -282,7 +284,7 @@ class MapFeed:
 
     def reload(self) -> tuple[list[Refined | None], list[Refined]]:
         """What a resumed epoch had agreed and queued, loaded again."""
-        place, self._resumed, count = self._resumed, None, self.source.order.count
+        place, self._resumed, count = self._resumed, None, self.source.order.num_positions
         if place is None:
             return [], []
         front, pool = unpack_groups(place["front"], count), unpack_groups(place["pool"], count)

@@ -100,14 +100,14 @@ class Order(NamedTuple):
     base: IntArray | None = None
 
     @property
-    def count(self) -> int:
+    def num_positions(self) -> int:
         """Positions."""
         return len(self.indices if self.base is None else self.base)
 
     @property
     def skipped(self) -> int:
         """Samples at the beginning of the epoch's order that were used before it went on on another number of ranks."""
-        return len(self.indices) - self.count
+        return len(self.indices) - self.num_positions
 
     def at(self, positions: IntArray) -> list[int]:
         """Dataset indices at these positions."""
@@ -230,7 +230,7 @@ class Source(NamedTuple):
 
     def with_lengths(self, learned: LearnedLengths | None, hint: IntArray | None) -> Source:
         """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows."""
-        source, count = self._replace(lengths=None, rough=None), self.order.count
+        source, count = self._replace(lengths=None, rough=None), self.order.num_positions
         if not count or (hint is None and (learned is None or not learned.seen)):
             return source
         at, used = np.asarray(self.order.at(np.arange(count)), np.int64), count
@@ -270,7 +270,7 @@ def exact_plans(source: Source, rank: int, size: int, start: Sequence[int] | Non
     """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks. All ranks' windows
     up to a quarter of an epoch are planned together, so that batches differ from epoch to epoch; at least what the offline
     sampler would choose. A mark is (window, request of the window)."""
-    lengths, config, count = source.lengths or {}, source.config, source.order.count
+    lengths, config, count = source.lengths or {}, source.config, source.order.num_positions
     if not count:
         return
     offline = Planner(lengths, source.budget, PlanConfig(shuffle=config.shuffle)).window_size(size)

@@ -302,7 +302,7 @@ def _left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
     Raises:
         StateError: the user divides the samples among ranks, so that they resume on as many ranks only.
     """
-    whose, count = KINDS[source.kind].divided, source.order.count
+    whose, count = KINDS[source.kind].divided, source.order.num_positions
     if whose:
         raise StateError(
             f"{whose} is divided among ranks by itself: it resumes on {len(places)} ranks, as before, not on {source.world.size}"
