@@ -10,10 +10,11 @@ import struct
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from dynagroup.state import opened, sealed
 __all__ = ["TEXTS", "VECTORS", "Journal", "Kind", "Output"]
 
 _log = logging.getLogger(__name__)
+_Place: TypeAlias = "tuple[Path, int, int]"  # of a result: its file, where it begins there, its bytes
 _JOURNAL, _RECEIPT = "journal 4", "receipt"  # kinds of saved states; the number is the format of records
 _OWN = re.compile(r"rank-\d+\.journal|[0-9a-f]{32}\.new")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum of index and result, index of the sample
@@ -72,7 +74,7 @@ VECTORS = Kind(
 # One file a rank. Its first line is JSON: which job it belongs to. Then one record a finished sample: length, checksum,
 # index, result. A file counts up to its first record that is not whole, be it torn by a crash or damaged later: what stands
 # behind is done again, so a wrong result is never taken for a right one, and a rank that goes on with a file cuts it there.
-# Only a damaged first line cannot be helped: whose results are these? Cost of reading: one pass.
+# Only a damaged first line cannot be helped: whose results are these? Cost of reading: one pass, and 100 bytes or so a sample.
 class Journal:
     """The finished samples of a job, as bytes, in a folder; ``identity``, JSON-able, says which job."""
 
@@ -98,16 +100,24 @@ class Journal:
             raise
         self._file.seek(0, os.SEEK_END)
 
-    def finished(self) -> dict[int, bytes]:
-        """Samples that any run has finished: index -> result.
+    def finished(self) -> dict[int, _Place]:
+        """Samples that any run has finished: index -> where its result is.
 
         Raises:
             StateError: the journal belongs to another job, or cannot be read; names the file.
         """
-        found: dict[int, bytes] = {}
+        found: dict[int, _Place] = {}
         for path in self._paths(".journal"):
             found = {**self._records(path)[0], **found}
         return found
+
+    def read(self, found: Mapping[int, _Place]) -> Iterator[bytes]:
+        """The results that :meth:`finished` has found, in order of their samples, one in memory at a time."""
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(path.open("rb")) for path in {place[0] for place in found.values()}}
+            for _, (path, start, length) in sorted(found.items()):
+                files[path].seek(start)
+                yield files[path].read(length)
 
     def append(self, indices: Sequence[int], results: Iterable[bytes]) -> None:
         """Add finished samples; they are on disk when this returns."""
@@ -162,9 +172,9 @@ class Journal:
             return []
         return [self.folder / name for name in names if _OWN.fullmatch(name) and name.endswith(suffix)]
 
-    def _records(self, path: Path) -> tuple[dict[int, bytes], int]:
-        """Whole records of a file, and where they end. Warns of what is not whole."""
-        records: dict[int, bytes] = {}
+    def _records(self, path: Path) -> tuple[dict[int, _Place], int]:
+        """Where the results of whole records are in a file, and where these records end. Warns of what is not whole."""
+        records: dict[int, _Place] = {}
         try:
             with path.open("rb") as file:
                 size, header = os.fstat(file.fileno()).st_size, file.readline(_LONGEST_HEADER)
@@ -172,8 +182,8 @@ class Journal:
                     opened(json.loads(header), _JOURNAL, self._identity)
                 end = len(header) if header == self._header else 0
                 while end and (record := _record(file, size)) and 0 <= record[0] < self._num_samples:
-                    records.setdefault(*record)
                     end = file.tell()
+                    records.setdefault(record[0], (path, end - len(record[1]), len(record[1])))
         except FileNotFoundError:  # the run that it belonged to has just ended
             return {}, 0
         except (OSError, ValueError, RecursionError, StateError) as error:
@@ -259,7 +269,7 @@ class Output:
             raise StateError(
                 f"{missing} of {self._num_samples} samples are in no file of {self.journal.folder}; run again to finish them"
             )
-        results = self._kind.gather((self._kind.unpack(found[i]) for i in range(len(found))), len(found))
+        results = self._kind.gather(map(self._kind.unpack, self.journal.read(found)), len(found))
         new = self.journal.folder / f"{uuid.uuid4().hex}.new"  # nobody else writes it; it goes with the journal
         _FORMATS[self._path.suffix][0](new, results)
         with new.open("rb") as file:
