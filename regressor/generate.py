@@ -1,6 +1,6 @@
 """Simulates the training set of the pretrained regressor: ``python -m regressor.generate``. About half an hour.
 
-A row of ``data/simulated.parquet`` is one workload: its fields, and its phases (see dynagroup/memory/phases.py), from which
+A row of ``data/simulated.parquet`` is one workload: its fields, and its phases (see dynagroup/memory/trace/phases.py), from which
 the memory of any batch shape follows. Finished workloads are kept in a JSON-lines file beside it, so that a stopped run goes
 on where it was.
 """
