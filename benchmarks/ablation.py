@@ -237,7 +237,12 @@ def tracing() -> dict[str, Any]:
             shares.append([np.asarray(budget.largest(lengths)) for budget in budgets])
     traced, sizes, unknown = np.array(shares, float).transpose(1, 0, 2)
     instead = f"its sizes, not its trace (knowing neither: {float((unknown / traced).mean()):.2f})"
-    return _compared("samples allowed, of those a trace allows", 1.0, float((sizes / traced).mean()), instead)
+    return _compared(
+        "samples allowed beside a hardest batch of decoders, of those a trace allows",
+        1.0,
+        float((sizes / traced).mean()),
+        instead,
+    )
 
 
 def attention_masks() -> dict[str, Any]:
@@ -282,6 +287,8 @@ HELD = (
     ("budgets", "budget/*.py", "budgets are monotone", "tests/budget/test_budget.py"),
     ("the regressor, formula, profile", "memory/*.py", "promise: MemoryBudget(32), ProfiledMemory, what_fits",
      "tests/memory/test_regressor.py"),
+    ("programs traced into bytes", "memory/trace/*.py memory/traced.py", "promise: MemoryBudget.from_model, what_fits",
+     "tests/memory/test_traced.py"),
     ("order of an epoch", "plan/epoch.py plan/cursor.py", "the same again; resume from every step", "tests/plan/test_epoch.py"),
     ("the plan", "plan/planner.py plan/sampler.py plan/plan.py plan/batches.py plan/cost.py",
      "every sample once; fit; equal steps", LAWS),
