@@ -19,10 +19,8 @@ from dynagroup.memory.run import Layout
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
 from dynagroup.validation import check_int
 
-__all__ = [
-    *("AdditiveCap", "AllOf", "BoolArray", "Budget", "FloatArray", "Layout", "UNLIMITED"),
-    *("cost_of", "fits_of", "largest_of", "padded_squares", "padded_streams", "padded_tokens", "real_tokens"),
-]
+__all__ = ["AdditiveCap", "AllOf", "BoolArray", "Budget", "FloatArray", "Layout", "UNLIMITED", "cost_of", "fits_of",
+           "largest_of", "padded_squares", "padded_streams", "padded_tokens", "real_tokens"]  # fmt: skip
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 FloatArray: TypeAlias = NDArray[np.float64]

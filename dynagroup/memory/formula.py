@@ -121,7 +121,7 @@ def _powers(one: int, two: int, offset: float) -> tuple[FloatArray, FloatArray]:
     return first, _unit(two) + _unit(one, 2 * offset) + _unit(N, offset**2)
 
 
-def _phase(weights: float = 0.0, **parts: FloatArray | float) -> FloatArray:
+def _phase(weights: Any = 0.0, **parts: Any) -> FloatArray:
     rows = [_unit(ONE, weights), *(parts.get(name, NOTHING) for name in COMPONENTS[1:])]
     return np.stack([row if isinstance(row, np.ndarray) else NOTHING for row in rows])
 

@@ -258,4 +258,4 @@ def assumed(workload: Workload, told: Told | None = None) -> str:
         said += [f"{told.optimizer or 'an optimizer'}{state}" if state else told.optimizer]
         said += [w.keeps_outputs is False and "logits let go before the backward pass"]
         said += [f"{w.sharding}{many}" if w.sharding else w.ddp and "ddp"]
-    return ", ".join(filter(None, said))
+    return ", ".join(str(part) for part in said if part)

@@ -252,8 +252,9 @@ class RefinementCollator:
         if may_learn:
             raise _WiderThanMeasured(told)
         shape, true = BatchShape.of_samples(lengths), {name: np.array([tokens]) for name, tokens in wide.items()}
-        longest, total = ({}, true) if packed else (true, {})
-        if not self.budget.fits(BatchShape(shape.num_samples, shape.longest | longest, shape.total | total))[0]:
+        longest = {**shape.longest, **({} if packed else true)}
+        total = {**shape.total, **(true if packed else {})}
+        if not self.budget.fits(BatchShape(shape.num_samples, longest, total))[0]:
             raise BudgetError(
                 f"{told}: the batch does not fit; correct `length_of`, or give the budget the collate function's "
                 "`pad_to_multiple_of`"

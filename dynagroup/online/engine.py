@@ -246,8 +246,8 @@ class Runner(ABC):
         self.stands = replace(cursor, **begun)
         if batch is None:
             self.stats.count_step(0, idle=True)
-            self._smallest = self._smallest or self.feed.spare()
-            held, indices = copy.deepcopy(self._smallest.batch), list(self._smallest.indices)
+            spare = self._smallest = self._smallest or self.feed.spare()
+            held, indices = copy.deepcopy(spare.batch), list(spare.indices)
         else:
             self._count(batch)
             held, indices = batch.batch, list(batch.indices)
@@ -255,8 +255,9 @@ class Runner(ABC):
         return Step(held, indices, take.samples, take.weight, scale, take.ends_update, idle=batch is None)
 
     def _count(self, batch: Refined) -> None:
-        of_tokens = {"real_tokens": batch.real, "padded_tokens": batch.padded, "padded_squares": batch.squares}
-        self.stats.count_step(len(batch), **of_tokens)
+        self.stats.count_step(
+            len(batch), real_tokens=batch.real, padded_tokens=batch.padded, padded_squares=batch.squares
+        )
         if batch.oversize and not self.stats.oversize:
             warn_user(
                 f"sample {batch.indices[0]} ({units_of(batch.lengths, 0)}) does not fit the budget even alone and is emitted "

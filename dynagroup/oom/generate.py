@@ -117,8 +117,8 @@ class _Whole(Parts[Any]):
         self.num_beams = self._option("num_beams") or 1
         self.num_sequences = self._option("num_return_sequences") or 1
         vision = VisionTokens.from_config(model.config)
-        splitter = BatchSplitter(trim=self._trim(), pad_to_multiple_of=pad_to_multiple_of, vision=vision)
-        super().__init__(self.batch, splitter, learned, min_samples, indices)
+        self._fields = BatchSplitter(trim=self._trim(), pad_to_multiple_of=pad_to_multiple_of, vision=vision)
+        super().__init__(self.batch, self._fields, learned, min_samples, indices)
 
     def measured(self) -> tuple[int | None, int | None]:
         return (None, None) if self._watch is None else self._watch.new_peak()
@@ -137,7 +137,7 @@ class _Whole(Parts[Any]):
 
     def shape(self, start: int, stop: int) -> BatchShape:
         """What memory grows with: every beam and returned sequence, at its full length in the end."""
-        first, last = self.splitter.columns(self.batch, start, stop)
+        first, last = self._fields.columns(self.batch, start, stop)
         new, total = self._option("max_new_tokens"), self._option("max_length")
         if new is None and total is not None:
             new = max(total - longest_of(self.batch), 0) if self.is_causal else total
@@ -197,7 +197,7 @@ class _Whole(Parts[Any]):
         rows = [sequences for _, _, sequences in parts]
         if prompt is not None:
             for at, (start, stop, sequences) in enumerate(parts):
-                first, last = self.splitter.columns(self.batch, start, stop)
+                first, last = self._fields.columns(self.batch, start, stop)
                 own = prompt[start:stop].repeat_interleave(self.num_sequences, dim=0).to(sequences.device)
                 rows[at] = torch.cat([own, sequences[:, last - first :]], dim=1)
         uneven = len({part.shape[1] for part in rows}) > 1

@@ -78,7 +78,7 @@ def generate_dataset(
     >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
     """
     given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Generation(*given, learned, max_new_tokens, generate_kwargs).whole(output, world)
+    return Generation(*given, learned, max_new_tokens=max_new_tokens, kwargs=generate_kwargs).whole(output, world)
 
 
 def iter_generate(
@@ -92,7 +92,7 @@ def iter_generate(
     Other arguments as for :func:`generate_dataset`.
     """
     given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Generation(*given, learned, max_new_tokens, generate_kwargs).as_they_come(skip)
+    return Generation(*given, learned, max_new_tokens=max_new_tokens, kwargs=generate_kwargs).as_they_come(skip)
 
 
 def embed_dataset(
@@ -119,7 +119,7 @@ def embed_dataset(
     (1000, 384)
     """
     given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Embedding(*given, pooling, normalize).whole(output, world)
+    return Embedding(*given, pooling=pooling, normalize=normalize).whole(output, world)
 
 
 def iter_embed(
@@ -134,7 +134,7 @@ def iter_embed(
     >>> vectors = {index: vector for index, vector in iter_embed(model, tokenizer, texts)}  # doctest: +SKIP
     """
     given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Embedding(*given, pooling, normalize).as_they_come(skip)
+    return Embedding(*given, pooling=pooling, normalize=normalize).as_they_come(skip)
 
 
 def classify_dataset(
@@ -244,14 +244,13 @@ def _read(name: str, file: str) -> Any:
 
 
 class Generation(Job):
-    """New tokens, as texts. ``given``: what every job is given."""
+    """New tokens, as texts. ``given``: what every job is given, the model first."""
 
     kind, mode = TEXTS, "generate"
 
-    def __init__(self, *given: Any) -> None:
-        *given, max_new_tokens, self._kwargs = given
+    def __init__(self, *given: Any, max_new_tokens: int | None, kwargs: dict[str, Any]) -> None:
         super().__init__(*given)
-        model, kwargs = self.model, self._kwargs
+        model, self._kwargs = self.model, kwargs
         if not callable(getattr(model, "generate", None)):
             raise ConfigError(f"`model` must be one that generates, but a {type(model).__name__} has no generate()")
         check_options(model, kwargs)
@@ -326,9 +325,10 @@ class Forward(Job):
 class Embedding(Forward):
     """Hidden states, pooled over a text's tokens."""
 
-    def __init__(self, *given: Any) -> None:
-        model, *given, self._pooling, self._normalize = given
-        check_choice("pooling", self._pooling, ("mean", "first", "last"))
+    def __init__(self, model: Any, *given: Any, pooling: Pooling, normalize: bool) -> None:
+        check_choice("pooling", pooling, ("mean", "first", "last"))
+        self._pooling: Pooling = pooling
+        self._normalize = normalize
         inner = _without_head(model)
         if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder"):
             raise ConfigError(
@@ -336,7 +336,7 @@ class Embedding(Forward):
                 "(model.get_encoder())"
             )
         super().__init__(inner, *given)
-        self.settings |= {"task": f"embed {self._pooling}", "normalize": int(self._normalize)}
+        self.settings |= {"task": f"embed {pooling}", "normalize": int(normalize)}
 
     def outputs(self, batch: dict[str, Any]) -> torch.Tensor:
         import torch

@@ -357,7 +357,7 @@ def _said(config: Any) -> Any:
 def _tokenizer(tokenizer: Any) -> str:
     """Its rules or at least its vocabulary, its special tokens, and what it makes of some words."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if hasattr(backend, "to_str"):  # of a fast tokenizer; truncation and padding are left there by each call
+    if backend is not None:  # of a fast tokenizer; truncation and padding are left there by each call
         rules: Any = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
     else:
         rules = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
@@ -80,7 +81,7 @@ class Batches(Sequence[IntArray]):
         return Batches(index_of[self.order], self.offsets)
 
 
-def offsets_of(sizes: IntArray) -> IntArray:
+def offsets_of(sizes: NDArray[Any]) -> IntArray:
     """Where batches of these sizes start, laid end to end; and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 

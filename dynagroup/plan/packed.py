@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -274,9 +275,8 @@ class _Packing:
     def _least_bins(self) -> int:
         """No division can do with fewer batches, by the sums alone; a limit of 0 admits samples without tokens."""
         sums = ((sum(units[s] for s in self._order), limit) for units, limit in self._room.sums)
-        return max(
-            -(-len(self._order) // self._room.bin().slots), *(-(-total // max(limit, 1)) for total, limit in sums)
-        )
+        by_sums = (math.ceil(total / max(limit, 1)) for total, limit in sums)
+        return max(-(-len(self._order) // self._room.bin().slots), *by_sums)
 
     def _num_rows(self, bins: int) -> int:
         return -(-(bins + len(self._oversize)) // self._multiple)

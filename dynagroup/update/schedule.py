@@ -19,19 +19,8 @@ from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.validation import check_choice, check_int, check_number
 
-__all__ = [
-    *(
-        "MOST_EPOCHS",
-        "BatchSizeSchedule",
-        "ScalingRule",
-        "UpdateSizes",
-        "Walk",
-        "adabatch",
-        "checked_samples",
-        "constant",
-    ),
-    *("doubling", "linear_ramp", "next_epoch", "scale_learning_rate"),
-]
+__all__ = ["MOST_EPOCHS", "BatchSizeSchedule", "ScalingRule", "UpdateSizes", "Walk", "adabatch", "checked_samples", "constant",
+           "doubling", "linear_ramp", "next_epoch", "scale_learning_rate"]  # fmt: skip
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
 ScalingRule: TypeAlias = Literal["linear", "sqrt", "none"]

@@ -178,7 +178,7 @@ def _cast_bytes(layer: torch.nn.Module) -> int:
 
 
 def _config(traced: _Traced) -> Any:
-    config = getattr(as_meta_model(traced.source, traced.workload), "config", None)
+    config: Any = getattr(as_meta_model(traced.source, traced.workload), "config", None)
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
