@@ -214,7 +214,7 @@ class MemoryBudget(Budget):
           model    GPT2Config of 229,632 parameters, traced
           run      train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter
           static   3.68 MB whatever the batch
-          batch    1.8 GB: samples by tokens of the longest: 434 of 128, 99 of 512, 44 of 1,024
+          batch    1.8 GB: samples by tokens of the longest: 433 of 128, 98 of 512, 44 of 1,024
         """
         at_most, facts = self._told()
         padding = f"to multiples of {self._multiple}" if self._multiple > 1 else ""
