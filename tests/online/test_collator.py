@@ -81,6 +81,8 @@ def test_what_does_not_fit_comes_alone_or_is_refused() -> None:
 def test_lengths_must_be_counts(bad: Any) -> None:
     with pytest.raises(ConfigError, match="length_of"):
         refining(length_of=lambda sample: bad)(samples(3, 4))
+    with pytest.raises(RuntimeError, match="length_of failed on sample 0.*StopIteration"):
+        refining(length_of=lambda sample: next(iter(())))(samples(3, 4))
 
 
 def test_a_length_beyond_int32_is_refused() -> None:

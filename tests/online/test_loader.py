@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import copy
 import json
-import pickle
 import weakref
 import zlib
 from itertools import islice
@@ -19,7 +17,6 @@ from dynagroup import AlignmentError, ConfigError, MemoryBudget, OnlineDataLoade
 from dynagroup.distributed import SingleProcess
 from dynagroup.memory import PaddedTokens
 from dynagroup.online.plans import EpochOrders, OnlineConfig
-from dynagroup.online.protocol import Exchange, quantile
 from dynagroup.online.state import LearnedLengths, unpack
 from dynagroup.testing import run_ranks
 from tests.online.helpers import Tokens, collate, lengths_of, make_loader, used
@@ -55,48 +52,9 @@ def test_a_budget_without_a_limit_is_refused_at_once() -> None:
     assert sum(len(step.indices) for step in OnlineDataLoader(Tokens(LENGTHS), known, collate_fn=collate)) == 60
 
 
-def test_a_free_running_loader_has_no_length() -> None:
-    with pytest.raises(TypeError, match="samples_per_update"):
-        len(make_loader(None, LENGTHS))
-
-
-@pytest.mark.parametrize("name", ["seed", "window", "accumulation", "samples_per_update", "shuffle"])
-def test_numpy_numbers_are_settings_like_others(name: str) -> None:
-    loader = make_loader(None, LENGTHS, **{name: np.bool_(True) if name == "shuffle" else np.int64(3)})
-    next(iter(loader))
-    json.dumps(loader.state_dict())
-
-
-MAKE: dict[str, Any] = {
-    "free": lambda: make_loader(None, LENGTHS, shuffle=True),
-    "updates": lambda: make_loader(None, LENGTHS, samples_per_update=16, num_workers=1, persistent_workers=True),
-}
-
-
-@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_a_copy_goes_on_as_the_loader_does(make: Any, copied: Any) -> None:
-    """Fresh, within an epoch, between two, and loaded within an update."""
-    loader = make()
-    fresh, came = copied(loader), []
-    for step in loader:
-        came.append(used(step))
-        if len(came) == 2:
-            within, state = copied(loader), loader.state_dict()
-    assert [used(step) for step in fresh] == came
-    assert [used(step) for step in within] == came[2:]
-    loaded = make()
-    loaded.load_state_dict(state)
-    assert [used(step) for step in copied(loaded)] == came[2:]
-    between = copied(loader)
-    assert between.epoch == loader.epoch == 1
-    assert [used(step) for step in between] == [used(step) for step in loader]
-    assert between.cursor == loader.cursor
-
-
 def test_a_loader_is_let_go_of_at_once() -> None:
     """In a circle of objects its workers would take five seconds each to end."""
-    loader = MAKE["updates"]()
+    loader = make_loader(None, LENGTHS, samples_per_update=16, num_workers=1, persistent_workers=True)
     list(islice(loader, 2))
     left = weakref.ref(loader)
     del loader
@@ -164,7 +122,6 @@ OTHER: dict[str, Any] = {
     "weigh": (lambda n: {"weigh": lambda batch: float(n + 1)}, "weigh: .* then, .* now"),
     "schedule": (lambda n: {"samples_per_update": lambda update, current: 8 + n}, "samples_per_update: .* then"),
     "oversize": (lambda n: {"oversize": ("alone", "error")[n]}, "oversize: 'alone' then, 'error' now"),
-    "window_bytes": (lambda n: {"window_bytes": (None, 900)[n]}, "window_bytes: None then, 900 now"),
 }
 
 
@@ -233,29 +190,6 @@ def test_of_an_epoch_that_is_begun_anew_nothing_is_used(options: dict[str, Any])
     assert (resumed.epoch, resumed.cursor.samples_used) == (0, 0)
 
 
-def stop_iteration(_asked: Any) -> Any:
-    raise StopIteration("no more")
-
-
-@pytest.mark.parametrize(("name", "workers"), [("length_of", 0), ("weigh", 0), ("collate_fn", 1)])
-def test_errors_of_own_functions_come_with_what_they_were_asked_about(name: str, workers: int) -> None:
-    """A StopIteration would end the iteration, and leave a message about something else."""
-    told = rf"{name} failed on (sample 0|the batch of .*indices \[).*StopIteration: no more"
-    with pytest.raises(RuntimeError, match=told):
-        list(make_loader(None, LENGTHS, **{name: stop_iteration, "num_workers": workers}))
-
-
-def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    def run(world: Any) -> str:
-        try:
-            return str(Exchange(world).highest([1], ValueError("unreadable") if world.rank == 1 else None))
-        except (ValueError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-
-    told = "AlignmentError: rank 1 failed while it loaded data: ValueError: unreadable"
-    assert run_ranks(3, run) == [told, "ValueError: unreadable", told]
-
-
 def test_iterating_leaves_the_global_random_state_alone() -> None:
     """So that a resumed training draws the dropout masks that an uninterrupted one draws."""
     before = torch.get_rng_state()
@@ -280,9 +214,3 @@ def test_batches_that_cannot_be_told_the_epoch_are_drawn_once_for_each_before() 
     one_by_one, resumed = (EpochOrders(9, OnlineConfig(), batch_sampler=Turns()) for _ in range(2))
     assert [one_by_one.batches(epoch) for epoch in (0, 0, 1, 2)] == [[[0]], [[0]], [[1]], [[2]]]
     assert resumed.batches(2) == [[2]], "a run that resumes there draws what the first run drew"
-
-
-def test_quantiles_cover_the_queue_evenly_and_differ_by_seed() -> None:
-    drawn = np.array([quantile(1, 2, step) for step in range(160)])
-    assert np.bincount((drawn * 16).astype(int)).tolist() == [10] * 16
-    assert [quantile(1, 2, s) for s in range(9)] != [quantile(3, 2, s) for s in range(9)]

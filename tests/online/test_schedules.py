@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dynagroup import AlignmentError, ConfigError, StateError, TokenBudget
+from dynagroup import AlignmentError, ConfigError, TokenBudget
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
-from dynagroup.update.schedule import doubling, linear_ramp
+from dynagroup.update.schedule import linear_ramp
 from tests.online.helpers import Tokens, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(90, seed=4)
@@ -62,46 +62,12 @@ def test_the_offline_loader_makes_the_same_updates(size: int, workers: Any, drop
     assert sizes[8:11] == [23, 23, 23], "the schedule counts over the whole run"
 
 
-@pytest.mark.parametrize(("workers", "at"), [({}, 0), ({}, 8), (WORKERS, 1)])
-def test_a_change_at_run_time_takes_effect_at_the_update_it_names(workers: Any, at: int) -> None:
-    def run(world: Any) -> Any:
-        loader = online(world, samples_per_update=10, **workers)
-        sizes, first = [], -1
-        for _ in range(2):
-            for update in loader.updates():
-                sizes.append(int(update[0].samples.total))
-                if len(sizes) == at + 1:
-                    first = loader.set_samples_per_update(25)
-        return sizes, first
-
-    results = run_ranks(1 if workers else 2, run)
-    sizes, first = results[0]
-    assert all(found == results[0] for found in results)
-    assert first == min(at + 1 + (4 if workers else 0), 9)
-    expected: list[int] = []
-    for epoch in (1, 2):
-        while sum(expected) < 90 * epoch:
-            expected.append(min(10 if len(expected) < first else 25, 90 * epoch - sum(expected)))
-    assert sizes == expected
-
-
-def test_a_change_between_epochs_begins_with_the_next() -> None:
-    loader = online(None, samples_per_update=40, drop_last=True)
-    list(loader)
-    assert loader.set_samples_per_update(30) == 2, "two updates of 40 were made of 90 samples"
-    assert [len(update) for update in updates_of(loader)] == [30, 30, 30]
-
-
-def test_other_schedules_are_told_apart() -> None:
+def test_ranks_with_other_schedules_are_told() -> None:
     def follows(world: Any) -> Any:
         return updates_of(online(world, samples_per_update=lambda update, current: 4 + world.rank))
 
     with pytest.raises(AlignmentError, match=r"ranks differ in .*sizes of updates"):
         run_ranks(2, follows)
-    loader = online(None, samples_per_update=RAMP)
-    next(iter(loader))
-    with pytest.raises(StateError, match=r"linear_ramp\(first=5.*doubling"):
-        online(None, samples_per_update=doubling(4, milestones=(2,))).load_state_dict(loader.state_dict())
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
 import pytest
 import torch
-import transformers  # noqa: F401
+import transformers
 
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import LearningBudget
@@ -17,56 +18,35 @@ VOCAB, PAD, EOS = 31, 0, 2
 SMALL: Any = {"vocab": VOCAB, "layers": 3, "inner": 16, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1}
 
 
-def llama() -> Any:
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM(models.llama(**SMALL))
-
-
-def gpt2() -> Any:
-    from transformers import GPT2LMHeadModel
-
-    return GPT2LMHeadModel(models.gpt2(**{**SMALL, "inner": 64}, n_positions=64))
-
-
-def t5() -> Any:
-    from transformers import T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(models.t5(**SMALL, decoder_start_token_id=PAD))
-
-
-def bart() -> Any:
-    from transformers import BartForConditionalGeneration
-
-    own = {"max_position_embeddings": 64, "decoder_start_token_id": EOS, "forced_eos_token_id": None}
-    return BartForConditionalGeneration(models.bart(**SMALL, **own))
-
-
-BLOCKS = {
-    llama: lambda m: m.model.layers,
-    gpt2: lambda m: m.transformer.h,
-    t5: lambda m: m.encoder.block,
-    bart: lambda m: m.model.encoder.layers,
-}
-SEEDS = {llama: 6, gpt2: 3, t5: 3, bart: 4}  # with which samples end at different lengths
+OWN: Any = {"max_position_embeddings": 64, "decoder_start_token_id": EOS, "forced_eos_token_id": None}
+# Class, configuration, blocks, and the seed with which samples end at different lengths.
+FAMILIES: dict[str, tuple[str, Any, Any, int]] = {
+    "llama": ("LlamaForCausalLM", models.llama(**SMALL), lambda m: m.model.layers, 6),
+    "gpt2": ("GPT2LMHeadModel", models.gpt2(**{**SMALL, "inner": 64}, n_positions=64), lambda m: m.transformer.h, 3),
+    "t5": (
+        "T5ForConditionalGeneration", models.t5(**{**SMALL, "decoder_start_token_id": PAD}), lambda m: m.encoder.block, 3,
+    ),
+    "bart": ("BartForConditionalGeneration", models.bart(**SMALL, **OWN), lambda m: m.model.encoder.layers, 4),
+}  # fmt: skip
 LENGTHS = [3, 11, 5, 12, 2, 7, 9]
 
 
-@pytest.fixture(params=[llama, gpt2, t5, bart], ids=lambda f: f.__name__)
+@pytest.fixture(params=FAMILIES)
 def case(request: pytest.FixtureRequest) -> tuple[Any, Allocator, dict[str, torch.Tensor]]:
     """A random model that ends at different lengths, an allocator in its third layer, and a padded batch."""
     return build(request.param)
 
 
-def build(factory: Any) -> tuple[Any, Allocator, dict[str, torch.Tensor]]:
-    torch.manual_seed(SEEDS[factory])
-    model = factory().eval()
+def build(name: str = "llama") -> tuple[Any, Allocator, dict[str, torch.Tensor]]:
+    kind, config, blocks, seed = FAMILIES[name]
+    torch.manual_seed(seed)
+    model = getattr(transformers, kind)(copy.deepcopy(config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(8)  # sharp, so that greedy choices have no ties and differ between samples
     allocator = Allocator(float("inf"))
-    allocator.in_forward(BLOCKS[factory](model)[2])
+    allocator.in_forward(blocks(model)[2])
     generator = torch.Generator().manual_seed(1)
     mask = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
     for row, length in enumerate(LENGTHS):
@@ -98,6 +78,7 @@ def with_limit(case: Any, limit: float, **kwargs: Any) -> tuple[Any, Any]:
         (25, {"max_length": 20}),
         (25, {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_length": 6}),
         (25, {}),
+        (25, {"max_new_tokens": 30, "pad_token_id": 7}),
     ],
     ids=str,
 )
@@ -105,17 +86,25 @@ def test_the_output_is_the_unsplit_one_token_for_token(case: Any, limit: int, kw
     rows = 1 if case[0].config.is_encoder_decoder else kwargs.get("num_beams", 1)  # encoders run before beams part
     whole, got = with_limit(case, limit * rows, **kwargs)
     assert torch.equal(got.sequences, whole)
-    assert not case[0].config.is_encoder_decoder or case[2]["input_ids"].shape[1] == max(LENGTHS)
+    if "pad_token_id" in kwargs:
+        case[1].limit = float("inf")
+        plain = case[0].generate(**case[2], max_new_tokens=30)[:, 0 if case[0].config.is_encoder_decoder else 12 :]
+        assert len({int((row == PAD).sum()) for row in plain}) > 1, "samples end at different lengths"
 
 
-def test_samples_end_at_different_lengths(case: Any) -> None:
-    """So that the tests above say something about padding; also where the padding token is one's own."""
-    model, allocator, batch = case
-    new = model.generate(**batch, max_new_tokens=30)[:, 0 if model.config.is_encoder_decoder else 12 :]
-    assert len({int((row == PAD).sum()) for row in new}) > 1
-    whole = model.generate(**batch, max_new_tokens=30, pad_token_id=7)
-    allocator.limit = 25
-    got = generate_with_oom_retry(model, batch, pad_token_id=7, max_new_tokens=30, learned=LearningBudget())
+CONFIG = transformers.GenerationConfig(max_new_tokens=6, num_beams=2, pad_token_id=PAD, eos_token_id=EOS)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kwargs"),
+    [
+        (50, {"generation_config": CONFIG}),
+        (25, {"max_new_tokens": 3, "prefix_allowed_tokens_fn": lambda sample, ids: [10 + sample]}),
+    ],
+    ids=["config", "prefix by position in the batch"],
+)
+def test_other_ways_to_ask_mean_the_same_in_parts(limit: int, kwargs: dict[str, Any]) -> None:
+    whole, got = with_limit(build(), limit, **kwargs)
     assert torch.equal(got.sequences, whole)
 
 
@@ -143,7 +132,7 @@ def test_scores_and_beam_indices_are_put_together(case: Any) -> None:
 
 
 def test_without_a_failure_the_output_is_generates_own() -> None:
-    model, allocator, batch = build(llama)
+    model, allocator, batch = build()
     output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=4)
     assert num_splits == 0
     assert torch.equal(output, model.generate(**batch, max_new_tokens=4))
@@ -153,7 +142,7 @@ def test_without_a_failure_the_output_is_generates_own() -> None:
 
 
 def test_sampling_runs_in_parts_and_repeats_with_its_seed() -> None:
-    model, allocator, batch = build(llama)
+    model, allocator, batch = build()
     allocator.limit = 25
     runs = []
     for _ in range(2):
@@ -164,7 +153,7 @@ def test_sampling_runs_in_parts_and_repeats_with_its_seed() -> None:
 
 
 def test_what_failed_once_is_split_beforehand_for_the_rest_of_the_loop() -> None:
-    model, allocator, batch = build(llama)
+    model, allocator, batch = build()
     allocator.limit = 40
     splits = [generate_with_oom_retry(model, batch, max_new_tokens=4).num_splits]
     failed = len(allocator.failures)
@@ -176,7 +165,7 @@ def test_what_failed_once_is_split_beforehand_for_the_rest_of_the_loop() -> None
 
 def test_failing_late_in_decoding_is_recovered_from() -> None:
     """The first steps fit and the fifth does not: all that the attempt had generated is generated again."""
-    model, allocator, batch = build(llama)
+    model, allocator, batch = build()
     whole = model.generate(**batch, max_new_tokens=9)
     steps = []
 
@@ -193,7 +182,7 @@ def test_failing_late_in_decoding_is_recovered_from() -> None:
 def test_a_cache_that_was_passed_in_is_not_spoiled_by_a_failed_attempt() -> None:
     from transformers import DynamicCache
 
-    model, allocator, batch = build(llama)
+    model, allocator, batch = build()
     seen = {k: v[:, :-1] for k, v in batch.items()}
     kwargs: dict[str, Any] = {"max_new_tokens": 5}
     caches = []
@@ -208,18 +197,8 @@ def test_a_cache_that_was_passed_in_is_not_spoiled_by_a_failed_attempt() -> None
     assert caches[1].get_seq_length() == 11
 
 
-def test_a_per_sample_prefix_function_is_asked_by_position_in_the_batch() -> None:
-    model, allocator, batch = build(gpt2)
-    allowed = lambda sample, ids: [10 + sample]  # noqa: E731
-    whole = model.generate(**batch, max_new_tokens=3, prefix_allowed_tokens_fn=allowed)
-    allocator.limit = 25
-    got = generate_with_oom_retry(model, batch, max_new_tokens=3, prefix_allowed_tokens_fn=allowed)
-    assert torch.equal(got.output, whole)
-    assert whole[:, -1].tolist() == [10 + i for i in range(len(LENGTHS))]
-
-
 def test_a_prompt_that_does_not_fit_alone_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    model, allocator, batch = build(llama)
+    model, allocator, batch = build()
     allocator.limit = 11
     with (
         caplog.at_level(logging.WARNING),
@@ -230,18 +209,8 @@ def test_a_prompt_that_does_not_fit_alone_is_named(caplog: pytest.LogCaptureFixt
 
 
 def test_what_cannot_be_honoured_in_parts_is_refused_before_anything_runs() -> None:
-    model, allocator, batch = build(llama)
+    model, allocator, batch = build()
     for name in ("streamer", "synced_gpus", "output_attentions", "output_hidden_states"):
         with pytest.raises(ConfigError, match=f"`{name}` cannot be used with out-of-memory retry"):
             generate_with_oom_retry(model, batch, **{name: True})
     assert not allocator.claims
-
-
-def test_generation_with_a_config_object() -> None:
-    from transformers import GenerationConfig
-
-    model, allocator, batch = build(llama)
-    config = GenerationConfig(max_new_tokens=6, num_beams=2, pad_token_id=PAD, eos_token_id=EOS)
-    whole = model.generate(**batch, generation_config=config)
-    allocator.limit = 50
-    assert torch.equal(generate_with_oom_retry(model, batch, generation_config=config).output, whole)

@@ -144,31 +144,21 @@ def test_a_finished_job_called_again_gives_its_results_back(
         call()
 
 
-@pytest.mark.parametrize("moment", ["first", "publishing", "published"])
-def test_the_same_job_started_while_another_publishes_is_refused_or_finds_all_of_it(
-    moment: str, model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
+def test_the_same_job_finished_by_another_before_the_journal_is_opened_is_not_run_again(
+    model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """The second looks for the output before the first has published, and comes back to it at some moment."""
-    path = tmp_path / "out.jsonl"
+    """It looks for the output before the other has published. (What else may happen at the journal: test_storage.)"""
+    path, others, measure = tmp_path / "out.jsonl", [], jobs.measure_lengths
     call = lambda: generate_dataset(model, tokenizer, TEXTS, output=path, **NEW)  # noqa: E731
-    others: list[Any] = []
-    owner, name = (jobs, "measure_lengths") if moment == "published" else (os, "replace")
-    act, left = getattr(owner, name), [2 if moment == "publishing" else 1]
 
-    def acting(*args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
-            monkeypatch.undo()
-            try:
-                others.append(call())
-            except ConfigError as error:
-                others.append(str(error))
-        return act(*args, **options)
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(jobs, "measure_lengths", measure)
+        others.append(call())
+        monkeypatch.setattr(Generation, "process", None)  # nothing is run again
+        return measure(*args, **options)
 
-    monkeypatch.setattr(owner, name, acting)
-    assert call() == expected
-    assert others == [expected] if moment == "published" else "another process is writing" in others[0]
-    assert call() == expected
+    monkeypatch.setattr(jobs, "measure_lengths", meanwhile)
+    assert [call(), *others] == [expected] * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]
 
 
@@ -345,12 +335,16 @@ def test_ranks_share_the_work_also_after_a_crash_on_fewer(expected: list[str], t
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
-def test_embeddings_are_those_of_one_text_at_a_time(pooling: Any, tokenizer: Any) -> None:
+def test_embeddings_are_those_of_one_text_at_a_time_also_read_again(
+    pooling: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     model, allocator = small("BertModel"), Allocator(60)
     remove = allocator.in_forward(model.encoder.layer[2])
-    got = embed_dataset(model, tokenizer, TEXTS, pooling=pooling, budget=TokenBudget(100), progress=False)
+    options: Any = {"pooling": pooling, "budget": TokenBudget(100), "progress": False, "output": tmp_path / "out.npy"}
+    got = embed_dataset(model, tokenizer, TEXTS, **options)
     remove()
     assert allocator.failures
+    np.testing.assert_array_equal(embed_dataset(model, tokenizer, TEXTS, **options), got)
     pick = {"mean": lambda s: s.mean(0), "first": lambda s: s[0], "last": lambda s: s[-1]}[pooling]
     same(got, map(pick, states(model)))
 
@@ -396,23 +390,10 @@ def test_classification_and_normalised_embeddings(tokenizer: Any) -> None:
     same(classify_dataset(model, tokenizer, TEXTS, **SMALL), want)
     found = dict(iter_classify(model, tokenizer, TEXTS, **SMALL))
     same(np.stack([found[i] for i in range(40)]), want)
+    nothing = embed_dataset(small("BertModel"), tokenizer, [], **SMALL)
+    assert (nothing.dtype, nothing.shape) == (np.float32, (0, 0))
     vectors = embed_dataset(small("BertModel"), tokenizer, TEXTS, normalize=True, **SMALL)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
-
-
-@pytest.mark.parametrize("suffix", [".npy", ".parquet", ".jsonl"])
-def test_vectors_are_kept_as_float32(suffix: str, tokenizer: Any, tmp_path: Path) -> None:
-    model, path = small("BertModel"), tmp_path / f"vectors{suffix}"
-    want = embed_dataset(model, tokenizer, TEXTS, **SMALL)
-    for _ in range(2):  # the second time it is read
-        got = embed_dataset(model, tokenizer, TEXTS, output=path, **SMALL)
-        assert (got.dtype, got.shape) == (np.float32, (40, 16))
-        np.testing.assert_array_equal(got, want)
-    nothing = embed_dataset(model, tokenizer, [], output=tmp_path / f"none{suffix}", **SMALL)
-    assert (nothing.dtype, nothing.shape) == (np.float32, (0, 0))
-    rest = dict(iter_embed(model, tokenizer, TEXTS, skip=range(30), **SMALL))
-    assert sorted(rest) == list(range(30, 40))
-    np.testing.assert_allclose(rest[39], want[39], rtol=1e-5, atol=1e-6)
 
 
 def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(

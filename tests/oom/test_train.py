@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dynagroup.budget.tokens import TokenBudget
 from dynagroup.device import PeakWatch
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import LearningBudget, OomSafeBackward, train
@@ -32,14 +31,6 @@ def test_parameters_are_those_of_a_run_that_never_failed(place: str, untroubled:
     assert backward.learned.report.num_ooms == failures
     assert (parameters - untroubled).abs().max() < 1e-8
     assert untroubled.abs().max() > 0.1
-
-
-def test_a_learned_limit_splits_beforehand(untroubled: torch.Tensor) -> None:
-    learned = LearningBudget(TokenBudget(10**6))
-    parameters, _, failures = loop.train_with_failures("backward", limit=30, learned=learned)
-    _, _, again = loop.train_with_failures("backward", limit=30, learned=learned)
-    assert (0 < failures < 8, again) == (True, 0)
-    assert (parameters - untroubled).abs().max() < 1e-8
 
 
 class Linear(torch.nn.Module):

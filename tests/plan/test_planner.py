@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.plan import planner as planner_module
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.planner import PlanConfig, Planner
-from dynagroup.plan.ranks import cut_rows, prove
+from dynagroup.plan.ranks import prove
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves
@@ -119,13 +118,6 @@ def test_hardest_first_counts_rows_and_windows_stay_windows() -> None:
     plan = planner_of(values[:100], TokenBudget(300), window=20, hardest_first=0).plan()
     seen = [index for row in plan.rows for batch in row for index in batch]
     assert [set(seen[k : k + 20]) for k in range(0, 100, 20)] == [set(range(k, k + 20)) for k in range(0, 100, 20)]
-
-
-def test_first_batches_do_not_need_the_whole_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, asked = planner_of(np.ones(1_000_000), TokenBudget(64), shuffle=True, window=4096), []
-    monkeypatch.setattr(planner_module, "cut_rows", lambda *args, **how: asked.append(1) or cut_rows(*args, **how))
-    next(planner.steps_from(planner.start_of(0, 8), 8))
-    assert len(asked) == 1
 
 
 def test_oversize_samples() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -73,19 +75,6 @@ def test_steps_by_hand(make, ranks):
         assert sum(step.loss_scale for step in steps) == pytest.approx(ranks)
 
 
-@pytest.mark.parametrize("unit", [1e-10, 1e12])
-def test_weights_of_any_size_travel_as_they_are(make, sizes, unit):
-    def run(world: Any) -> list[list[Any]]:
-        return list(make(world, weigh=lambda batch: unit * batch["input_ids"].shape[0], **sizes).updates())
-
-    for parts in zip(*run_ranks(2, run), strict=True):
-        steps = [step for part in parts for step in part]
-        samples = sum(step.samples.local for step in steps)
-        for step in steps:
-            assert step.weight.total == pytest.approx(unit * samples, rel=1e-12)
-            assert step.loss_scale == pytest.approx(2 * step.samples.local / samples, rel=1e-12)
-
-
 # Epochs and iterations.
 
 
@@ -145,6 +134,25 @@ def test_a_state_is_of_its_epoch_and_at_an_epochs_end_of_the_next(make, sizes):
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert resumed.epoch == loader.epoch == 1
     assert epochs_of(resumed, 1) == epochs_of(loader, 1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_goes_on_as_the_loader_does(make, sizes, copied):
+    """Fresh, within an epoch, between two, and loaded within an update: what its state says."""
+    loader = make(**sizes)
+    fresh, came = copied(loader), []
+    for step in loader:
+        came.append(samples_of(step))
+        if len(came) == 2:
+            within, state = copied(loader), loader.state_dict()
+    assert [samples_of(step) for step in fresh] == came
+    assert [samples_of(step) for step in within] == came[2:]
+    fresh.load_state_dict(state)
+    assert [samples_of(step) for step in copied(fresh)] == came[2:]
+    between = copied(loader)
+    assert between.epoch == loader.epoch == 1
+    assert [samples_of(step) for step in between] == [samples_of(step) for step in loader]
+    assert between.cursor == loader.cursor
 
 
 # Books.
@@ -307,10 +315,11 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
         {"num_workers": 1, "timeout": "soon"},
         {"num_workers": 1, "multiprocessing_context": "thread"},
         {"num_worker": 1},
+        {"samples_per_update": lambda update: 4},
     ],
     ids=str,
 )
-def test_wrong_arguments_of_the_inner_loader_are_refused_at_once(make, wrong):
+def test_wrong_arguments_are_refused_at_once(make, wrong):
     with pytest.raises(ConfigError, match=f"`?{next(iter(wrong))}|{list(wrong)[-1]}"):
         make(**wrong)
 
@@ -318,8 +327,3 @@ def test_wrong_arguments_of_the_inner_loader_are_refused_at_once(make, wrong):
 def test_right_ones_are_not(make):
     make(num_workers=0, prefetch_factor=None, timeout=0, pin_memory=False, worker_init_fn=None)
     make(num_workers=2, prefetch_factor=3, timeout=1.5, persistent_workers=True, multiprocessing_context="spawn")
-
-
-def test_a_schedule_of_one_argument_is_refused_at_once(make):
-    with pytest.raises(ConfigError, match="`samples_per_update` must be a number or a function .update, current."):
-        make(samples_per_update=lambda update: 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 import warnings
 
@@ -23,7 +21,7 @@ from dynagroup import (
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
-from dynagroup.update.schedule import doubling, linear_ramp
+from dynagroup.update.schedule import linear_ramp
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
 BUDGET = TokenBudget(80)
@@ -51,16 +49,6 @@ def test_updates_hold_the_samples_that_fixed_batches_would():
     assert [samples(update) for update in loader.updates()] == expected
     assert loader.num_updates_in(1) == len(expected) == 6
     assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the global generator"
-
-
-def test_schedules_end_an_epoch_by_samples_with_and_without_its_tail():
-    schedule = doubling(8, milestones=(2,))
-    assert [len(samples(u)) for u in loader_of(samples_per_update=schedule).updates()] == [8, 8, 16, 16, 5]
-    dropping = loader_of(samples_per_update=schedule, drop_last=True)
-    assert [len(samples(u)) for u in dropping.updates()] == [8, 8, 16, 16]
-    assert (dropping.num_updates_in(0), dropping.num_updates_in(1)) == (4, 3), (
-        "16 samples an update from the next epoch on"
-    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -285,18 +273,3 @@ def test_a_rank_may_ask_alone(monkeypatch):
         again = loader_of(**how)
         again.load_state_dict(loader.state_dict())
         assert again.cursor == loader.cursor
-
-
-@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {}])
-def test_a_copy_goes_on_where_the_loader_stands(how):
-    """Between epochs, in the middle of one, and of one that was left: what its state says."""
-    loader = loader_of(**how)
-    for steps in (iter(loader), iter(loader)):
-        next(steps)
-        twins = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
-        rest = [step.batch for step in steps]
-        assert all([step.batch for step in twin] == rest for twin in twins)
-        assert copy.deepcopy(loader).epoch == loader.epoch
-    for _ in loader:
-        break
-    assert copy.deepcopy(loader).state_dict() == loader.state_dict()
