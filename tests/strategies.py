@@ -37,10 +37,7 @@ token_budgets = st.builds(
     layout=st.sampled_from(["padded", "packed"]),
 )
 memory_budgets = st.builds(
-    MemoryBudget,
-    st.integers(1, 8),
-    model=st.just(PaddedTokens()),
-    headroom=st.sampled_from([0.5, 0.9, 1.0]),
+    MemoryBudget, st.integers(1, 8), model=st.just(PaddedTokens()), headroom=st.sampled_from([0.5, 0.9, 1.0])
 )
 budgets: st.SearchStrategy[Budget] = st.one_of(token_budgets, memory_budgets)
 capped_budgets: st.SearchStrategy[Budget] = st.builds(

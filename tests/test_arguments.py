@@ -84,7 +84,6 @@ FREE: dict[str, Any] = {"samples_per_update": None}
 METHODS = "set_epoch set_samples_per_update num_updates_in samples_after updates_until"
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "sampler": (sampler, SAMPLER),
-    "sampler of two": (using(sampler, world_size=2), "rank"),
     "planned": (planned, f"{PLANNED} sampler"),
     "planned, free": (using(planned, **FREE), PLANNED),
     "online": (online, ONLINE),

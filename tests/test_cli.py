@@ -135,16 +135,11 @@ def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_p
     assert first.startswith("padded streams: source, target (")
     assert report == plan_of({"source": LENGTHS, "target": target}, 800).report() + "\n"
     assert "streams:" not in answer("plan", str(path), "--column", "source", "--max-tokens", "800")
-
-
-@pytest.mark.parametrize("command", ["plan", "compare", "doctor"])
-def test_arrays_that_were_not_chosen_are_told_of(tmp_path, command):
-    np.savez(tmp_path / "a.npz", words=LENGTHS, tokens=LENGTHS, chars=LENGTHS)
-    arguments = [command, str(tmp_path / "a.npz"), "--max-tokens" if command == "plan" else "--batch-size", "800"]
-    assert answer(*arguments).startswith("padded streams: words, tokens, chars (")
-    status, out, error = said(*arguments, "--json")
-    assert (status, json.loads(out) is not None) == (0, True)
-    assert error.startswith("padded streams: words, tokens, chars (")
+    if kind == "npz":  # all of them, if none was chosen; beside JSON it is told on standard error
+        for command in ("plan", "compare", "doctor"):
+            status, out, error = said(command, str(path), "--batch-size", "8", "--json")
+            assert (status, error.split("(")[0]) == (0, "padded streams: source, target, chars ")
+            assert json.loads(out)
 
 
 @pytest.mark.parametrize("kind", ["txt", "csv", "tsv", "jsonl", "parquet", "saved"])
@@ -170,8 +165,6 @@ TOKENIZED = ["--tokenizer", "tokens"]
     ("name", "content", "arguments", "message"),
     [
         ("x.npy", b"no array", [], "cannot be read as .npy"),
-        ("x.npz", b"no archive", [], "cannot be read as .npz"),
-        ("x.parquet", b"no table", ["--column", "a"], "cannot be read as .parquet"),
         ("x.txt", b"\xff\xfe\x00", [], "cannot be read as .txt"),
         ("x.txt", b"", [], "holds no samples"),
         ("x.txt", b"3\nfour\n", [], "say which `--tokenizer`"),
@@ -185,17 +178,13 @@ TOKENIZED = ["--tokenizer", "tokens"]
         ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "row 2 of 'x.csv' has 3 values, but the header names 2 columns"),
         ("x.csv", b'a,length\n1,"2\n3,4\n', [], "cannot be read as .csv: unexpected end of data"),
         ("x.csv", b"length,a,a\n1,2,3\n", [], "the name 'a' stands twice in 'x.csv'"),
-        ("x.TSV", b"a\tlength\n1\t2\n3\n", [], "row 2 of 'x.TSV' has 1 values"),
         ("x.jsonl", b"".join(b'{"nr": %d}\n' % i for i in (3, 9, 4, 10, 5, 8, 7, 6)), [], "numbers its rows (3 to 10"),
         ("x.jsonl", b'{"length": 3, "length": 4}\n', [], "the name 'length' stands twice in an object"),
-        ("x.jsonl", CHATS, ["--column", "c"], "sample 0 is a chat"),
         ("x.jsonl", CHATS, ["--column", "c", *TOKENIZED], "apply_chat_template(messages, tokenize=False)"),
         ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "no JSON in line 2"),
         ("x.jsonl", b'{"length": 3}\n{"size": 3}\n', [], "sample 1 of"),
-        ("x.json", b'[{"length": 3, "length": 4}]', [], "the name 'length' stands twice in an object"),
         ("x.json", b'["one", "\\ud800"]', TOKENIZED, "text 1 has a lone surrogate at character 0"),
         ("x.json", b'{"length": 3}', [], "must hold a list"),
-        ("x.json", b"[null, 4]", [], "must be a whole number from 0"),
         ("x.json", b"[3, 4]", TOKENIZED, "holds no texts"),
         ("x.json", b"[" * 100_000, [], "cannot be read as .json"),
         ("x.docx", b"", [], "unknown ending"),
@@ -209,20 +198,18 @@ def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
     assert message in refusal("plan", name, "--max-tokens", "8", *arguments)
 
 
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("x.txt", b"3\n4\n"),
-        ("x.csv", b"length\r\n3\r\n4\r\n"),
-        ("x.TSV", b"length\ta\n3\t1\n4\t1\n"),
-        ("x.jsonl", b'{"length": 3}\n{"length": 4}'),
-        ("x.json", b"[3, 4]"),
-    ],
-)
-def test_a_mark_of_utf_8_changes_nothing(tmp_path, name, content, mark):
-    (tmp_path / name).write_bytes(mark + content)
-    assert figures("plan", str(tmp_path / name), "--max-tokens", "8")["real_tokens"] == 7
+MARKED = {
+    "txt": b"3\n4\n",
+    "TSV": b"length\ta\r\n3\t1\r\n4\t1\r\n",
+    "jsonl": b'{"length": 3}\n{"length": 4}',
+    "json": b"[3, 4]",
+}
+
+
+@pytest.mark.parametrize("kind", MARKED)
+def test_a_mark_of_utf_8_changes_nothing(tmp_path, kind):
+    (path := tmp_path / f"x.{kind}").write_bytes(b"\xef\xbb\xbf" + MARKED[kind])
+    assert figures("plan", str(path), "--max-tokens", "8")["real_tokens"] == 7
 
 
 def test_a_text_ends_with_its_line_alone(tmp_path, folder):
@@ -296,38 +283,43 @@ def test_doctor_asks_about_all_streams(folder):
     assert budget.fits(BatchShape.of(counts, {"tokens": source, "target": target})).all()
 
 
-def test_fit_and_profile_say_what_what_fits_says(folder):
-    told = {"fit": {"lengths": [32, 96]}, "profile": {"mode": "generate", "max_new_tokens": 8}}
-    options = {"fit": ["--lengths", "32", "96"], "profile": ["--mode", "generate", "--max-new-tokens", "8"]}
-    for command in told:
-        picture = folder / "new" / f"{command}.png"
-        arguments = [command, "model", "--gpu-memory", "2GB", "--dtype", "bfloat16", *options[command]]
-        expected = what_fits("model", "2GB", dtype="bfloat16", **told[command])
-        shown = answer(*arguments, "--picture", str(picture))
-        assert shown == f"{expected}\npicture: {picture}\n"
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "fit model --dtype bfloat16 --lengths 32 96 --fsdp 8",
+            {"lengths": [32, 96], "sharding": "fsdp", "num_ranks": 8},
+        ),
+        (
+            "profile model --dtype bfloat16 --mode generate --max-new-tokens 8",
+            {"mode": "generate", "max_new_tokens": 8},
+        ),
+        ("fit model --dtype bfloat16 --lengths 96 --lora", {"lengths": [96], "lora": True}),
+    ],
+)
+def test_fit_and_profile_say_what_what_fits_says(line, told, folder):
+    arguments = [*line.split(), "--gpu-memory", "2GB"]
+    expected = what_fits("model", "2GB", dtype="bfloat16", **told)
+    if "lora" in told:
+        found = figures(*arguments)
+        assert list(found["samples"].values()) == list(expected.samples)
+        assert (found["code"], found["static_bytes"]) == (expected.code, expected.memory.static_bytes)
+    else:
+        picture = folder / "new" / "fits.png"
+        assert answer(*arguments, "--picture", str(picture)) == f"{expected}\npicture: {picture}\n"
         assert picture.read_bytes().startswith(b"\x89PNG")
-        (code,) = (line for line in shown.splitlines() if line.startswith("MemoryBudget.from_model("))
-        budget = eval(code, {"MemoryBudget": MemoryBudget})
+    if "mode" in told:
+        budget = eval(expected.code, {"MemoryBudget": MemoryBudget})
         assert budget.largest(np.array(expected.lengths)).tolist() == list(expected.samples)
-    found = figures(*arguments)
-    assert list(found["samples"].values()) == list(expected.samples)
-    assert found["code"] == expected.code
 
 
 def test_profile_says_what_simulate_says_of_given_shapes(folder):
-    arguments = ["--shapes", "2x32", "4x64", "--dtype", "bfloat16", "--output", "new/found.parquet"]
-    table = answer("profile", "model", *arguments)
+    table = answer("profile", "model", "--shapes", "4x64", "--dtype", "bfloat16", "--output", "new/found.parquet")
     config = AutoConfig.from_pretrained("model")
-    expected = simulate(config, Workload.from_model(config, "train", dtype="bfloat16"), [(2, 32), (4, 64)])
-    assert list(Measurements.from_parquet("new/found.parquet"))[:2] == list(expected)
+    expected = simulate(config, Workload.from_model(config, "train", dtype="bfloat16"), [(4, 64)])
+    assert list(Measurements.from_parquet("new/found.parquet"))[:1] == list(expected)
     assert "4 x 64" in table
-
-
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_fit_knows_sharding_and_adapters(folder):
-    arguments = ["fit", "model", "--gpu-memory", "2GB", "--lengths", "96"]
-    whole, sharded, adapted = (figures(*arguments, *more)["static_bytes"] for more in ([], ["--fsdp", "8"], ["--lora"]))
-    assert max(sharded, adapted) < whole
 
 
 def test_python_m_dynagroup_runs():
@@ -355,28 +347,20 @@ def test_what_is_no_model_is_refused_in_one_line(command, model, folder):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        *(
-            (f"plan lengths.npy --max-tokens={text}", "such as 16384 or 16k")
-            for text in ("many", "16kk", "k", "", "1e3")
-        ),
+        ("plan lengths.npy --max-tokens=16kk", "such as 16384 or 16k"),
         ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
         ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
         ("profile m --picture /", "cannot be a picture"),
         ("profile x --shapes 8by512", "such as 8x512, but is '8by512'"),
         ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
-        ("profile model --headroom 1.5", "at most 1, but is 1.5"),
-        ("profile model --dtype int3", "`dtype` must be one of"),
         ("profile model --measure", "needs a CUDA device"),
         ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
         ("doctor lengths.npy --batch-size 8 --model nosuch", "no config found for 'nosuch'"),
         ("demo --texts nowhere.txt", "`texts` must be a text file"),
         ("demo --texts bytes.txt", "`texts` must be a text file"),
-        ("demo --texts .", "`texts` must be a text file"),
         ("demo --texts texts.txt", "at least 4 texts, but found 2"),
         ("demo --texts many.txt --tokenizer nosuch", "no tokenizer found for 'nosuch'"),
         ("demo --texts many.txt --device nosuch", "`device` must be a device of this machine"),
-        ("demo --texts many.txt --picture x.nothing", "cannot be a picture"),
-        ("demo --texts many.txt --samples 0", "`samples` must be an int of at least 1"),
         ("demo --texts many.txt --seconds nan", "`seconds` must be"),
     ],
 )
@@ -431,20 +415,14 @@ def test_any_command_line_runs_or_says_what_is_wrong_in_one_line(line, folder):
     assert_runs_or_says_why(line)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(content=st.binary(max_size=60) | st.text(max_size=40).map(str.encode), kind=st.sampled_from(KINDS[:-1]))
-def test_any_bytes_under_any_ending_are_read_or_refused_in_one_line(content, kind, tmp_path):
-    (path := tmp_path / f"data.{kind}").write_bytes(content)
-    assert_runs_or_says_why(["plan", str(path), "--max-tokens", "64"])
-
-
 @pytest.mark.parametrize("kind", KINDS[:-1])
-def test_a_file_cut_off_anywhere_is_one_line(kind, tmp_path):
+def test_a_file_cut_off_anywhere_or_of_other_bytes_is_one_line(kind, tmp_path):
     write_lengths(whole := tmp_path / f"whole.{kind}", kind)
-    content = whole.read_bytes()
-    for share in (0, 3, len(content) // 2, len(content) - 1):
-        (broken := tmp_path / f"broken.{kind}").write_bytes(content[:share])
-        assert_runs_or_says_why(["plan", str(broken), "--max-tokens", "64"])
+    content, noise = whole.read_bytes(), np.random.default_rng(0).bytes(60)
+    contents = [content[:share] for share in (0, 3, len(content) // 2, len(content) - 1)]
+    for broken in (*contents, noise, content[:9] + noise, "\x00ä[{,\n".encode()):
+        (path := tmp_path / f"broken.{kind}").write_bytes(broken)
+        assert_runs_or_says_why(["plan", str(path), "--max-tokens", "64"])
 
 
 def test_a_traceback_would_be_noticed(monkeypatch, folder):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from transformers import GPT2LMHeadModel
 
-from dynagroup import demo
-from dynagroup.cli import main
+from dynagroup import ConfigError, demo
 from dynagroup.demo import DemoConfig, docstrings, run_demo, train_tokenizer
 from tests import models
 
@@ -65,8 +64,5 @@ def test_time_ends_both_runs_of_ones_own_model_after_the_same_update(small, text
     figures = run_demo(small(model=str(tmp_path / "mine"), results=str(tmp_path / "figures.json"), seconds=1e-9))
     assert (tmp_path / "figures.json").exists()
     assert [(found["updates"], found["samples"]) for found in figures["runs"].values()] == [(1, 32), (1, 32)]
-
-
-def test_a_budget_that_holds_no_text_is_refused(small, capsys):
-    assert main(["demo", "--device", "cpu", "--texts", small().texts, "--budget", "10"]) == 2
-    assert "`budget` (10) must hold the longest text" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"`budget` \(10\) must hold the longest text"):
+        run_demo(small(budget=10))

@@ -22,25 +22,17 @@ SAID = [  # what RuntimeErrors say
     "MPS backend out of memory (MPS allocated: 17.96 GB, other allocations: 1.01 MB, max allowed: 18.13 GB)",
     "NPU out of memory. Tried to allocate 2.00 GiB",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
-    "CUDA driver error: out of memory",
-    "HIP error: out of memory",
     "Triton Error [CUDA]: out of memory",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
-    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "cuFFT error: CUFFT_ALLOC_FAILED",
-    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
     "NCCL error: unhandled cuda error, NCCL version 2.21.5\nLast error:\nCuda failure 2 'out of memory'",
-    "NCCL error in: ProcessGroupNCCL.cpp:1269\nLast error:\nCuda failure 'out of memory'",
     "RCCL: HIP failure 'out of memory'",
     f"[enforce fail at alloc_cpu.cpp:117] err == 0. {ALLOC}",
     "[enforce fail at alloc_cpu.cpp:80] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
     "unable to mmap 1024 bytes from file </torch_12_34>: Cannot allocate memory (12)",
-    "cudaMalloc failed: out of memory",
     "hipHostMalloc: out of memory",
     "std::bad_alloc",
-    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16777216 bytes.",
     "Resource exhausted: Failed to allocate request for 1.00GiB (1073741824B) on device ordinal 0",
     "RESOURCE_EXHAUSTED: Attempting to reserve 3.22G at the bottom of memory. That was not possible.",
 ]
@@ -53,24 +45,18 @@ OUT_OF_MEMORY = [
 ]
 SAID_OF_OTHERS = [
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
-    "CUDA error: an illegal memory access was encountered",
-    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`",
     "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
     "cuFFT error: CUFFT_INTERNAL_ERROR",
     "nonzero is not supported for tensors with more than INT_MAX elements",
     "out of resource: shared memory, Required: 264192, Hardware limit: 232448. Reducing block sizes may help.",
-    "CUDA error: too many resources requested for launch",
     "DataLoader worker (pid 17) is killed by signal: Killed.",
     "RESOURCE_EXHAUSTED: Received message larger than max (5000000 vs. 4194304)",
     "unable to write to file </torch_12_34>: No space left on device (28)",
-    "expected channels_last memory format",
-    "index out of range in self",
 ]
 LOOK_ALIKES = [
     *map(RuntimeError, SAID_OF_OTHERS),
     accelerator_error("CUDA error: device-side assert triggered"),
     ValueError("CUDA out of memory"),
-    KeyError("CUDA out of memory"),
     OSError(errno.ENOSPC, "No space left on device"),
     KeyboardInterrupt(),
     BudgetError("sample 3 does not fit even alone. The allocator said: CUDA out of memory"),
@@ -129,11 +115,7 @@ def test_only_a_new_peak_says_something_about_this_batch(cuda: SimpleNamespace) 
     assert watch.new_peak() == (None, None)
     cuda.peak = 700
     assert watch.new_peak() == (700, 1000)
-    assert watch.new_peak() == (None, None)
-
-
-def test_a_cpu_has_no_peak() -> None:
-    assert PeakWatch(torch.device("cpu")).new_peak() == (None, None)
+    assert watch.new_peak() == PeakWatch(torch.device("cpu")).new_peak() == (None, None)
 
 
 def test_what_a_process_can_have_is_what_is_free_and_what_it_holds(cuda: SimpleNamespace) -> None:
@@ -142,12 +124,9 @@ def test_what_a_process_can_have_is_what_is_free_and_what_it_holds(cuda: SimpleN
     assert free_bytes() == 500
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_without_an_accelerator_the_memory_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no device 'cpu' whose memory could be asked; say it, e.g. memory='24GB'"):
         free_bytes("cpu")
-
-
-def test_without_an_accelerator_the_memory_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda", "xpu", "mps"):
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
     with pytest.raises(ConfigError, match="there is no accelerator here"):

@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -31,14 +30,8 @@ class Holder:
     def rule(self, n):
         return n * self.limit
 
-
-@dataclass(frozen=True)
-class Ramp:
-    first: int
-    table: np.ndarray
-
-    def __call__(self, update, current):
-        return self.first
+    def relative(self, shape, baseline):
+        return self.limit * shape.num_samples / baseline.num_samples
 
 
 def own_budget(constant, kind="code"):
@@ -56,40 +49,26 @@ class Slotted:
         self.limit = limit
 
 
-class OwnModel:
-    """A memory model of the user's, without a fingerprint."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    def relative(self, shape, baseline):
-        return self.factor * shape.num_samples / baseline.num_samples
-
-
 LARGE = np.arange(5000)
 OTHER = np.where(LARGE == 2500, 0, LARGE)
 holder = Holder(3)
 DIFFERENT = {
     "lambda": (lambda n: n * 2, lambda n: n * 3),
-    "names": (lambda n: n.real, lambda n: n.imag),
     "closure": (make(3), make(4)),
     "closure over a function": ((lambda f: lambda n: f(n))(make(3)), (lambda f: lambda n: f(n))(make(4))),
     "default": (lambda n, k=1: n, lambda n, k=2: n),
     "nested code": (lambda: [x + 1 for x in ()], lambda: [x + 2 for x in ()]),
     "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
-    "partial keywords": (functools.partial(make(3), n=1), functools.partial(make(3), n=2)),
     "large array": (LARGE, OTHER),
-    "array in an object": (Ramp(1, LARGE), Ramp(1, OTHER)),
+    "array in an object": (Holder(LARGE), Holder(OTHER)),
     "tensor": (torch.zeros(3000), torch.zeros(3000).index_fill(0, torch.tensor([1500]), 1.0)),
     "bound method": (Holder(3).rule, Holder(4).rule),
     "read through a closure": ((lambda h: lambda n: h.limit)(Holder(3)), (lambda h: lambda n: h.limit)(Holder(4))),
     "object": (Holder(3), Holder(4)),
     "constant outside the attributes": (own_budget(3), own_budget(4)),
     "long text": ("a" * 900, "a" * 899 + "b"),
-    "built in": (multiple_of(8), multiple_of(16)),
     "name": (friendly_size, multiple_of(8)),
-    "budget": (TokenBudget(8), TokenBudget(9)),
-    "a budget's model": tuple(MemoryBudget(2, longest=8, model=OwnModel(factor)) for factor in (1, 2)),
+    "a budget's model": tuple(MemoryBudget(2, longest=8, model=Holder(factor)) for factor in (1, 2)),
     "set": ({1, 2}, {1, 3}),
     "what is held by name": (torch.float32, torch.float64),
     "arguments of a pickle": (torch.device("cpu"), torch.device("meta")),
@@ -117,9 +96,8 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize(("one", "other"), ALIKE.values(), ids=ALIKE)
-def test_what_acts_alike_is_described_alike(one, other):
-    assert described(one) == described(other)
+def test_what_acts_alike_is_described_alike():
+    assert [name for name, (one, other) in ALIKE.items() if described(one) != described(other)] == []
 
 
 def test_recursion_and_circles_end():

@@ -11,7 +11,7 @@ import random
 import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -86,7 +86,7 @@ def learning() -> Any:
 @pytest.mark.parametrize("make", [sampler, learning])
 def test_states_of_samplers_and_budgets(make):
     state = json.loads(json.dumps(make().state_dict()))
-    assert survives(lambda damaged: load(make(), damaged), damaged_json(state, 400), StateError) > 300
+    assert survives(lambda damaged: load(make(), damaged), damaged_json(state, 200), StateError) > 150
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +131,8 @@ def test_a_trainers_checkpoint(tmp_path):
     from dynagroup.integrations.hf_data import read_states, write_states
 
     state = {"epoch": 1, "cursor": [1, 2, 3]}
-    write_states(
-        str(tmp_path), cast(Any, SimpleNamespace(world=SimpleNamespace(rank=0, size=1), state_dict=lambda: state))
-    )
+    loader: Any = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), state_dict=lambda: state)
+    write_states(str(tmp_path), loader)
     path = tmp_path / "dynagroup.json"
 
     def read(damaged: bytes) -> None:

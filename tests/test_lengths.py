@@ -42,19 +42,14 @@ def test_a_number_of_any_type_is_taken_as_it_is_or_refused_by_index(values: list
             as_streams(array)
 
 
-@given(st.lists(st.integers(0, MOST)), st.sampled_from([list, tuple, np.array, torch.tensor, pd.Series]))
-def test_whole_numbers_of_any_container_survive_unchanged(values: list[int], container):
-    tokens = as_streams(container(values))["tokens"]
-    assert tokens.dtype == np.int32
-    assert tokens.tolist() == values
+@pytest.mark.parametrize("container", [list, tuple, np.array, torch.tensor, pd.Series])
+def test_whole_numbers_of_any_container_survive_unchanged(container):
+    tokens = as_streams(container([0, 7, MOST]))["tokens"]
+    assert (tokens.dtype, tokens.tolist()) == (np.int32, [0, 7, MOST])
+    assert as_streams(tokens)["tokens"] is tokens, "int32 is not copied"
 
 
-def test_int32_is_not_copied():
-    lengths = np.arange(5, dtype=np.int32)
-    assert as_streams(lengths)["tokens"] is lengths
-
-
-@pytest.mark.parametrize("bad", [None, "7", True, b"7", 1j, 2.5, 2**70, float("nan"), np.float16("inf")])
+@pytest.mark.parametrize("bad", [None, "7", True, b"7", 1j, 2**70])
 def test_what_is_no_length_is_named_with_its_index_and_value(bad):
     for values in ([1, 2, bad], np.array([1, 2, bad], object)):
         with pytest.raises(ConfigError, match=r"lengths\['patches'\]\[[02]\] must be a whole number from 0 to"):
@@ -123,11 +118,9 @@ def test_rows_of_ids_are_counted(data):
     assert measure_lengths(data).tolist() == [2, 0, 1]
     assert measure_lengths(data, max_length=10**30).tolist() == [2, 0, 1]  # a tokenizer's limit that nobody set
     assert measure_lengths(data, max_length=1).tolist() == [1, 0, 1]
-
-
-def test_ids_may_have_another_name_and_rows_be_chosen():
-    assert measure_lengths([{"ids": torch.arange(4)}], column="ids").tolist() == [4]
-    assert measure_lengths(Dataset.from_dict({"mine": ROWS}).select([2, 0]), column="mine").tolist() == [1, 2]
+    if isinstance(data, Dataset):  # of another name, and rows chosen
+        chosen = data.rename_column("input_ids", "mine").select([2, 0])
+        assert measure_lengths(chosen, column="mine").tolist() == [1, 2]
 
 
 def test_processes_measure_the_same(tokenizer):
@@ -212,24 +205,26 @@ def test_what_is_no_text_is_named(tokenizer, bad, said):
             measure_lengths(Dataset.from_dict({"text": texts}), tokenizer)
 
 
-NO_ROWS: dict[str, Any] = {
-    "ids and label": ([5, 6, 7], 1),
-    "TensorDataset": (torch.arange(7),),
-    "a tokenizer's batch of one": torch.ones(1, 7),
-    "the same as lists": [[5, 6, 7]],
-    "two arrays": (np.arange(7), np.arange(7)),
-    "texts": ["a", "text"],
-    "a text": "one",
-    "none": None,
-}
+NO_ROWS = [
+    ([5, 6, 7], 1),
+    (torch.arange(7),),
+    torch.ones(1, 7),
+    [[5, 6, 7]],
+    (np.arange(7), np.arange(7)),
+    ["a"],
+    "one",
+    None,
+]
 
 
-@pytest.mark.parametrize("row", NO_ROWS.values(), ids=NO_ROWS)
-def test_what_is_no_row_of_ids_is_not_counted_as_one(row):
-    """Its len() is 1 or 2, whatever its tokens are."""
-    for samples in ([[5, 6], row], [{"input_ids": [5, 6]}, {"input_ids": row}]):
-        with pytest.raises(ConfigError, match="sample 1 must be one row of ids, .*give the `tokenizer`.*`length_of`"):
-            measure_lengths(samples)
+def test_what_is_no_row_of_ids_is_not_counted_as_one():
+    """Its len() is 1 or 2, whatever its tokens are: a TensorDataset's sample, ids and label, a tokenizer's batch of one."""
+    for row in NO_ROWS:
+        for samples in ([[5, 6], row], [{"input_ids": [5, 6]}, {"input_ids": row}]):
+            with pytest.raises(
+                ConfigError, match="sample 1 must be one row of ids, .*give the `tokenizer`.*`length_of`"
+            ):
+                measure_lengths(samples)
 
 
 @pytest.mark.parametrize(
@@ -249,33 +244,23 @@ def some_of(count: int) -> Any:
     return lambda sample: next(left)
 
 
-ONE, TWO = Dataset.from_dict({"a": ["x"]}), Dataset.from_dict({"a": ["x"], "b": ["y"]})
+TWO = Dataset.from_dict({"a": ["x"], "b": ["y"]})
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda t: measure_lengths([CHAT]), "sample 0 is a chat .*apply_chat_template"),
-        (
-            lambda t: measure_lengths([{"input_ids": [1]}, {"other": [1]}]),
-            "sample 1 must be a mapping with 'input_ids'",
-        ),
         (lambda t: measure_lengths([{"text": "one"}, "one"], t, "text"), "sample 1 must be a mapping with 'text'"),
         (lambda t: measure_lengths("one text", t), "is one str; put it into a list"),
         (lambda t: measure_lengths((x for x in TEXTS), t), "must have a length, but is generator.*OnlineDataLoader"),
-        (lambda t: measure_lengths({"text": TEXTS}, t), "is a whole dict; give one column of it"),
         (lambda t: measure_lengths(TABLE, t), "is a whole DataFrame; give one column of it"),
         (lambda t: measure_lengths(TABLE, t, "b"), r"`column` must be one of \['text', 'n'\], but is 'b'"),
-        (lambda t: measure_lengths(ONE, t, "b"), r"one of \['a'\], but is 'b'"),
         (lambda t: measure_lengths(TWO, t), r"2 text columns \(\['a', 'b'\]\)"),
         (lambda t: measure_lengths(TEXTS, t, length_of=len), "give one of them"),
-        (lambda t: measure_lengths(TEXTS, t, max_length=0), "`max_length` must be an int of at least 1, but is 0"),
         (lambda t: measure_lengths(TEXTS, t, num_proc=-1), "`num_proc` must be an int of at least 1, but is -1"),
         (lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5), r"\['tokens'\]\[0\] must be a whole number"),
-        (
-            lambda t: measure_lengths(["a", "b"], length_of=lambda s: {"tokens": 1} if s == "a" else {"x": 1}),
-            "for sample 1",
-        ),
+        (lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}), "for sample 1"),
         (lambda t: measure_lengths(list(range(100)), length_of=some_of(70)), "64 of 100 samples were measured"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Real gloo ranks, started once: samplers under accelerate, loaders that stop, resume, follow schedules and are attacked, DDP's
+"""Real gloo ranks, started once: Trainers, samplers under accelerate, loaders that stop, resume and are attacked, DDP's
 gradients. To start ranks takes longer than to run them."""
 
 from __future__ import annotations
@@ -21,23 +21,29 @@ from torch.utils.data import DataLoader
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.distributed import DistributedWorld
 from dynagroup.testing import assert_conserves
+from tests.integrations import toys
+from tests.integrations.jobs import parameters, train_both, trainer
 from tests.online.attack import EPOCHS, Attack, check_rows, judge, leg
 from tests.online.helpers import Tokens, collate, ids_in, lengths_of
-from tests.online.test_schedules import RAMP, offline, online, together, updates_of
+from tests.packed import training
 from tests.torchrun import on_ranks
 
-WORKERS = {"num_workers": 1, "prefetch_factor": 2}
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+LAST = 7
 
 
-def everything() -> dict[str, Any]:
+def everything(folder: str) -> dict[str, Any]:
     """What one rank finds; accelerate first, which starts the process group."""
     warnings.simplefilter("ignore")
-    return {job.__name__: job() for job in (accelerated, planned, scheduled, attacked, gradients)}
+    return {
+        **{job.__name__: job() for job in (accelerated, planned, attacked, gradients)},
+        "trainers": trainers(folder),
+    }
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return on_ranks(2, everything)
+def ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return on_ranks(2, everything, str(tmp_path_factory.mktemp("ranks")))
 
 
 def gathered(value: Any) -> list[Any]:
@@ -119,32 +125,6 @@ def test_heavy_weights_and_a_stop_inside_an_update(ranks: Any) -> None:
     assert reports[0]["samples"] == reports[1]["samples"] < 40, "of the second loader alone"
 
 
-def scheduled() -> dict[str, Any]:
-    make = lambda size=RAMP: online(None, samples_per_update=size, **WORKERS)  # noqa: E731
-    loader, first, resumed, changing = make(), make(), make(), make(12)
-    whole = [updates_of(loader), updates_of(loader)]
-    for number, _ in enumerate(first.updates()):
-        if number == 2:
-            break
-    resumed.load_state_dict(of_json(first.state_dict()))
-    rest, sizes, at = [updates_of(resumed), updates_of(resumed)], [], -1
-    for number, update in enumerate(changing.updates()):
-        sizes.append(int(update[0].samples.total))
-        if number == 1:
-            at = changing.set_samples_per_update(20)
-    return {"whole": whole, "resumed": rest, "changed": sizes, "first": at}
-
-
-def test_workers_follow_the_schedule_and_resume(ranks: Any) -> None:
-    expected, reports = offline(samples_per_update=RAMP), [found["scheduled"] for found in ranks]
-    for epoch in range(2):
-        assert together([report["whole"][epoch] for report in reports]) == expected[epoch]
-    for report in reports:
-        assert report["resumed"] == [report["whole"][0][3:], report["whole"][1]]
-        assert report["first"] == 2 + 2
-        assert report["changed"] == [12] * 4 + [20, 20, 2], "two windows are prefetched"
-
-
 def attacked() -> int:
     world, seeds = DistributedWorld(), (1, 4, 12, 33)
     for attack in map(Attack, seeds):
@@ -208,3 +188,67 @@ def gradients() -> list[float]:
 
 def test_gradients_of_updates_equal_those_of_one_process(ranks: Any) -> None:
     assert max(ranks[0]["gradients"] + ranks[1]["gradients"]) < 1e-6
+
+
+def free_online(folder: str, last: int, resume: str | None = None) -> Any:
+    free = {"mode": "online", "lengths": None, "updates": "free"}
+    run = trainer(
+        "causal", folder, fits=True, exact_loss=True, count=30, max_steps=last, save_strategy="steps", save_steps=1,
+        logging_steps=1, lr_scheduler_type="constant", gradient_accumulation_steps=1, config=free,
+    )  # fmt: skip
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+def resumed_at_an_epochs_end(folder: str) -> tuple[int, int, torch.Tensor, torch.Tensor]:
+    """A run that is resumed within its first epoch, stopped with that epoch's last update, and resumed again."""
+    whole = free_online(f"{folder}/whole", LAST)
+    ends = [row["step"] for row in whole.state.log_history if row["epoch"] == 1.0]
+    free_online(f"{folder}/part", ends[0], f"{folder}/whole/checkpoint-1")
+    again = free_online(f"{folder}/again", LAST, f"{folder}/part/checkpoint-{ends[0]}")
+    return ends[0], again.state.global_step, parameters(whole.model), parameters(again.model)
+
+
+def trainers(folder: str) -> dict[str, Any]:
+    cut = {"exact_loss": True, "gradient_accumulation_steps": 2, "count": 48, "max_steps": 3, "logging_steps": 1}
+    run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
+    return {
+        "same": train_both("causal", f"{folder}/same", cut),
+        "resumed": resumed_at_an_epochs_end(folder),
+        "evaluated": run.predict(run.eval_dataset).predictions,
+        "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
+    }
+
+
+def test_two_ranks_make_the_updates_of_fixed_batches(ranks):
+    for rank in ranks:
+        (fixed, fixed_logs), (ours, our_logs) = rank["trainers"]["same"]
+        assert (fixed - ours).abs().max() < 1e-8
+        rates = [[row.get("learning_rate") for row in logs] for logs in (fixed_logs, our_logs)]
+        assert rates[0] == rates[1], "a scheduler counts updates, not ranks"
+    assert torch.equal(ranks[0]["trainers"]["same"][1][0], ranks[1]["trainers"]["same"][1][0])
+
+
+def test_a_run_resumed_at_an_epochs_end_goes_on(ranks):
+    for rank in ranks:
+        end, step, whole, again = rank["trainers"]["resumed"]
+        assert 1 < end < LAST
+        assert step == LAST, "the training ended silently"
+        assert (whole - again).abs().max() < 1e-8
+
+
+def test_two_ranks_predict_in_dataset_order(ranks, tmp_path):
+    run = trainer("classifier", tmp_path, fits=False, eval_dataset=toys.samples("classifier", 11))
+    expected = run.predict(run.eval_dataset).predictions
+    for rank in ranks:
+        assert abs(rank["trainers"]["evaluated"] - expected).max() < 1e-6
+
+
+def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(ranks):
+    for (ours, losses, updates, _), (others, *_rest) in zip(
+        *(rank["trainers"]["packed"] for rank in ranks), strict=True
+    ):
+        assert torch.equal(ours, others)
+        theirs, fixed_losses = training.fixed(updates, "sdpa")
+        assert losses == pytest.approx(fixed_losses, rel=1e-9)
+        assert (ours - theirs).abs().max() < 1e-8

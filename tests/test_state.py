@@ -24,7 +24,6 @@ def test_a_whole_state_of_this_run_passes_also_after_json():
     ("change", "said"),
     [
         ({"epoch": 3}, "damaged: it is not what was saved"),
-        ({"segments": [[2, 4]]}, "its seal differs"),
         ({"more": 1}, "its seal differs"),
         ({3: 1}, "its seal differs"),
         ({"identity": 3}, "its seal differs"),
@@ -37,26 +36,16 @@ def test_what_is_damaged_is_named(change, said):
         opened({**STATE, **change}, "Loader", IDENTITY)
 
 
-def test_what_is_missing_is_refused():
-    for key in STATE:
-        cut = {name: value for name, value in STATE.items() if name != key}
-        with pytest.raises(StateError, match="its seal differs|no state of Loader"):
-            opened([STATE, cut], "Loader", IDENTITY)
-
-
 def test_a_state_of_another_run_says_what_differs():
     for identity, said in (({"seed": 1}, "seed: 1 then, 0 now"), ({}, "seed: None then, 0 now")):
         with pytest.raises(StateError, match=f"another run; {said}"):
             opened(sealed("Loader", identity, {}), "Loader", IDENTITY)
 
 
-@pytest.mark.parametrize("states", [None, [], 3, "state"])
-def test_one_state_or_a_list_of_them_is_expected(states):
-    with pytest.raises(StateError, match="a state, or the list of all ranks' states"):
-        listed(states)
-
-
 def test_states_of_several_ranks_must_agree_but_for_what_each_learned():
+    for no_states in (None, [], 3, "state"):
+        with pytest.raises(StateError, match="a state, or the list of all ranks' states"):
+            listed(no_states)
     assert agreed([{**STATE, "learned": 2}, {**STATE, "learned": 3, "seal": "x"}])["learned"] == 2
     with pytest.raises(StateError, match="not taken after the same step"):
         agreed([STATE, {**STATE, "epoch": 3}])

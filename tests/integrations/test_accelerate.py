@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-pytest.importorskip("accelerate")
-from accelerate import Accelerator  # noqa: E402
-from accelerate.data_loader import BatchSamplerShard  # noqa: E402
-
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget  # noqa: E402
-from dynagroup.integrations.accelerate import prepare  # noqa: E402
-from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
-from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import parameters  # noqa: E402
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
+from dynagroup.integrations.accelerate import prepare
+from dynagroup.update.planned import PlannedDataLoader
+from tests.integrations import toys
+from tests.integrations.jobs import parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROWS = toys.samples("classifier", 48)
@@ -105,11 +102,3 @@ def test_misuse_is_named():
     accelerator.dataloader_config.split_batches = True
     with pytest.raises(ConfigError, match="split_batches=True"):
         prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler))
-
-
-def test_ranks_are_dealt_every_batch_by_accelerate():
-    sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160), rank=None, world_size=4)
-    assert getattr(sampler, "batch_size", None) is None, "a number would make Accelerate lose samples"
-    ours = [list(BatchSamplerShard(sampler, 4, rank)) for rank in range(4)]
-    assert sorted(i for shard in ours for batch in shard for i in batch) == list(range(48))
-    assert len({len(shard) for shard in ours}) == 1

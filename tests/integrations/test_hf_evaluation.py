@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-pytest.importorskip("transformers")
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
-
-from dynagroup import TokenBudget  # noqa: E402
-from dynagroup.integrations.hf import dynagroup_trainer  # noqa: E402
-from dynagroup.integrations.hf_evaluate import EvaluationRows  # noqa: E402
-from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import arguments, trainer  # noqa: E402
+from dynagroup import TokenBudget
+from dynagroup.integrations.hf import dynagroup_trainer
+from dynagroup.integrations.hf_evaluate import EvaluationRows
+from tests.integrations import toys
+from tests.integrations.jobs import arguments, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 COUNT = 37
@@ -33,13 +31,9 @@ def shares(found: Any) -> dict[str, float]:
     }
 
 
-def evaluated(
-    kind: str, folder: Any, *, fits: bool, count: int = COUNT, eval_config: Any = True, **changes: Any
-) -> Any:
-    compute = changes.pop("compute_metrics", shares)
-    rows = toys.samples(kind, count, seed=3)
-    run = trainer(kind, folder, fits=fits, compute_metrics=compute, eval_dataset=rows, max_steps=1,
-                  **{"per_device_eval_batch_size": 5, **changes})  # fmt: skip
+def evaluated(kind: str, folder: Any, *, fits: bool, eval_config: Any = True, **changes: Any) -> Any:
+    usual = {"compute_metrics": shares, "max_steps": 1, "per_device_eval_batch_size": 5}
+    run = trainer(kind, folder, fits=fits, eval_dataset=toys.samples(kind, COUNT, seed=3), **{**usual, **changes})
     if fits:
         run.dynagroup_eval = eval_config
     return run
@@ -90,18 +84,13 @@ def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, tmp_path):
 
 
 def test_inputs_and_losses_reach_the_metrics_in_order(tmp_path):
-    seen = {}
-
-    def compute(found):
-        seen[fits] = found.inputs, found.losses
-        return {}
-
+    seen = []
+    how = {"include_for_metrics": ["inputs", "loss"], "per_device_eval_batch_size": 1, "eval_config": TokenBudget(1)}
     for fits in (False, True):
-        run = evaluated("classifier", tmp_path, fits=fits, compute_metrics=compute, include_for_metrics=["inputs", "loss"],
-                        per_device_eval_batch_size=1, eval_config=TokenBudget(1))  # fmt: skip
-        run.evaluate()
-    assert (seen[True][0] == seen[False][0]).all()
-    assert seen[True][1] == pytest.approx(seen[False][1], abs=1e-6)
+        compute = lambda found: seen.append(found) or {}  # noqa: E731
+        evaluated("classifier", tmp_path, fits=fits, compute_metrics=compute, **how).evaluate()
+    assert (seen[1].inputs == seen[0].inputs).all()
+    assert seen[1].losses == pytest.approx(seen[0].losses, abs=1e-6)
 
 
 def test_metrics_of_batches_see_every_sample_once(tmp_path):
@@ -165,7 +154,7 @@ def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
     assert run.evaluate(data)["eval_loss"] > 0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 50])
+@pytest.mark.parametrize("num_ranks", [1, 3, 50])
 def test_rows_hold_every_sample_once_and_fit(num_ranks):
     rng = np.random.default_rng(num_ranks)
     lengths = rng.integers(1, 40, COUNT)

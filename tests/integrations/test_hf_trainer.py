@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening, EarlyStoppingCallback, Trainer, TrainerCallback
 
-pytest.importorskip("transformers")
-import datasets  # noqa: E402
-from transformers import (  # noqa: E402
-    DataCollatorWithFlattening,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-)
-
-from dynagroup import ConfigError, StateError, TokenBudget  # noqa: E402
-from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported  # noqa: E402
-from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer  # noqa: E402
-from dynagroup.integrations.hf_data import host_order, sample_lengths, work_of  # noqa: E402
-from dynagroup.plan.cost import Work  # noqa: E402
-from dynagroup.update.schedule import adabatch, doubling  # noqa: E402
-from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import MODELS, arguments, parameters, train_both, trained_on, trainer  # noqa: E402
+from dynagroup import ConfigError, StateError, TokenBudget
+from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
+from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer
+from dynagroup.integrations.hf_data import host_order, sample_lengths, work_of
+from dynagroup.plan.cost import Work
+from dynagroup.update.schedule import adabatch, doubling
+from tests.integrations import toys
+from tests.integrations.jobs import MODELS, arguments, parameters, train_both, trained_on, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
@@ -175,9 +168,8 @@ def test_every_sample_is_trained_on_once_an_epoch(tmp_path, updates):
 
 @pytest.mark.parametrize("config", [{}, ONLINE], ids=["offline", "online"])
 def test_epochs_coverage_and_figures_are_logged_and_read_as_they_are(config, tmp_path):
-    run, recorder = recorded(
-        tmp_path, max_steps=30, logging_steps=3, config=config, include_num_input_tokens_seen="non_padding"
-    )
+    counted = {"include_num_input_tokens_seen": "non_padding"}
+    run, recorder = recorded(tmp_path, max_steps=30, logging_steps=3, config=config, **counted)
     logs = [entry for entry in run.state.log_history if "loss" in entry]
     assert [entry["epoch"] for entry in logs[:3]] == [0.5, 1.0, 1.5]
     assert [entry["train_coverage"] for entry in logs[:3]] == [0.5, 1.0, 0.5]
@@ -203,10 +195,8 @@ class Looker(TrainerCallback):
 
 def test_a_loader_that_a_callback_asks_for_changes_nothing(tmp_path):
     found = []
-    for looker in (None, Looker()):
-        run = trainer("causal", tmp_path, fits=True, exact_loss=True, max_steps=8, callbacks=[looker] if looker else [])
-        if looker:
-            looker.run = run
+    for callbacks in ([], [looker := Looker()]):
+        run = looker.run = trainer("causal", tmp_path, fits=True, exact_loss=True, max_steps=8, callbacks=callbacks)
         run.train()
         found.append((parameters(run.model).tolist(), run.state.epoch, run.update_loader.stats.updates))
     assert found[0] == found[1]
@@ -251,26 +241,9 @@ def test_the_size_of_updates_changes_and_no_sample_is_lost(changes, sizes, tmp_p
     assert recorder.epochs[-1] == sum(sizes) / 96
 
 
-def test_a_schedule_makes_the_same_updates_offline_and_online(tmp_path):
-    found = []
-    for config in ({}, ONLINE):
-        config = {**config, "samples_per_update": doubling(7, milestones=(2, 5)), "learning_rate_scaling": "sqrt"}
-        run = trainer("causal", tmp_path, fits=True, exact_loss=True, max_steps=-1, num_train_epochs=2, config=config,
-                      dataloader_drop_last=True)  # fmt: skip
-        run.train()
-        logged = [[row.get(k) for row in run.state.log_history] for k in ("epoch", "learning_rate")]
-        found.append((parameters(run.model), logged, run.state.global_step, run.update_loader.stats.samples))
-    assert (found[0][0] - found[1][0]).abs().max() < 1e-8
-    assert found[0][1:] == found[1][1:]
-    assert found[0][3] == 168
-
-
 def test_stopping_and_learning_rate_can_count_samples(tmp_path):
-    config = {
-        "samples_per_update": doubling(8, milestones=(4,)),
-        "max_samples": 64,
-        "learning_rate_schedule": "samples",
-    }
+    counting = {"max_samples": 64, "learning_rate_schedule": "samples"}
+    config = {"samples_per_update": doubling(8, milestones=(4,)), **counting}
     _, recorder = recorded(tmp_path, max_steps=-1, config=config, lr_scheduler_type="linear", learning_rate=1.0)
     assert recorder.sizes == [8, 8, 8, 8, 16, 16]
     assert recorder.rates == [1.0, 56 / 64, 48 / 64, 40 / 64, 32 / 64, 16 / 64]
@@ -344,9 +317,6 @@ def test_the_length_column_is_read_from_train_dataset(tmp_path):
     run = ours(tmp_path, data, remove_unused_columns=True)
     assert "length" not in run.get_train_dataloader().loader.dataset.column_names
     assert sample_lengths(run, data, name="")["tokens"].tolist() == [7 * len(row["input_ids"]) for row in rows]
-    args = arguments(tmp_path, remove_unused_columns=True, train_sampling_strategy="group_by_length")
-    upstream = Trainer(toys.causal_lm(), args, train_dataset=data, data_collator=toys.collate).get_train_dataloader()
-    assert upstream.batch_sampler.sampler.lengths == toys.lengths(rows), "upstream reads the column now"
 
 
 def test_lengths_are_measured_where_there_is_no_column(tmp_path):
@@ -358,9 +328,7 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
         assert found["target"].tolist() == [len(row["labels"]) for row in rows]
         assert found["tokens"].tolist() == ([5] * 16 if data is with_lengths else toys.lengths(rows))
     for unknown in ([{"text": "a"}], [["a", "b"]]):
-        with pytest.raises(
-            ConfigError, match="train_dataset are not known: it has no column 'length' and no 'input_ids'"
-        ):
+        with pytest.raises(ConfigError, match="train_dataset are not known: .* no column 'length' and no 'input_ids'"):
             sample_lengths(run, unknown, name="train_dataset")
     pairs = datasets.Dataset.from_dict({"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1]]})
     assert sample_lengths(run, pairs, name="")["tokens"].tolist() == [6]
@@ -371,10 +339,8 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
 
 def test_a_step_is_as_dear_as_the_model_says_unless_the_user_says_otherwise(tmp_path):
     run = trainer("causal", tmp_path, fits=True)
-    assert work_of(run) == Work.of(run.model, device="cpu")
-    assert work_of(trainer("causal", tmp_path, fits=True, config={"plan": {"work": Work(per_step=7)}})) == Work(
-        per_step=7
-    )
+    told = trainer("causal", tmp_path, fits=True, config={"plan": {"work": Work(per_step=7)}})
+    assert (work_of(run), work_of(told)) == (Work.of(run.model, device="cpu"), Work(per_step=7))
 
 
 REFUSED = {

@@ -6,17 +6,15 @@ import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 
+import datasets
 import pytest
+from transformers import Trainer
 
-pytest.importorskip("transformers")
-import datasets  # noqa: E402
-from transformers import Trainer  # noqa: E402
-
-from dynagroup import BudgetError, ConfigError, TokenBudget  # noqa: E402
-from dynagroup.integrations.sentence_transformers import batches_that_fit  # noqa: E402
-from dynagroup.testing import assert_conserves  # noqa: E402
-from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import arguments  # noqa: E402
+from dynagroup import BudgetError, ConfigError, TokenBudget
+from dynagroup.integrations.sentence_transformers import batches_that_fit
+from dynagroup.testing import assert_conserves
+from tests.integrations import toys
+from tests.integrations.jobs import arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
@@ -99,6 +97,8 @@ def test_sentence_transformers_take_batches_that_fit():
     for batch in batches:
         longest = [max(len(data[i][column].split()) for i in batch) for column in ("a", "b")]
         assert len(batch) == 1 or len(batch) * sum(longest) <= 200
-    assert getattr(sampler, "batch_size", None) is None, "accelerate would take it for a fixed size"
+    assert getattr(sampler, "batch_size", None) is None, (
+        "accelerate would take a number for a fixed size, and lose samples"
+    )
     with pytest.raises(ConfigError, match="no text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))

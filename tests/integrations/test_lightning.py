@@ -118,21 +118,15 @@ def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
         resumed_and_whole(tmp_path, Estimating, False, 4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
-        ({"limit_train_batches": 3}, r"limit_train_batches=3\) ends epochs in the midst of updates.*use max_steps"),
-        ({"limit_train_batches": 1}, r"limit_train_batches=1\)"),
-    ],
-)
-def test_misuse_is_named(tmp_path, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        fit(tmp_path, Module(), loader(), **settings)
-
-
-def test_what_is_no_loader_is_refused_and_a_fast_run_is_not(tmp_path):
+def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
     fit(tmp_path, Module(), loader(), fast_dev_run=True)
+    with pytest.raises(ConfigError, match="accumulate_grad_batches=2"):
+        fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
+    for number in (1, 3):
+        with pytest.raises(
+            ConfigError, match=rf"limit_train_batches={number}\) ends epochs in the midst.*use max_steps"
+        ):
+            fit(tmp_path, Module(), loader(), limit_train_batches=number)
     with pytest.raises(ConfigError, match="must be a PlannedDataLoader or an OnlineDataLoader"):
         LightningSteps([1, 2])
     once = {**QUIET, "max_epochs": 1, "enable_checkpointing": False}

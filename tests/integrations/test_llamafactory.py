@@ -42,15 +42,17 @@ class ValueHead(torch.nn.Module):
         return out.logits, None, self.v_head(out.hidden_states[-1]).squeeze(-1)
 
 
+SIDES = {"chosen": "chosen", "rejected": "rejected"}
+
+
 def pairs():
-    rng = np.random.default_rng(0)
-    sides = {"chosen": lambda size: size, "rejected": lambda size: size // 2 + 1}
-    rows = []
+    rng, rows = np.random.default_rng(0), []
     for size in rng.integers(6, 40, 32):
-        ids = {side: rng.integers(4, toys.VOCAB, of(size)).tolist() for side, of in sides.items()}
-        row = {f"{side}_input_ids": v for side, v in ids.items()} | {f"{side}_labels": v for side, v in ids.items()}
-        row |= {f"{side}_attention_mask": [1] * len(v) for side, v in ids.items()}
-        rows.append(row | {"images": None, "videos": None, "audios": None})
+        row = {"images": None, "videos": None, "audios": None}
+        for side, length in (("chosen", size), ("rejected", size // 2 + 1)):
+            ids = rng.integers(4, toys.VOCAB, length).tolist()
+            row |= {f"{side}_input_ids": ids, f"{side}_labels": ids, f"{side}_attention_mask": [1] * length}
+        rows.append(row)
     return Dataset.from_list(rows)
 
 
@@ -113,11 +115,7 @@ def saved(folder):
     (data / "pairs.json").write_text(json.dumps(pairs))
     info = {
         "talks": {"file_name": "talks.json", "columns": {"prompt": "instruction", "response": "output"}},
-        "pairs": {
-            "file_name": "pairs.json",
-            "ranking": True,
-            "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"},
-        },
+        "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"prompt": "instruction", **SIDES}},
     }
     (data / "dataset_info.json").write_text(json.dumps(info))
 

@@ -1,4 +1,4 @@
-"""Trainer and Accelerate on two real ranks: what one process learns. A short start runs always, a long one is marked slow."""
+"""Trainer and Accelerate on two real ranks, at length: what one process learns. ``tests/test_ranks.py`` is the short start."""
 
 from __future__ import annotations
 
@@ -9,89 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers")
-from dynagroup import TokenBudget  # noqa: E402
-from dynagroup.update.schedule import doubling  # noqa: E402
-from tests.integrations import test_accelerate, toys  # noqa: E402
-from tests.integrations.jobs import parameters, train, train_both, trainer  # noqa: E402
-from tests.integrations.test_hf_evaluation import predicted, same  # noqa: E402
-from tests.integrations.test_hf_losses import with_and_without_failures  # noqa: E402
-from tests.packed import training  # noqa: E402
-from tests.torchrun import on_ranks  # noqa: E402
+from dynagroup import TokenBudget
+from dynagroup.update.schedule import doubling
+from tests.integrations import test_accelerate, toys
+from tests.integrations.jobs import parameters, train, train_both, trainer
+from tests.integrations.test_hf_evaluation import predicted, same
+from tests.integrations.test_hf_losses import with_and_without_failures
+from tests.packed import training
+from tests.torchrun import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
 MODES: list[dict[str, Any]] = [{}, ONLINE]
 COMMON: dict[str, Any] = {"exact_loss": True, "gradient_accumulation_steps": 2}
-LAST, NEVER = 7, float("inf")
+NEVER = float("inf")
 LIMITS = {"one": [NEVER, 90.0], "both": [60.0, 60.0]}
 """Tokens that each rank's memory holds, by which ranks run out of it. What one learns, both then avoid."""
-
-
-def free_online(folder: str, last: int, resume: str | None = None) -> Any:
-    run = trainer(
-        "causal", folder, fits=True, exact_loss=True, count=30, max_steps=last, save_strategy="steps", save_steps=1,
-        logging_steps=1, lr_scheduler_type="constant", gradient_accumulation_steps=1, config={**ONLINE, "updates": "free"},
-    )  # fmt: skip
-    run.train(resume_from_checkpoint=resume)
-    return run
-
-
-def resumed_at_an_epochs_end(folder: str) -> tuple[int, int, torch.Tensor, torch.Tensor]:
-    """A run that is resumed within its first epoch, stopped with that epoch's last update, and resumed again."""
-    whole = free_online(f"{folder}/whole", LAST)
-    ends = [row["step"] for row in whole.state.log_history if row["epoch"] == 1.0]
-    free_online(f"{folder}/part", ends[0], f"{folder}/whole/checkpoint-1")
-    again = free_online(f"{folder}/again", LAST, f"{folder}/part/checkpoint-{ends[0]}")
-    return ends[0], again.state.global_step, parameters(whole.model), parameters(again.model)
-
-
-def a_few(folder: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
-    run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
-    return {
-        "same": train_both("causal", f"{folder}/same", {**COMMON, "count": 48, "max_steps": 3, "logging_steps": 1}),
-        "resumed": resumed_at_an_epochs_end(folder),
-        "evaluated": run.predict(run.eval_dataset).predictions,
-        "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
-    }
-
-
-@pytest.fixture(scope="module")
-def few(tmp_path_factory):
-    return on_ranks(2, a_few, str(tmp_path_factory.mktemp("ranks")))
-
-
-def test_two_ranks_make_the_updates_of_fixed_batches(few):
-    for rank in few:
-        (fixed, fixed_logs), (ours, our_logs) = rank["same"]
-        assert (fixed - ours).abs().max() < 1e-8
-        rates = [[row.get("learning_rate") for row in logs] for logs in (fixed_logs, our_logs)]
-        assert rates[0] == rates[1], "a scheduler counts updates, not ranks"
-    assert torch.equal(few[0]["same"][1][0], few[1]["same"][1][0])
-
-
-def test_a_run_resumed_at_an_epochs_end_goes_on(few):
-    for rank in few:
-        end, step, whole, again = rank["resumed"]
-        assert 1 < end < LAST
-        assert step == LAST, "the training ended silently"
-        assert (whole - again).abs().max() < 1e-8
-
-
-def test_two_ranks_predict_in_dataset_order(few, tmp_path):
-    run = trainer("classifier", tmp_path, fits=False, eval_dataset=toys.samples("classifier", 11))
-    expected = run.predict(run.eval_dataset).predictions
-    for rank in few:
-        assert abs(rank["evaluated"] - expected).max() < 1e-6
-
-
-def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(few):
-    for (ours, losses, updates, _), (others, *_rest) in zip(*(rank["packed"] for rank in few), strict=True):
-        assert torch.equal(ours, others)
-        theirs, fixed_losses = training.fixed(updates, "sdpa")
-        assert losses == pytest.approx(fixed_losses, rel=1e-9)
-        assert (ours - theirs).abs().max() < 1e-8
 
 
 def resumed_and_whole(folder: Any, config: dict[str, Any]) -> list[torch.Tensor]:

@@ -62,48 +62,27 @@ def wait(shards: list[list[list[int]]], lengths: np.ndarray) -> float:
     return float(rows.max(axis=0).sum() / rows.mean(axis=0).sum())
 
 
-@pytest.mark.parametrize(("median", "spread", "theirs", "ours"), [(7, 1.0, 1.15, 1.07), (8, 0.7, 1.06, 1.02)])
-def test_ranks_wait_less_than_with_verls_two_functions(median: int, spread: float, theirs: float, ours: float) -> None:
-    functions, lengths = verl(), None
-    rng = np.random.default_rng(0)
-    for at, by in ((7, 1.0), (8, 0.7)):
-        drawn = np.clip(rng.lognormal(at, by, 256), 16, 16_000).astype(int)
-        lengths = drawn if (at, by) == (median, spread) else lengths
-    assert lengths is not None
-    budget = TokenBudget(CAP, layout="packed")
-    shards = shard_micro_batches(lengths, RANKS, budget, work=Work(crossover=24_576))
-    fixed = as_verl_does(functions, lengths)
-    for found in (shards, fixed):
-        assert sorted(i for rank in found for part in rank for i in part) == list(range(256))
-        assert len({len(rank) for rank in found}) == 1
-        assert all(lengths[part].sum() <= CAP for rank in found for part in rank)
-    assert len(shards[0]) <= len(fixed[0])
-    assert (round(wait(fixed, lengths), 2), round(wait(shards, lengths), 2)) == (theirs, ours)
-
-
-def test_verl_restores_the_order_of_our_micro_batches() -> None:
-    functions = verl()
-    lengths = np.random.default_rng(1).integers(1, 2000, 40)
-    [parts] = shard_micro_batches(lengths, 1, TokenBudget(4096, layout="packed"))
+def test_ranks_wait_less_than_with_verls_two_functions_and_verl_restores_the_order() -> None:
+    functions, budget, rng = verl(), TokenBudget(CAP, layout="packed"), np.random.default_rng(0)
+    for median, spread, theirs, ours in ((7, 1.0, 1.15, 1.07), (8, 0.7, 1.06, 1.02)):
+        lengths = np.clip(rng.lognormal(median, spread, 256), 16, 16_000).astype(int)
+        shards = shard_micro_batches(lengths, RANKS, budget, work=Work(crossover=24_576))
+        fixed = as_verl_does(functions, lengths)
+        assert len(shards[0]) <= len(fixed[0])
+        assert (round(wait(fixed, lengths), 2), round(wait(shards, lengths), 2)) == (theirs, ours)
+    [parts] = shard_micro_batches(lengths, 1, budget)
     shuffled = torch.cat([torch.tensor(lengths)[part] for part in parts])
     assert functions.restore_dynamic_batch(shuffled, parts).tolist() == lengths.tolist()
 
 
-def openrlhf() -> Any:
+def test_openrlhf_passes_its_cap_and_the_line_of_the_page_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openrlhf", reason=REASON)
-    return importlib.import_module("openrlhf.trainer.ppo_utils.replay_buffer")
-
-
-def test_openrlhf_passes_its_cap_and_ours_does_not() -> None:
-    theirs, lengths, cap = openrlhf(), [3, 3, 2, 2, 2], 6
+    theirs = importlib.import_module("openrlhf.trainer.ppo_utils.replay_buffer")
+    lengths, cap = [3, 3, 2, 2, 2], 6
     number = theirs.get_minimum_num_micro_batch_size(lengths, cap, 1, 1)
     sums = [sum(lengths[i] for i in part) for part in theirs.get_seqlen_balanced_partitions(lengths, number, False)]
     assert sorted(sums) == [5, 7], "as the page says"
     assert [sum(lengths[i] for i in part) for part in balanced_partitions(lengths, number, limit=cap)] == [6, 6]
-
-
-def test_the_line_for_openrlhf_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = openrlhf()
     monkeypatch.setattr(theirs, "get_seqlen_balanced_partitions", theirs.get_seqlen_balanced_partitions)
     page = (ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
     [line] = [block for block in blocks(page) if "from openrlhf" in block]

@@ -9,17 +9,8 @@ import pytest
 
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.testing import run_ranks
-from tests.laws.loaders import LENGTHS, online, planned
 from tests.online.helpers import Tokens
 from tests.plan.test_packed import uneven, window_of
-
-
-@pytest.mark.parametrize("make", [planned, online])
-def test_padding_is_none_and_said_so(make: Any) -> None:
-    [loader] = run_ranks(1, lambda world: make(world, "packed", samples_per_update=5))
-    list(loader)
-    assert loader.stats.padding == 0.0
-    assert loader.stats.real_tokens == loader.stats.padded_tokens == sum(LENGTHS)
 
 
 @pytest.mark.parametrize("options", [{}, {"samples_per_update": 256}], ids=["free", "updates"])

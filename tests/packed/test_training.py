@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-from dynagroup import ConfigError  # noqa: E402
-from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import parameters, trainer  # noqa: E402
-from tests.packed import training  # noqa: E402
+from dynagroup import ConfigError
+from tests.integrations import toys
+from tests.integrations.jobs import parameters, trainer
+from tests.packed import training
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention"), [("planned", "eager"), ("planned", "sdpa"), ("planned", "varlen"), ("online", "sdpa")]
-)
+@pytest.mark.parametrize(("kind", "attention"), [("planned", "eager"), ("planned", "varlen"), ("online", "sdpa")])
 def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind: str, attention: str) -> None:
     ours, losses, updates, padding = training.packed(kind, attention)
     assert sorted(i for update in updates for i in update) == list(range(48))
@@ -38,8 +35,8 @@ def test_the_trainer_on_packed_batches_ends_with_the_parameters_of_fixed_ones(tm
 
 
 def packed_trainer(folder: Any, collate: Any = training.FLAT, **config: Any) -> Any:
-    config = {"budget": training.BUDGET, **config}
-    run = trainer("causal", folder, fits=True, max_steps=2, model=training.llama("sdpa"), config=config)
+    how = {"max_steps": 2, "model": training.llama("sdpa"), "config": {"budget": training.BUDGET, **config}}
+    run = trainer("causal", folder, fits=True, **how)
     run.data_collator = collate
     return run
 

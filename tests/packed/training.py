@@ -22,9 +22,8 @@ SAMPLES, LEARNING_RATE = 16, 0.05
 
 def llama(attention: str) -> Any:
     torch.manual_seed(0)
-    config = models.llama(
-        vocab=toys.VOCAB, inner=24, pad_token_id=0, attn_implementation="eager" if attention == "varlen" else attention
-    )
+    chosen = "eager" if attention == "varlen" else attention
+    config = models.llama(vocab=toys.VOCAB, inner=24, pad_token_id=0, attn_implementation=chosen)
     config.use_cache = False  # with a cache transformers masks nothing between packed samples
     model = LlamaForCausalLM(config).double()
     return use_varlen_attention(model) if attention == "varlen" else model
@@ -33,10 +32,8 @@ def llama(attention: str) -> Any:
 def summed_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The sum over next-token labels in float64; transformers' own casts logits to float32."""
     labels = batch["labels"]
-    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-    return torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
-    )
+    outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+    return toys.float64_causal_loss(outputs, labels, 1)
 
 
 def fixed(order: list[list[int]], attention: str) -> tuple[torch.Tensor, list[float]]:
