@@ -83,7 +83,7 @@ def report_of(process: Any) -> Any:
     return next((json.loads(line) for line in lines), None)
 
 
-@pytest.mark.parametrize("fault", ["rank_killed", "stops_early"])
+@pytest.mark.parametrize("fault", ["rank_killed", pytest.param("stops_early", marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
     """Three real ranks; all stay until the others have reported."""
     processes = [start(fault, rank, 3, tmp_path) for rank in range(3)]

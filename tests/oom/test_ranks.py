@@ -16,6 +16,7 @@ from dynagroup.errors import AlignmentError, BudgetError
 from dynagroup.oom import LearningBudget, OomSafeBackward, gradients
 from tests.allocator import Allocator
 from tests.oom import training as loop
+from tests.oom.test_identity import identity
 from tests.torchrun import on_ranks
 
 
@@ -68,10 +69,14 @@ def no_way_out(rank: int, size: int) -> str:
     return str(caught.value)
 
 
+def identity_of_a_job(rank: int, size: int) -> dict[str, Any]:
+    return identity()
+
+
 def a_rank_that_leaves(rank: int, size: int) -> str:
     model = loop.small_model()
     dist.barrier()  # from here on no rank has much to do: the timeout is that of the one that waits in vain
-    short = dist.new_group(timeout=timedelta(seconds=20))
+    short = dist.new_group(timeout=timedelta(seconds=5))
     ddp = DistributedDataParallel(model, process_group=short)
     backward = OomSafeBackward(ddp)
     if rank == 1:
@@ -128,8 +133,8 @@ def gradients_from_before(rank: int, size: int) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[Any, list[Any]]:
     """One start of two processes for all that is asked of them."""
-    jobs = (several_places, no_way_out, buffers_and_unused_parameters, gradients_from_before, a_rank_that_leaves)
-    return dict(zip(jobs, together(2, *jobs), strict=True))
+    jobs = (several_places, no_way_out, buffers_and_unused_parameters, gradients_from_before, identity_of_a_job)
+    return dict(zip((*jobs, a_rank_that_leaves), together(2, *jobs, a_rank_that_leaves), strict=True))
 
 
 def test_parameters_are_those_of_a_run_that_never_failed(two_ranks: dict[Any, list[Any]]) -> None:
@@ -158,6 +163,11 @@ def test_buffers_follow_the_first_rank_and_a_parameter_used_on_one_rank_is_avera
 
 def test_gradients_from_before_are_kept_when_an_update_fails(two_ranks: dict[Any, list[Any]]) -> None:
     assert two_ranks[gradients_from_before] == [[[7.0], [9.0]], [[9.0], [9.0]]]
+
+
+def test_the_same_job_is_the_same_in_every_process(two_ranks: dict[Any, list[Any]]) -> None:
+    """Also where strings have other hashes and objects other addresses."""
+    assert two_ranks[identity_of_a_job] == [identity()] * 2
 
 
 def test_a_rank_that_leaves_is_an_error_within_the_timeout(two_ranks: dict[Any, list[Any]]) -> None:

@@ -21,7 +21,7 @@ class Forgetful(LearningBudget):
 
 
 VOCAB = 23
-STEPS, ACCUMULATION, SAMPLES = 10, 2, 6
+STEPS, ACCUMULATION, SAMPLES = 6, 2, 6
 
 
 def small_model(seed: int = 0, dropout: float = 0.0) -> Any:

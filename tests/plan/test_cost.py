@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,21 +59,22 @@ def test_a_dense_decoder_crosses_over_at_about_six_times_its_width() -> None:
     assert Work.of(GPT2Config(), device="cpu").per_step == Work.of(wide, device="cpu").per_step == 128
 
 
-def test_bad_arguments_name_themselves() -> None:
-    with pytest.raises(ConfigError, match="`per_step` must be greater than 0 and finite, but is -1"):
-        Work(per_step=-1)
-    with pytest.raises(ConfigError, match="`crossover` must be greater than 0"):
-        Work(crossover=0)
-    with pytest.raises(ConfigError, match="at least three different shapes, but was given 2 rows of 1 shapes"):
-        Work.fit([(1, 8, 0.1), (1, 8, 0.2)])
-    with pytest.raises(ConfigError, match="all greater than 0"):
-        Work.fit([(1, 10, 3.0), (2, 10, 2.0), (4, 10, 0.0)])
-
-    class Unknown:
-        pass
-
-    with pytest.raises(ConfigError, match="does not state hidden_size"):
-        Work.of(Unknown())
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Work(per_step=-1), "`per_step` must be greater than 0 and finite, but is -1"),
+        (lambda: Work(crossover=0), "`crossover` must be greater than 0"),
+        (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least three different shapes, but was given 2 rows of 1 shapes"),
+        (lambda: Work.fit([(1, 10, 3.0), (2, 10, 2.0), (4, 10, 0.0)]), "all greater than 0"),
+        (lambda: Work.of(object()), "does not state hidden_size"),
+        (lambda: ShapeLadder([], 100), "needs lengths"),
+        (lambda: ShapeLadder([5], TokenBudget(100, layout="packed")), "needs a padded budget"),
+        (lambda: ShapeLadder([5], 100).shape_for(9), "sample of 9 tokens is longer than the highest rung, 5"),
+    ],
+)
+def test_mistakes_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
 
 
 @pytest.mark.parametrize(("name", "config"), [("GPT-2", GPT2Config()), ("Llama-2-7B", LlamaConfig())])
@@ -99,12 +101,3 @@ def test_planned_batches_have_few_shapes_that_fit(lengths: list[int], num_shapes
 def test_rungs_stand_where_lengths_are() -> None:
     lengths = [100] * 50 + [300] * 50 + [290] * 20 + [900] * 2
     assert ShapeLadder(lengths, 1800, num_shapes=3).shapes == [(18, 100), (6, 300), (2, 900)]
-
-
-def test_what_no_ladder_can_be_made_of_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs lengths"):
-        ShapeLadder([], 100)
-    with pytest.raises(ConfigError, match="needs a padded budget"):
-        ShapeLadder([5], TokenBudget(100, layout="packed"))
-    with pytest.raises(ConfigError, match="sample of 9 tokens is longer than the highest rung, 5"):
-        ShapeLadder([5], 100).shape_for(9)
