@@ -195,11 +195,6 @@ def test_bad_arguments_name_themselves(make: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_bytes_budget_refuses_a_model_that_leaves_no_room() -> None:
-    with pytest.raises(BudgetError, match="alone exceeds 90%"):
-        MemoryBudget.from_bytes(1100, model=Bytes())
-
-
 # Budgets of the user's own.
 
 

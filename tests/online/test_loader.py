@@ -190,16 +190,6 @@ def test_of_an_epoch_that_is_begun_anew_nothing_is_used(options: dict[str, Any])
     assert (resumed.epoch, resumed.cursor.samples_used) == (0, 0)
 
 
-def test_iterating_leaves_the_global_random_state_alone() -> None:
-    """So that a resumed training draws the dropout masks that an uninterrupted one draws."""
-    before = torch.get_rng_state()
-    assert sum(len(step.indices) for step in make_loader(None, range(1, 9))) == 8
-    assert torch.equal(torch.get_rng_state(), before)
-    given = torch.Generator().manual_seed(3)
-    next(iter(make_loader(None, range(1, 9), generator=given)))
-    assert given.initial_seed() == 3, "the user's generator is drawn from, never seeded"
-
-
 class Turns:
     """A batch sampler that no one can tell the epoch: whenever it is read comes its next turn."""
 

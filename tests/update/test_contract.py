@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StepLoader, TokenBudget
 from dynagroup.testing import assert_conserves, run_ranks
@@ -153,6 +154,16 @@ def test_a_copy_goes_on_as_the_loader_does(make, sizes, copied):
     assert between.epoch == loader.epoch == 1
     assert [samples_of(step) for step in between] == [samples_of(step) for step in loader]
     assert between.cursor == loader.cursor
+
+
+def test_iterating_leaves_the_global_random_state_alone(make):
+    """So that a resumed training draws the dropout masks that an uninterrupted one draws."""
+    before = torch.get_rng_state()
+    assert_conserves([samples_of(step) for step in make()], range(37))
+    assert torch.equal(torch.get_rng_state(), before)
+    given = torch.Generator().manual_seed(3)
+    next(iter(online(generator=given)))
+    assert given.initial_seed() == 3, "the user's generator is drawn from, never seeded"
 
 
 # Books.

@@ -18,7 +18,6 @@ from dynagroup import (
     ShapeLadder,
     TokenBudget,
 )
-from dynagroup.plan.epoch import epoch_order
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import linear_ramp
@@ -39,16 +38,6 @@ def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, collate=list, **setting
 
 def samples(update):
     return sorted(index for step in update if not step.idle for index in step.batch)
-
-
-def test_updates_hold_the_samples_that_fixed_batches_would():
-    order, before = epoch_order(53, seed=3, epoch=1), torch.get_rng_state()
-    loader = loader_of(samples_per_update=10, seed=3)
-    loader.set_epoch(1)
-    expected = [sorted(order[k : k + 10].tolist()) for k in range(0, 53, 10)]
-    assert [samples(update) for update in loader.updates()] == expected
-    assert loader.num_updates_in(1) == len(expected) == 6
-    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the global generator"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
