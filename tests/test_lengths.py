@@ -13,11 +13,11 @@ import torch
 from datasets import Dataset, load_from_disk
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams, measure_lengths
+from tests.test_text import words
 
 MOST = 2**31 - 1
 DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "O"]
@@ -89,19 +89,9 @@ HOLDERS: dict[str, tuple[Any, str | None]] = {
 }
 
 
-def word_tokenizer(kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """A real fast tokenizer: a word a token, and one special token in front."""
-    raw: Any = Tokenizer(
-        models.WordLevel({"[PAD]": 0, "[UNK]": 1, "[BOS]": 2, "one": 3, "two": 4, "three": 5}, "[UNK]")
-    )
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    raw.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 2)])
-    return kind(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", bos_token="[BOS]")
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return word_tokenizer()
+    return words(begin=True, pad_token="[PAD]")
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -144,7 +134,7 @@ def test_datasets_caches_the_lengths(tmp_path):
 
     def measure(max_length: int) -> list[int]:
         asked.clear()
-        fresh = word_tokenizer(Counting)
+        fresh = words(True, Counting, pad_token="[PAD]")
         return measure_lengths(load_from_disk(tmp_path / "data"), fresh, max_length=max_length).tolist()
 
     first = measure(4)

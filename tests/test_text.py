@@ -22,7 +22,7 @@ from dynagroup.text import text_dataloader
 from tests import models
 
 
-def words(begin: bool = False, **special: str) -> PreTrainedTokenizerFast:
+def words(begin: bool = False, kind: type[Any] = PreTrainedTokenizerFast, **special: str) -> PreTrainedTokenizerFast:
     """A token a word, which is a number of two more than the word; one in front with ``begin``."""
     raw: Any = Tokenizer(
         WordLevel({"[PAD]": 0, "[UNK]": 1, **{str(n): n + 2 for n in range(60)}, "[BOS]": 62}, "[UNK]")
@@ -30,7 +30,7 @@ def words(begin: bool = False, **special: str) -> PreTrainedTokenizerFast:
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if begin:
         raw.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 62)])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", **special)
+    return kind(tokenizer_object=raw, unk_token="[UNK]", **special)
 
 
 @pytest.fixture(scope="module")

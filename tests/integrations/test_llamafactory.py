@@ -51,7 +51,7 @@ def pairs():
         row = {"images": None, "videos": None, "audios": None}
         for side, length in (("chosen", size), ("rejected", size // 2 + 1)):
             ids = rng.integers(4, toys.VOCAB, length).tolist()
-            row |= {f"{side}_input_ids": ids, f"{side}_labels": ids, f"{side}_attention_mask": [1] * length}
+            row |= {f"{side}_input_ids": ids, f"{side}_labels": ids, f"{side}_attention_mask": [1] * len(ids)}
         rows.append(row)
     return Dataset.from_list(rows)
 
