@@ -191,6 +191,22 @@ def test_updates_are_counted_exactly(make, name, drop_last):
     run_ranks(2, run)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_change_at_run_time_takes_effect_at_the_update_it_names(make, workers):
+    loader = make(samples_per_update=3, num_workers=workers, prefetch_factor=2 if workers else None)
+    sizes, first, state = [], -1, {}
+    for number, update in enumerate(loader.updates()):
+        sizes.append(int(update[0].samples.total))
+        if number == 1:
+            first, state = loader.set_samples_per_update(8), loader.state_dict()
+    assert sizes[:first] == [3] * first
+    assert set(sizes[first:-1]) == {8}
+    assert first - 2 <= workers * 2, "the delay is at most what workers prefetch"
+    resumed = make(samples_per_update=3)
+    resumed.load_state_dict(state)
+    assert [int(update[0].samples.total) for update in resumed.updates()] == sizes[2:]
+
+
 def test_a_planned_loader_has_a_length_and_an_online_one_says_what_it_has_instead(sizes):
     loader = planned(**sizes)
     for _ in range(2):

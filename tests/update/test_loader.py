@@ -40,24 +40,6 @@ def samples(update):
     return sorted(index for step in update if not step.idle for index in step.batch)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_change_at_run_time_takes_effect_at_the_update_it_names(workers):
-    loader = loader_of(samples_per_update=4, num_workers=workers, prefetch_factor=2 if workers else None)
-    sizes, first = [], None
-    for number, update in enumerate(loader.updates()):
-        sizes.append(len(samples(update)))
-        if number == 1:
-            first = loader.set_samples_per_update(10)
-            state = loader.state_dict()
-    assert first is not None
-    assert sizes[:first] == [4] * first
-    assert set(sizes[first:-1]) == {10}
-    assert first - 2 <= workers * 2, "the delay is at most what workers prefetch"
-    resumed = loader_of(samples_per_update=4)
-    resumed.load_state_dict(state)
-    assert [len(samples(update)) for update in resumed.updates()] == sizes[2:]
-
-
 class Noise(torch.utils.data.Dataset):
     def __len__(self):
         return len(LENGTHS)
