@@ -90,7 +90,7 @@ class TokenBudget(Budget):
     def largest(self, longest: IntArray, /) -> IntArray | None:
         if self.layout == "packed":
             return None
-        most = self.max_tokens // np.maximum(round_up(longest, self.pad_to_multiple_of), 1)
+        most = self.max_tokens // round_up(np.maximum(longest, 1), self.pad_to_multiple_of)
         return most if self.max_samples is None else np.minimum(most, self.max_samples)
 
     def names_in(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -116,7 +116,8 @@ class TokenBudget(Budget):
     def _widths(self, shape: BatchShape) -> IntArray:
         """Padded tokens of a sample, of all streams."""
         names = self.names_in(shape.longest)
-        return np.sum([round_up(shape.longest[name], self.pad_to_multiple_of) for name in names], axis=0)
+        padded = np.sum([round_up(shape.longest[name], self.pad_to_multiple_of) for name in names], axis=0)
+        return np.maximum(padded, self.pad_to_multiple_of)  # a batch of empty samples is padded, too
 
 
 def as_budget(budget: Budget | int) -> Budget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -127,7 +128,9 @@ class _Whole(Parts[Any]):
         if stop - start < self.num_samples:
             return super().part(start, stop)
         # An attempt extends the cache it is given: it gets a copy, so that the next finds the cache as it was.
-        return {k: take_cache(v, start, stop) if is_cache(v) and first_dim(v) else v for k, v in self.batch.items()}
+        # So does an encoder's output, whose rows beams repeat in place.
+        whole = {k: copy.copy(v) if isinstance(v, Mapping) else v for k, v in self.batch.items()}
+        return {k: take_cache(v, start, stop) if is_cache(v) and first_dim(v) else v for k, v in whole.items()}
 
     def run(self, start: int, stop: int) -> Any:
         kwargs, allowed = self.kwargs, self.kwargs.get("prefix_allowed_tokens_fn")

@@ -178,9 +178,9 @@ class BatchSplitter:
             if not is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
                 continue
             if key == "position_ids" and value.shape[-1] == width:
-                parts[key] = parts[key][..., first:last]
+                parts[key] = _whole(parts[key][..., first:last])
             elif tuple(value.shape[:2]) == (num_samples, width):
-                parts[key] = parts[key][:, first:last]
+                parts[key] = _whole(parts[key][:, first:last])
 
     def _span(self, mask: Any, width: int) -> tuple[int, int]:
         used = np.flatnonzero(to_numpy((mask != 0).any(0)))
@@ -191,6 +191,11 @@ class BatchSplitter:
         wanted = min(width, -(-(last - first) // self.pad_to_multiple_of) * self.pad_to_multiple_of)
         last = min(width, first + wanted)
         return last - wanted, last
+
+
+def _whole(value: Any) -> Any:
+    """In one piece, as models expect what they flatten by ``view``."""
+    return value.contiguous() if hasattr(value, "contiguous") else value
 
 
 def _labels_allow(fields: Fields, start: int, stop: int, first: int, last: int) -> bool:

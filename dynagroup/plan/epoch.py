@@ -168,6 +168,12 @@ class OrderSource:
         """Indices that every epoch draws, where updates are counted by it: what ``len`` said first."""
         return len(self)
 
+    def counted_without(self, left_out: IntArray) -> int:
+        """Of them, those that are none of these; every epoch draws as many."""
+        if not len(left_out):
+            return self.counted
+        return int(np.isin(self.of_epoch(max(self._epoch, 0)), left_out, invert=True).sum())
+
     def counted_epoch(self, epoch: int) -> IntArray:
         """:meth:`of_epoch`, of exactly :attr:`counted` indices.
 

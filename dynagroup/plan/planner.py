@@ -186,9 +186,12 @@ class Planner:
         """The beginning of an epoch."""
         return Cursor(epoch=epoch, window_size=self.window_size(world_size))
 
-    def is_done(self, cursor: Cursor, order: IntArray | None = None) -> bool:
-        """Whether nothing of the cursor's epoch remains."""
-        return cursor.windows_done >= len(self._windows(cursor, order)[0])
+    def is_done(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> bool:
+        """Whether no step of the cursor's epoch remains."""
+        if cursor.windows_done >= len(self._windows(cursor, order)[0]):
+            return True
+        too_few = self.config.uneven == "drop"  # a window may then make no row
+        return too_few and not any(len(window.table) for window in self.steps_from(cursor, world_size, order))
 
     def _windows(
         self, cursor: Cursor, order: IntArray | None

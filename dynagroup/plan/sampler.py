@@ -307,7 +307,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._replace(planner)
         self._epoch, self._run = cursor.epoch, None
         self._start = None if cursor.is_start else cursor
-        self._advance = int(planner.is_done(cursor, self._order_of(cursor.epoch)))  # the epoch was used up
+        self._advance = int(
+            planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch))
+        )  # the epoch was used up
         self.sampler.resume_at(self.epoch)
 
     def _rank_and_size(self) -> tuple[int | None, int]:

@@ -271,3 +271,9 @@ def test_a_renamed_stream_travels() -> None:
     plans = [LengthAwareBatchSampler(lengths, 40, **ALONE) for lengths in pairs]
     plans[1].load_state_dict(plans[0].state_dict())
     assert plans[0].plan.fingerprint == plans[1].plan.fingerprint
+
+
+def test_empty_samples_are_padded_too() -> None:
+    budget = TokenBudget(64, pad_to_multiple_of=8)
+    assert budget.fits(BatchShape.of([8, 9], [0, 0])).tolist() == [True, False]
+    assert budget.largest(np.array([0, 1, 9])).tolist() == [8, 8, 4]  # type: ignore[union-attr]

@@ -422,3 +422,11 @@ def test_code_that_is_printed_makes_the_same_decisions_and_takes_measured_rows()
     budget = eval(found.code, {"MemoryBudget": MemoryBudget, "model": SHALLOW, "rows": rows})
     assert tuple(budget.largest(np.array([64, 512])).tolist()) == found.samples
     assert found.code in str(found)
+
+
+def test_generation_from_prompts_of_a_token_keeps_its_cache() -> None:
+    wide = models.llama(vocab=400, width=256, heads=4, inner=512, layers=2, num_key_value_heads=1)
+    memory = TracedMemory.of(wide, "generate", max_new_tokens=40, dtype="float32")
+    found = simulate(wide, memory.workload, [(13, 1), (13, 10)])
+    share = memory.batch_bytes(found.shapes()) / found.batch_bytes()
+    assert (share >= 0.97).all(), share

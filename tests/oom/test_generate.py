@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -202,3 +203,24 @@ def test_what_cannot_be_honoured_in_parts_is_refused_before_anything_runs() -> N
         with pytest.raises(ConfigError, match=f"`{name}` cannot be used with out-of-memory retry"):
             generate_with_oom_retry(model, batch, **{name: True})
     assert not allocator.claims
+
+
+def test_an_encoders_output_is_as_it_was_where_beams_repeat_it_in_place() -> None:
+    model, allocator, batch = build("bart")
+    encoded = model.get_encoder()(**batch)
+    rows = tuple(encoded.last_hidden_state.shape)
+    given = {"attention_mask": batch["attention_mask"]}
+    options: Any = {"num_beams": 3, "max_new_tokens": 4, "encoder_outputs": encoded}
+    whole = model.generate(**batch, num_beams=3, max_new_tokens=4)
+    claimed, forward = [], model.forward
+
+    def scarce(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["decoder_input_ids"].shape[0] > 12:
+            claimed.append(kwargs["decoder_input_ids"].shape[0])
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **kwargs)
+
+    model.forward = functools.wraps(forward)(scarce)
+    found = generate_with_oom_retry(model, given, learned=LearningBudget(), **options)
+    assert (found.num_splits, claimed[0], tuple(encoded.last_hidden_state.shape)) == (len(claimed), 21, rows)
+    assert found.sequences.tolist() == whole.tolist()

@@ -162,3 +162,9 @@ def test_batch_encodings_model_outputs_and_caches() -> None:
     static = StaticCache(config=models.llama(vocab=8, width=8, layers=1), max_cache_len=4)
     with pytest.raises(ConfigError, match="a StaticCache is written in place and cannot be split"):
         take({**given, "past_key_values": static}, 0, 1)
+
+
+def test_trimmed_columns_are_in_one_piece_as_losses_that_view_them_need() -> None:
+    mask = mask_of("1100", "1110", "1111")
+    part = BatchSplitter(trim="right").take({"attention_mask": mask, "labels": mask.clone() - 100 * (1 - mask)}, 0, 2)
+    assert part["labels"].view(-1).tolist() == [1, 1, -100, 1, 1, 1]

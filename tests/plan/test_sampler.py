@@ -237,3 +237,13 @@ def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monk
         run_ranks(2, lambda world: run(world, world.rank))
     columns = run_ranks(2, lambda world: run(world, 7))
     assert_conserves((batch for column in columns for batch in column), range(300))
+
+
+@pytest.mark.parametrize("settings", [{"samples_per_update": 2}, {"shuffle": True, "window": 2}])
+def test_a_last_window_that_fills_no_row_does_not_hold_an_epoch_open(settings: dict[str, Any]) -> None:
+    def make() -> LengthAwareBatchSampler:
+        return LengthAwareBatchSampler([5] * 9, TokenBudget(10), uneven="drop", rank=0, world_size=2, **settings)
+
+    sampler, resumed = make(), make()
+    resumed.load_state_dict(sampler.state_dict(num_steps=len(list(sampler))))
+    assert (resumed.epoch, len(list(resumed))) == (1, 4)

@@ -344,7 +344,7 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
         {"num_worker": 1},
         {"samples_per_update": lambda update: 4},
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_wrong_arguments_are_refused_at_once(make, wrong):
     with pytest.raises(ConfigError, match=f"`?{next(iter(wrong))}|{list(wrong)[-1]}"):

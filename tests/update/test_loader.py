@@ -108,18 +108,13 @@ def test_mistakes_are_named(settings, message):
 @pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
 @pytest.mark.parametrize("sampler", [None, list(range(9))])
 def test_samples_that_are_dropped_leave_updates_whole(sampler):
-    """Three of nine do not fit. In the seeded order updates are drawn from the others; a sampler's updates lose theirs, and one
-    of them that loses all is an error, not an empty update or a StopIteration."""
+    """Three of nine do not fit: updates are drawn from the others, in the seeded order and in a sampler's."""
     lengths = [90, 90, 90, 5, 6, 7, 8, 9, 10]
     loader = loader_of(lengths, samples_per_update=3, plan={"oversize": "drop"}, sampler=sampler)
-    if sampler is None:
-        assert loader.num_updates == 2
-        found = [samples(update) for update in loader.updates()]
-        assert [len(update) for update in found] == [3, 3]
-        assert sorted(sum(found, [])) == [3, 4, 5, 6, 7, 8]
-        return
-    with pytest.raises(BudgetError, match="no sample of update 0 fits the budget even alone; filter such samples out"):
-        list(loader)
+    assert (loader.num_samples, loader.num_updates) == (6, 2)
+    found = [samples(update) for update in loader.updates()]
+    assert [len(update) for update in found] == [3, 3]
+    assert sorted(sum(found, [])) == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("where", ["load", "weigh"])
@@ -244,3 +239,18 @@ def test_a_rank_may_ask_alone(monkeypatch):
         again = loader_of(**how)
         again.load_state_dict(loader.state_dict())
         assert again.cursor == loader.cursor
+
+
+@pytest.mark.filterwarnings("ignore:. samples do not fit")
+def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refused():
+    class Other(list):
+        def set_epoch(self, epoch):
+            self[:] = [0, 1, 2, 3] if epoch == 0 else [0, 0, 1, 2]
+
+    lengths = [1000, 5, 5, 5]
+    loader = loader_of(
+        lengths, TokenBudget(50), sampler=Other(range(4)), samples_per_update=1, oversize="drop", weigh="samples"
+    )
+    assert len(list(loader)) == 3
+    with pytest.raises(ConfigError, match="gives 2 samples in epoch 1 that oversize='drop' does not leave out, but 3"):
+        list(loader)

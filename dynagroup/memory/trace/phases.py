@@ -254,8 +254,8 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
         return np.exp(rng.uniform(np.log(least), np.log(most), 6000)).astype(int)
 
     n = np.ones(6000, int) if traced.packed else drawn(1, 16384)
-    length = drawn(16, MOST_TOKENS)
-    target = drawn(16, MOST_TOKENS) if traced.two_streams else np.zeros(6000, int)
+    length = drawn(1, MOST_TOKENS)
+    target = drawn(1, MOST_TOKENS) if traced.two_streams else np.zeros(6000, int)
     phases = np.unique(phases.round(1), axis=0)  # most allocations repeat an earlier state
     shapes = monomials(n, length, target)[:, traced.columns]
     winners = [(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
