@@ -64,7 +64,7 @@ def wait(shards: list[list[list[int]]], lengths: np.ndarray) -> float:
 
 def test_ranks_wait_less_than_with_verls_two_functions_and_verl_restores_the_order() -> None:
     functions, budget, rng = verl(), TokenBudget(CAP, layout="packed"), np.random.default_rng(0)
-    for median, spread, theirs, ours in ((7, 1.0, 1.15, 1.07), (8, 0.7, 1.06, 1.02)):
+    for median, spread, theirs, ours in ((7, 1.0, 1.15, 1.08), (8, 0.7, 1.06, 1.02)):
         lengths = np.clip(rng.lognormal(median, spread, 256), 16, 16_000).astype(int)
         shards = shard_micro_batches(lengths, RANKS, budget, work=Work(crossover=24_576))
         fixed = as_verl_does(functions, lengths)
