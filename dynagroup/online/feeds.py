@@ -302,9 +302,10 @@ class MapFeed:
         return agreed, queued
 
     def unused(self, pool: Sequence[Refined]) -> list[int]:
-        """Dataset indices of what this rank would still have emitted."""
+        """Dataset indices of what this rank would still have emitted. Only at an epoch's end: it uses the plans up."""
         open_range = np.arange(self.start, self.stop if self.source.world.rank == 0 else self.start)
-        waiting = [*(request.positions for request in self.pending), open_range]
+        planned = [*([] if self._upcoming is None else [self._upcoming]), *self._plans]
+        waiting = [*(request.positions for request in (*self.pending, *planned)), open_range]
         held = [index for batch in pool for index in batch.indices]
         return held + [index for positions in waiting for index in self.source.order.at(positions)]
 
