@@ -22,7 +22,7 @@ from dynagroup import BatchPlan, LengthAwareBatchSampler, MemoryBudget, TokenBud
 from dynagroup.cli import main
 from dynagroup.demo import train_tokenizer
 from dynagroup.lengths import measure_lengths
-from dynagroup.memory import Measurements, Workload, simulate, what_fits
+from dynagroup.memory import what_fits
 from dynagroup.plan.report import compare
 from dynagroup.shapes import BatchShape
 from tests import models
@@ -314,14 +314,6 @@ def test_fit_and_profile_say_what_what_fits_says(line, told, folder):
         assert budget.largest(np.array(expected.lengths)).tolist() == list(expected.samples)
 
 
-def test_profile_says_what_simulate_says_of_given_shapes(folder):
-    table = answer("profile", "model", "--shapes", "4x64", "--dtype", "bfloat16", "--output", "new/found.parquet")
-    config = AutoConfig.from_pretrained("model")
-    expected = simulate(config, Workload.from_model(config, "train", dtype="bfloat16"), [(4, 64)])
-    assert list(Measurements.from_parquet("new/found.parquet"))[:1] == list(expected)
-    assert "4 x 64" in table
-
-
 def test_python_m_dynagroup_runs():
     shown = subprocess.run([sys.executable, "-m", "dynagroup", "--help"], capture_output=True, text=True, check=True)
     assert all(command in shown.stdout for command in ("plan", "profile", "demo"))
@@ -351,7 +343,6 @@ def test_what_is_no_model_is_refused_in_one_line(command, model, folder):
         ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
         ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
         ("profile m --picture /", "cannot be a picture"),
-        ("profile x --shapes 8by512", "such as 8x512, but is '8by512'"),
         ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
         ("profile model --measure", "needs a CUDA device"),
         ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),

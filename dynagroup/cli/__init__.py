@@ -49,13 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _shape(text: str) -> tuple[int, int]:
-    samples, _, longest = text.partition("x")
-    if not (samples.isdigit() and longest.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be samples x tokens, such as 8x512, but is {text!r}")
-    return int(samples), int(longest)
-
-
 OPTIONS: dict[str, tuple[str, str]] = {
     "data": ("DATA", f"lengths, token ids or texts: {KINDS}"),
     "--column": ("C[,C]", "of a table or .npz: lengths, ids or (with --tokenizer) texts; several are padded streams"),
@@ -86,9 +79,7 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "--lora": ("", "adapters are trained, the model is frozen"),
     "--fsdp": ("R", "parameters, gradients and optimizer spread over R ranks"),
     "--lengths": ("T", "tokens of the longest sample: 512 2k 8k"),
-    "--shapes": ("NxL", "also show samples x tokens, e.g. 8x512"),
     "--measure": ("", "run random weights on the CUDA device here; default: simulate"),
-    "--output": ("PARQUET", "also save the rows"),
     "--picture": ("PNG", "also save a picture"),
     "--json": ("", "print the figures as JSON"),
     "--texts": ("FILE", "one text a line; default: docstrings found on this machine"),
@@ -102,7 +93,6 @@ OPTIONS: dict[str, tuple[str, str]] = {
 TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(["--max-length", "--max-tokens", "--lengths", "--budget"], tokens),
     **dict.fromkeys(["--headroom", "--seconds", "--learning-rate"], float),
-    "--shapes": _shape,
 }
 DEFAULTS = {"headroom": 0.9, "pad_to_multiple_of": 1, "accumulation": 1, "world_size": 1, "seed": 0, "epoch": 0}
 DEFAULTS |= {"layout": "padded", "mode": "train", "max_new_tokens": 256}
@@ -134,5 +124,5 @@ def _settings(option: str, required: bool) -> dict[str, Any]:
     if "|" in metavar:
         return {"choices": metavar.split("|"), "help": text}
     kind = TYPES.get(option, int if metavar in ("N", "R") else str)
-    several = {"nargs": "+"} if option in ("--lengths", "--shapes") else {}
+    several = {"nargs": "+"} if option == "--lengths" else {}
     return {"metavar": metavar, "help": text, "type": kind, **several, **({"required": True} if required else {})}

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynagroup.cli.inputs import lengths_of
@@ -191,28 +190,20 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fit(args: argparse.Namespace) -> Found:
-    """What fits by the traced model, or by rows that are measured; on demand the rows of shapes."""
-    from dynagroup.memory import simulate, what_fits
-    from dynagroup.memory.trace.model import as_config
+    """What fits by the traced model, or by rows that are measured."""
+    from dynagroup.memory import what_fits
 
-    asked, rows = vars(args), None
+    asked = vars(args)
     if asked.get("measure"):
-        found, rows = _measured(args)
+        found = _measured(args)
     else:
         options = {name: asked[name] for name in ("pad_to_multiple_of", "lengths") if name in asked}
         how = {"mode": args.mode, "headroom": args.headroom, **_workload(args)}
         found = what_fits(args.model, args.gpu_memory, **options, **how)
-        if asked.get("shapes") or asked.get("output"):
-            shapes = args.shapes or [(count, length) for length, count, *_ in found.rows() if count]
-            rows = simulate(as_config(args.model), found.memory.workload, shapes)  # type: ignore[attr-defined]
-    if asked.get("output") and rows is not None:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        rows.to_parquet(args.output)
     figures = {name: getattr(found, name) for name in ("limit_bytes", "headroom", "max_tokens", "new_tokens", "code")}
     samples = dict(zip(map(str, found.lengths), found.samples, strict=True))
-    table = f"{_sizes(rows.rows[: len(args.shapes)])}\n\n" if asked.get("shapes") and rows is not None else ""
     figures |= {"static_bytes": found.memory.static_bytes, "samples": samples}
-    return figures, f"{table}{found}", lambda: _curve(found)
+    return figures, str(found), lambda: _curve(found)
 
 
 def _curve(found: Fits) -> Figure:
@@ -223,8 +214,8 @@ def _curve(found: Fits) -> Figure:
     return figure
 
 
-def _measured(args: argparse.Namespace) -> tuple[Fits, Any]:
-    """What fits by rows measured on the CUDA device here, and the rows."""
+def _measured(args: argparse.Namespace) -> Fits:
+    """What fits by rows measured on the CUDA device here."""
     from dynagroup.device import CudaDevice
     from dynagroup.memory import Fits, ProfiledMemory, Workload, measure
     from dynagroup.memory.fits import new_tokens_of, parsed_bytes, usual_lengths
@@ -234,24 +225,11 @@ def _measured(args: argparse.Namespace) -> tuple[Fits, Any]:
     config = as_config(args.model)
     lengths, workload = usual_lengths(config), Workload.from_model(config, args.mode, **_workload(args))
     model = as_random_model(config, workload, device.device)
-    shapes = [*(args.shapes or ()), *((count, length) for length in lengths for count in (2, 8))]
-    rows = measure(model, workload, shapes, device=device)
-    memory = ProfiledMemory.fit(rows)
-    saved = f"Measurements.from_parquet({args.output!r})" if args.output else "rows"
-    code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit({saved}), headroom={args.headroom})"
+    rows = measure(model, workload, [(count, length) for length in lengths for count in (2, 8)], device=device)
+    code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit(rows), headroom={args.headroom})"
     options = {"headroom": args.headroom, "code": code, "new_tokens": new_tokens_of(workload)}
-    return Fits.of(memory, limit, lengths, title=f"{args.model}, {args.mode}, measured", **options), rows
-
-
-def _sizes(rows: Sequence[Any]) -> str:
-    from dynagroup.plan.report import format_table
-
-    gib = lambda size: "out of memory" if size is None else f"{size / 2**30:.3f}"  # noqa: E731
-    sizes = [
-        [f"{r.num_samples} x {r.longest['tokens']}", gib(r.static_bytes), gib(r.batch_bytes), gib(r.peak_bytes)]
-        for r in rows
-    ]
-    return format_table(["samples x tokens", "static GiB", "batch GiB", "peak GiB"], sizes)
+    title = f"{args.model}, {args.mode}, measured"
+    return Fits.of(ProfiledMemory.fit(rows), limit, lengths, title=title, **options)
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -270,7 +248,7 @@ PLAN = (
     "--window --samples-per-update --seed --epoch --picture --json"
 )
 FIT = f"{DEVICE} --layout --lora --fsdp --pad-to-multiple-of --lengths --picture --json"
-PROFILE = f"{DEVICE} --shapes --measure --output --picture --json"
+PROFILE = f"{DEVICE} --measure --picture --json"
 DEMO = (
     "--texts --tokenizer --model --budget --device --max-length --samples --seconds --samples-per-update --learning-rate --seed "
     "--picture --results"
