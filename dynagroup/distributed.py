@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import AlignmentError, ConfigError
-from dynagroup.validation import check_number
+from dynagroup.validation import check_number, warn_user
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -141,4 +141,18 @@ def rank_and_size() -> tuple[int, int]:
 
 def current_world(*, timeout_s: float = 600.0) -> World:
     """The world of this process: ``torch.distributed`` if it is initialised with several ranks, else a world of one."""
-    return DistributedWorld(timeout_s=timeout_s) if rank_and_size()[1] > 1 else SingleProcess()
+    if rank_and_size()[1] > 1:
+        return DistributedWorld(timeout_s=timeout_s)
+    warn_if_launched()
+    return SingleProcess()
+
+
+def warn_if_launched() -> None:
+    """Say that every rank takes all samples, where ``torchrun`` started them and nobody has told torch yet."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
+        warn_user(
+            "torchrun started this process, but torch.distributed is not initialised, so every rank uses all samples; "
+            "call torch.distributed.init_process_group() before the first batch is taken"
+        )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynagroup import AlignmentError, ConfigError
+from dynagroup import AlignmentError, ConfigError, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader
 from dynagroup.distributed import DistributedWorld, SingleProcess, current_world
 from dynagroup.testing import run_ranks
 
@@ -56,6 +57,24 @@ def test_a_group_that_is_gone_is_named(gloo):
     with pytest.raises(ConfigError, match="torch.distributed is not initialised"):
         DistributedWorld()
     assert isinstance(current_world(), SingleProcess)
+
+
+@pytest.mark.parametrize(
+    "first_batch",
+    [
+        lambda: next(iter(LengthAwareBatchSampler([1, 2], 10))),
+        lambda: next(iter(PlannedDataLoader(range(2), [1, 2], 10, weigh="samples"))),
+        lambda: next(iter(OnlineDataLoader([[1], [2]], 10, length_of=len, collate_fn=list, weigh="samples"))),
+    ],
+)
+def test_ranks_of_torchrun_that_nobody_has_joined_are_told(first_batch, monkeypatch, request):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "0")
+    with pytest.warns(UserWarning, match=r"started this process, but torch.distributed is not initialised"):
+        first_batch()
+    request.getfixturevalue("gloo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first_batch()
 
 
 @given(st.lists(st.tuples(WEIGHTS, WEIGHTS), min_size=1, max_size=5))

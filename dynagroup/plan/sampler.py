@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.distributed import rank_and_size
+from dynagroup.distributed import rank_and_size, warn_if_launched
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import RoundBatch
@@ -222,6 +222,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
+        if self._world_size is None:
+            warn_if_launched()
         self.set_epoch(self._epoch + self._advance)
         self._advance = 1
         order = self._order_of(self._epoch)
