@@ -22,8 +22,6 @@ from typing import Any
 from benchmarks.machine import Machine
 from benchmarks.record import RESULTS, save
 
-__all__ = ["COMMANDS", "collected", "main"]
-
 COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "plan": {
         "speed": ("plan", "speed", "plan_speed"),

@@ -27,8 +27,6 @@ from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.plan import packed, padded, ranks
 from dynagroup.plan.batches import longest_first
 
-__all__ = ["ablation"]
-
 ROOT = Path(__file__).parents[1]
 
 SAMPLES = 2048

@@ -15,18 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "CV_ONE",
-    "FILES",
-    "Numbered",
-    "collate",
-    "lengths_of",
-    "lognormal",
-    "numbers_of",
-    "pairs_of",
-    "word_tokenizer",
-]
-
 LENGTHS = Path(__file__).parent / "lengths"
 FILES = tuple(sorted(path.stem for path in LENGTHS.glob("*.npz")))
 CV_ONE = "synth_sharegpt4o"
@@ -77,12 +65,12 @@ class Numbered(torch.utils.data.Dataset):
 
 
 def collate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Padded on the right; labels by -100."""
+    """Padded on the right; labels by -100. What is no tensor is left out: online-dynamic-batching adds counts to samples."""
     pad = torch.nn.utils.rnn.pad_sequence
-    fill = {"labels": -100}
     return {
-        name: pad([sample[name] for sample in samples], batch_first=True, padding_value=fill.get(name, 0))
-        for name in samples[0]
+        name: pad([sample[name] for sample in samples], batch_first=True, padding_value=-100 if name == "labels" else 0)
+        for name, value in samples[0].items()
+        if isinstance(value, torch.Tensor)
     }
 
 

@@ -18,8 +18,6 @@ from benchmarks.methods import Update, dynabatch, in_fixed, padded_tokens, plann
 from benchmarks.record import spread, table
 from dynagroup import MemoryBudget, TokenBudget, embed_dataset
 
-__all__ = ["embed", "embed_random", "generate", "shown"]
-
 FIXED, NEW_TOKENS = 32, 32
 
 

@@ -24,8 +24,6 @@ from dynagroup import OnlineDataLoader, TokenBudget, Work
 from dynagroup.plan.padded import cut
 from dynagroup.testing import run_ranks
 
-__all__ = ["BUDGET", "balance", "drained", "fill", "light_loader", "overhead", "row_costs", "speed"]
-
 BUDGET = 16_384
 RIVAL = "online-dynamic-batching, window 256"
 

@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from benchmarks.record import spread
 
-__all__ = ["SIZES", "Machine", "build", "config_of", "lora", "on_ranks", "paired"]
-
 
 @dataclass
 class Machine:

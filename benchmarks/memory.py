@@ -14,8 +14,6 @@ from dynagroup import MemoryBudget
 from dynagroup.device import CudaDevice, is_out_of_memory
 from regressor.measure_gpu import DRY, MODELS, DryDevice, Plan, rows_of
 
-__all__ = ["fits", "measured", "shown"]
-
 
 def measured(machine: Machine) -> Iterator[dict[str, Any]]:
     """Simulated peaks held against the device's: nine models, training, generation or a forward pass; figures after each."""

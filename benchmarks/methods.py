@@ -19,18 +19,6 @@ from benchmarks.data import Numbered, collate, numbers_of
 from dynagroup import Budget, LengthAwareBatchSampler, ShapeLadder, TokenBudget, Work
 from dynagroup.plan.cost import CPU_PER_STEP
 
-__all__ = [
-    "METHODS",
-    "Job",
-    "Method",
-    "dynabatch",
-    "group_by_length",
-    "in_fixed",
-    "padded_tokens",
-    "planned",
-    "updates_of",
-]
-
 Update = list[list[int]]
 
 

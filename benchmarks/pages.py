@@ -15,8 +15,6 @@ from typing import Any
 
 from benchmarks.record import RESULTS, Spread, body, line, rows_of, table
 
-__all__ = ["FIGURES", "MARK", "MARKED", "filled", "packing_rows", "pages_with_figures", "shown", "write"]
-
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<!-- figures: (\w+) -->.*?<!-- end -->", re.S)
 MARKED = ("docs/benchmarks.md", "docs/alignment.md", "docs/planning.md")

@@ -19,8 +19,6 @@ from benchmarks.ranks import Job
 from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
 from dynagroup.shapes import BatchShape
 
-__all__ = ["exponent", "growth", "rival", "speed"]
-
 BUDGET = TokenBudget(16_384)
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)

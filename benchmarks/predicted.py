@@ -19,8 +19,6 @@ from benchmarks.data import FILES, lengths_of, pairs_of
 from benchmarks.methods import METHODS, Job, group_by_length, in_fixed, padded_tokens, planned
 from dynagroup import TokenBudget, Work, shard_micro_batches
 
-__all__ = ["PACKED", "cuts", "packs", "padding", "shards", "streams"]
-
 PRICE, UPDATE, RANKS, WORK = 1024.0, 256, 8, Work()
 
 

@@ -13,8 +13,6 @@ from benchmarks.record import spread, table
 from dynagroup import Work
 from dynagroup.device import is_out_of_memory
 
-__all__ = ["fit_of", "measured_work", "run", "shown"]
-
 MODELS = ("135M", "0.5B", "1.5B")
 LENGTHS = (32, 128, 512, 2048, 8192)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

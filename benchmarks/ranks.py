@@ -22,8 +22,6 @@ from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.protocol import WIDTH, Offer, agree, hand_out
 from dynagroup.plan.padded import cut
 
-__all__ = ["Job", "many_ranks", "train"]
-
 DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more
 
 
@@ -69,7 +67,7 @@ class Job:
             everything = agreement.load_all
             self.steps += agreement.steps
             self.exchanges += 1
-            self.bytes += 8 * (WIDTH + 2 * agreement.steps + 3 + (0 if closed else self.ranks))
+            self.bytes += 8 * (WIDTH + 2 * agreement.steps + 2 + (0 if closed else self.ranks))
             self.idle += sum(max(0, agreement.steps - queued) for queued in self.queued)
             self.queued = [max(0, queued - agreement.steps) for queued in self.queued]
             if agreement.last:

@@ -18,8 +18,6 @@ import torch
 from dynagroup import __version__
 from dynagroup.plan.report import environment
 
-__all__ = ["RESULTS", "about", "body", "line", "rows_of", "save", "spread", "table"]
-
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *("transformers", "accelerate", "trl", "peft", "xgboost", "dynabatch", "online-dynamic-batching", "lhotse"),

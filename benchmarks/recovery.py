@@ -31,8 +31,6 @@ from dynagroup import (
 )
 from dynagroup.shapes import BatchShape
 
-__all__ = ["asked_of_a_model", "run", "update", "work", "wrapper"]
-
 NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800
 WORDS = 500
 

@@ -25,8 +25,6 @@ from benchmarks.record import table
 from dynagroup import Work
 from dynagroup.device import is_out_of_memory
 
-__all__ = ["Case", "large", "objective", "quality", "rivals", "run", "shown", "tokens_that_fit"]
-
 PER_UPDATE, IGNORED = 64, -100
 SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES = 256, 40, 8, 2000, 128, 6
 LONGEST = 4096

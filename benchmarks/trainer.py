@@ -21,8 +21,6 @@ from benchmarks.record import spread
 from dynagroup import TokenBudget
 from dynagroup.integrations.hf import DynagroupConfig, DynagroupTrainer
 
-__all__ = ["adapter"]
-
 LONGEST, BATCH, ACCUMULATION = 128, 8, 4
 WARM_UP = 3
 """Updates of each that are not counted: the first ones plan, ask the model about its loss, and fill caches."""

@@ -22,8 +22,6 @@ from benchmarks.faults.case import Case
 from benchmarks.record import RESULTS, save
 from dynagroup import BudgetError, ConfigError
 
-__all__ = ["FAULTS", "RARE", "draws", "main", "run_case"]
-
 HANG_S = 600.0
 RARE = {**loaders.RARE, **processes.RARE, **memory.RARE}
 FAULTS: dict[str, Callable[[Case], list[str]]] = {**loaders.FAULTS, **memory.FAULTS, **disks.FAULTS, **RARE}

@@ -16,8 +16,6 @@ from benchmarks.faults.oracle import Seen, judged, over_budget
 from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.testing import run_ranks
 
-__all__ = ["Case", "seen", "seen_in"]
-
 
 def seen(loader: Iterable[Any], most: int | None = None) -> list[Seen]:
     """The steps of an epoch, or its first ones."""

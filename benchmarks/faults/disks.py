@@ -19,8 +19,6 @@ from benchmarks.faults.processes import KILLED, forked
 from benchmarks.machine import build
 from dynagroup import StateError, TokenBudget, generate_dataset
 
-__all__ = ["FAULTS"]
-
 NEW = 3
 
 

@@ -14,8 +14,6 @@ from benchmarks.faults.oracle import Seen, judged, wrong_gradients
 from dynagroup import AlignmentError, BudgetError, ConfigError, StateError
 from dynagroup.testing import run_ranks
 
-__all__ = ["FAULTS", "RARE", "mutated"]
-
 
 def nothing_happens(case: Case) -> list[str]:
     """Three epochs."""

@@ -18,8 +18,6 @@ from benchmarks.faults.processes import on_processes
 from dynagroup import OomSafeBackward, run_with_oom_retry
 from dynagroup.testing import run_ranks
 
-__all__ = ["FAULTS", "RARE", "gradient_of"]
-
 LIKELY = 0.35
 """A pass of several samples fails in its forward with this probability, and in its backward again."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from benchmarks.data import numbers_of
 
-__all__ = ["Seen", "judged", "over_budget", "value_of", "wrong_gradients"]
-
 
 def value_of(sample: int) -> float:
     """The made-up loss of each token of a sample."""

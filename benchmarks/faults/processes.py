@@ -21,8 +21,6 @@ from benchmarks.faults.oracle import Seen
 from dynagroup import AlignmentError
 from dynagroup.testing import run_ranks
 
-__all__ = ["KILLED", "RARE", "forked", "on_processes"]
-
 PATIENCE_S = 500.0
 KILLED = f"exit code {-signal.SIGKILL}"
 
