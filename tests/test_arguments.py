@@ -91,7 +91,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     **{name: (method(name), "given") for name in METHODS.split()},
     "TokenBudget": (
         lambda **given: sampler(budget=TokenBudget(**{"max_tokens": 20, **given})),
-        "max_tokens max_samples pad_to_multiple_of layout streams",
+        "max_tokens max_samples pad_to_multiple_of layout",
     ),
     "from_sequence_length": (
         using(TokenBudget.from_sequence_length, sequence_length=4, micro_batch_size=2), "sequence_length micro_batch_size",

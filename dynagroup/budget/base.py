@@ -6,9 +6,10 @@ Law: a shape that fits still fits after a sample is taken away or shortened. Eve
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ FloatArray: TypeAlias = NDArray[np.float64]
 UNLIMITED = np.iinfo(np.int64).max // 4
 
 
-class Budget(Protocol):
+class Budget(ABC):
     """Decides which batch shapes fit. Subclass it and write :meth:`fits`; the rest has defaults.
 
     ``fits`` must be monotone: never from False to True when a sample is added or lengthened.
@@ -43,8 +44,7 @@ class Budget(Protocol):
     """
 
     counts_every_stream: ClassVar[bool] = False
-    """Whether ``fits`` takes every stream that it is shown for padded. One that an :class:`AdditiveCap` beside it names
-    is not, so it is not shown."""
+    """Whether ``fits`` takes every stream that it is shown for padded; one that an :class:`AdditiveCap` names is not shown."""
 
     knows_memory: ClassVar[bool] = False
     """Whether it predicts memory: then it says what a combination of budgets costs."""
@@ -59,13 +59,18 @@ class Budget(Protocol):
         """The collate function rounds the longest sample of a batch up to a multiple of this."""
         return 1
 
+    @property
+    def learner(self) -> Any:
+        """The part of it that learns from running out of memory: a :class:`LearningBudget`, or None."""
+        return None
+
     def padded_to(self, tokens: int, /) -> int:
         """How many tokens the collate function makes of a row, or of a packed batch, of so many: at most."""
         return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
+    @abstractmethod
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        """Which of these K shapes fit: bool (K,)."""
-        ...
+        """Which of these K shapes fit: bool (K,). The numbers of a shape are arrays, one entry a batch."""
 
     def pads(self, stream: str, /) -> bool:
         """Whether a stream beside ``tokens`` is padded, so that it counts as tokens in orders, predicted times and reports."""
@@ -76,16 +81,13 @@ class Budget(Protocol):
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        """Most samples that fit a batch whose longest has so many tokens: int64 (K,), 0 where not even one fits.
-
-        Only asked where tokens are the only stream. Must agree with :meth:`fits`; None (the default) where more must be
-        known than the longest sample's tokens.
-        """
+        """Most samples of a batch whose longest has so many tokens, where tokens are the only stream: int64 (K,), 0 where not
+        even one fits, as :meth:`fits` says; None (the default) where more must be known."""
         return None
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        """What this budget limits, for each shape, apart from what every batch costs: float64 (K,). It never falls when a
-        sample is added or lengthened. Padded tokens, unless a budget knows better."""
+        """What this budget limits, for each shape, apart from what every batch costs: float64 (K,), monotone as :meth:`fits`.
+        Padded tokens, unless a budget knows better."""
         return np.asarray(padded_tokens(shape, self), dtype=np.float64)
 
     @property
@@ -128,41 +130,26 @@ def _widths(shape: BatchShape, budget: Budget) -> list[IntArray]:
 
 
 def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
-    """What a budget, which may be of the user's own, answers about these K shapes: bool (K,).
-
-    Raises:
-        ConfigError: it is no bool for each of the shapes, or is made by ``if``, ``and``, ``or`` or ``not`` of arrays.
-    """
-    return _answer(budget, "fits", shape, (len(shape),), "b", "shapes at once, a bool array")
+    """What a budget, which may be of the user's own, answers about these K shapes: bool (K,). ConfigError: it is none."""
+    return _checked(budget.fits(shape), len(shape), "b", f"{type(budget).__name__}.fits")
 
 
 def cost_of(budget: Budget, shape: BatchShape) -> FloatArray:
     """What a budget says that these K shapes cost, as :func:`fits_of`: float64 (K,)."""
-    return _answer(budget, "cost", shape, (len(shape),), "iuf", "shapes at once, a float array")
+    return _checked(budget.cost(shape), len(shape), "iuf", f"{type(budget).__name__}.cost")
 
 
 def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
     """What a budget says of the largest batches, as :func:`fits_of`: int64 (K,), or None."""
-    return _answer(budget, "largest", longest, longest.shape, "iu", "lengths at once (or None), an int array")
+    answer = budget.largest(longest)
+    return None if answer is None else _checked(answer, len(longest), "iu", f"{type(budget).__name__}.largest")
 
 
-def _answer(budget: Budget, method: str, about: Any, size: tuple[int, ...], kinds: str, wanted: str) -> Any:
-    asked = f"{type(budget).__name__}.{method}"
-    try:
-        answer: Any = getattr(budget, method)(about)
-    except ValueError as error:
-        if "truth value of an array" not in str(error):
-            raise
+def _checked(answer: Any, size: int, kinds: str, asked: str) -> Any:
+    if getattr(answer, "shape", None) != (size,) or answer.dtype.kind not in kinds:
+        wanted = "bool" if kinds == "b" else "number"
         raise ConfigError(
-            f"{asked} uses `if`, `and`, `or`, `not`, `min` or `max` on an array: it is asked about many batches at once, and "
-            "the numbers of a shape have one entry a batch. Choose by np.where(condition, a, b), combine conditions by & and "
-            "| (each in parentheses), compare by np.minimum and np.maximum"
-        ) from error
-    if answer is None and method == "largest":
-        return None
-    if getattr(answer, "shape", None) != size or np.asarray(answer).dtype.kind not in kinds:
-        raise ConfigError(
-            f"{asked} must answer for all {wanted} of shape {size}: one entry a batch; it gave {answer!r}"
+            f"{asked} must give an array with one {wanted} for each of {size} batches, but gives {answer!r}"
         )
     return answer
 
@@ -198,9 +185,9 @@ class AdditiveCap(Budget):
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         if self.stream not in shape.total:
+            known = sorted(map(said, shape.total))
             raise ConfigError(
-                f"AdditiveCap needs the stream {self.stream!r}, but lengths have {sorted(map(said, shape.total))}; "
-                f"pass lengths={{'tokens': ..., {self.stream!r}: ...}}"
+                f"AdditiveCap needs the stream {self.stream!r}, but lengths have {known}; add it to `lengths`"
             )
         return shape.total[self.stream] <= self.limit
 
@@ -214,10 +201,8 @@ class AllOf(Budget):
     @classmethod
     def of(cls, *budgets: Budget) -> AllOf:
         for budget in budgets:
-            if isinstance(budget, type) or not (hasattr(budget, "fits") and hasattr(budget, "layout")):
-                raise ConfigError(
-                    f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), but was given {budget!r}"
-                )
+            if not isinstance(budget, Budget):
+                raise ConfigError(f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), not {budget!r}")
         combined = cls(tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,))))
         if len({p.layout for p in combined._others}) > 1:
             raise ConfigError("a batch is either padded or packed: budgets of both layouts cannot be combined with `&`")
@@ -240,6 +225,10 @@ class AllOf(Budget):
     def pad_to_multiple_of(self) -> int:
         return math.lcm(*(p.pad_to_multiple_of for p in self.parts))
 
+    @property
+    def learner(self) -> Any:
+        return next((p.learner for p in self.parts if p.learner is not None), None)
+
     def padded_to(self, tokens: int, /) -> int:
         return max(super().padded_to(tokens), *(p.padded_to(tokens) for p in self.parts))
 
@@ -254,9 +243,8 @@ class AllOf(Budget):
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
-        """The streams that a part is shown: those that are laid end to end are not for who takes all for padded. A part that
-        would round up by less than the collate function does, which follows all parts, is shown what that makes; a cap is
-        not, because it counts units without their padding."""
+        """What a part is shown: no streams that are laid end to end, if it takes all for padded; and lengths as the collate
+        function pads them, where that asks for more than the part does. A cap counts units without padding."""
         if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
             shape = self._padded(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ import numpy as np
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, FloatArray
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Layout
-from dynagroup.shapes import BatchShape, IntArray, round_up, said
+from dynagroup.shapes import BatchShape, IntArray, round_up
 from dynagroup.validation import check_choice, check_int
 
 __all__ = ["TokenBudget", "as_budget"]
@@ -21,19 +20,14 @@ __all__ = ["TokenBudget", "as_budget"]
 class TokenBudget(Budget):
     """At most ``max_tokens`` tokens a batch, padding counted, all padded streams added.
 
-    A device multiplies the tokens of the encoder and those of the decoder, and keeps activations of both for the backward
-    pass: what it holds grows with their sum. (Under a limit for the larger of the two, a batch of long sources with
-    long targets would hold twice what one with short targets does.)
-
     Args:
         max_tokens: tokens. Padded layout: ``num_samples * longest`` of every stream; packed layout: the sum over the samples.
         max_samples: at most so many samples a batch.
         pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream; of
             packed batches the sum over all streams, once: they are padded as a whole.
         layout: "padded" (a batch costs samples x longest) or "packed" (the sum of its tokens).
-        streams: the streams that are counted; None: all, but those that an :class:`AdditiveCap` beside it names.
 
-    A sample of length 0 counts as one token, so that a batch stays finite.
+    Every stream is counted, but those that an :class:`AdditiveCap` beside it names. A sample of length 0 counts as one token.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -50,19 +44,11 @@ class TokenBudget(Budget):
     max_samples: int | None = field(default=None, kw_only=True)
     pad_to_multiple_of: int = field(default=1, kw_only=True)  # type: ignore[assignment]
     layout: Layout = field(default="padded", kw_only=True)  # type: ignore[assignment]
-    streams: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "pad_to_multiple_of", *(() if self.max_samples is None else ("max_samples",))):
             check_int(name, getattr(self, name))
         check_choice("layout", self.layout, ("padded", "packed"))
-        if self.streams is not None:
-            names = tuple(self.streams) if isinstance(self.streams, (tuple, list, set, frozenset)) else ()
-            if not names or not all(isinstance(name, str) for name in names):
-                raise ConfigError(
-                    f"`streams` must list names of length streams, such as ('tokens',), but is {self.streams!r}"
-                )
-            object.__setattr__(self, "streams", names)
 
     @classmethod
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> TokenBudget:
@@ -73,9 +59,6 @@ class TokenBudget(Budget):
         check_int("sequence_length", sequence_length)
         check_int("micro_batch_size", micro_batch_size)
         return cls(sequence_length * 2 * micro_batch_size)
-
-    def pads(self, stream: str, /) -> bool:
-        return self.streams is None or stream in self.streams
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
@@ -93,30 +76,14 @@ class TokenBudget(Budget):
         most = self.max_tokens // round_up(np.maximum(longest, 1), self.pad_to_multiple_of)
         return most if self.max_samples is None else np.minimum(most, self.max_samples)
 
-    def names_in(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The streams that are counted, of these.
-
-        Raises:
-            ConfigError: one is not among them.
-        """
-        known = {called: name for name in names for called in (said(name), name)}
-        missing = [name for name in self.streams or () if name not in known]
-        if missing:
-            raise ConfigError(
-                f"`streams` names {missing[0]!r}, but lengths have {sorted({said(n) for n in known.values()})}"
-            )
-        return tuple(dict.fromkeys(known[name] for name in self.streams or known))
-
     def _counted(self, shape: BatchShape) -> IntArray:
         if self.layout == "padded":
             return shape.num_samples * self._widths(shape)
-        total = np.sum([shape.total[name] for name in self.names_in(shape.longest)], axis=0)
-        return round_up(total, self.pad_to_multiple_of)
+        return round_up(np.sum(list(shape.total.values()), axis=0), self.pad_to_multiple_of)
 
     def _widths(self, shape: BatchShape) -> IntArray:
         """Padded tokens of a sample, of all streams."""
-        names = self.names_in(shape.longest)
-        padded = np.sum([round_up(shape.longest[name], self.pad_to_multiple_of) for name in names], axis=0)
+        padded = np.sum([round_up(longest, self.pad_to_multiple_of) for longest in shape.longest.values()], axis=0)
         return np.maximum(padded, self.pad_to_multiple_of)  # a batch of empty samples is padded, too
 
 
@@ -131,9 +98,8 @@ def as_budget(budget: Budget | int) -> Budget:
     """
     if isinstance(budget, (int, np.integer)) and not isinstance(budget, bool):
         return TokenBudget(int(budget))
-    if isinstance(budget, (type, bool)) or not (hasattr(budget, "fits") and hasattr(budget, "bind")):
+    if not isinstance(budget, Budget):
         raise ConfigError(
-            f"`budget` must be a budget such as TokenBudget(4096), or a number of tokens, but is {budget!r}; "
-            "a budget of your own subclasses dynagroup.Budget"
+            f"`budget` must be a Budget such as TokenBudget(4096), or a number of tokens, but is {budget!r}"
         )
     return budget

@@ -66,7 +66,7 @@ class DynagroupTrainerMixin(Evaluator):
         evaluation = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         refuse_unsupported(self, config)
         warn_of_layout(self, config.budget)
-        if config.out_of_memory is not None and LearningBudget.within(config.budget) is None:
+        if config.out_of_memory is not None and config.budget.learner is None:
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval = config, evaluation
         self.update_loader: StepLoader[Any] | None = None

@@ -13,7 +13,6 @@ import torch
 from accelerate.utils import DistributedType, gather_object
 from transformers import Trainer
 
-from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import is_out_of_memory
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
@@ -200,7 +199,7 @@ class UpdateRunner(Progress):
             )
         return OomSafeBackward(
             model, mode=config.out_of_memory, weigh=self._weigh if mean else "sum", splitter=config.splitter,
-            world=loader.world, learned=LearningBudget.within(loader.budget), backward=self.accelerator.backward,
+            world=loader.world, learned=loader.budget.learner, backward=self.accelerator.backward,
         )  # fmt: skip
 
     def _local_gradients(self, model: Any, step: Step[Any]) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described
@@ -67,7 +66,7 @@ class OnlineSteps(StepLoader[Any]):
         self._cursor = Cursor()
         """Where the last run of an epoch ended, or the loaded place."""
         self._merge_due = False
-        learner = LearningBudget.within(collator.budget)
+        learner = collator.budget.learner
         if learner is not None and self._workers.persistent:
             learner.share_memory()
 
@@ -220,7 +219,7 @@ class OnlineSteps(StepLoader[Any]):
             Exchange(world, epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
             self._learned.merge(world)
         self._merge_due = True
-        learner = None if states else LearningBudget.within(self.budget)
+        learner = None if states else self.budget.learner
         if learner is not None:
             Exchange(world, epoch).highest([])
             learner.apply(world)

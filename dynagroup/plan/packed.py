@@ -194,7 +194,7 @@ def room_of(lengths: Streams, budget: Budget) -> tuple[Room, bool]:
     slots, only_sums = UNLIMITED, True
     for part in parts:
         if type(part) is TokenBudget and part.layout == "packed":
-            names = part.names_in(name for name in lengths if part.streams or name not in capped)
+            names = [name for name in lengths if name not in capped]
             most = part.max_tokens - part.max_tokens % budget.pad_to_multiple_of
             sums.append((np.stack([lengths[name] for name in names]).sum(axis=0, dtype=np.int64), most))
             slots = min(slots, part.max_samples or UNLIMITED, part.max_tokens)

@@ -144,8 +144,7 @@ class BatchPlan:
     def statistics(self) -> Mapping[str, float]:
         """The figures of the plan by name: counts, tokens, ``efficiency`` (real over padded tokens), row imbalance.
 
-        Tokens are those of all padded streams: every stream but those that an ``AdditiveCap`` names or
-        ``TokenBudget(streams=...)`` leaves out.
+        Tokens are those of all padded streams: every stream but those that an ``AdditiveCap`` names.
 
         ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates: sum of the rows' maxima
         over the sum of their means, 1.0 at best, in predicted work.

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
-from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import BudgetError, ConfigError
@@ -140,7 +139,7 @@ class Planner:
 
     def renewed(self, world: World | None = None) -> Planner:
         """Itself; or a planner that follows what its budget has learned, if that changes anything. Collective over ``world``."""
-        learner = LearningBudget.within(self.budget)
+        learner = self.budget.learner
         if learner is None:
             return self
         learner.apply(world)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.budget.base import AllOf, Budget
+from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches, fixed_batches
@@ -159,8 +159,9 @@ def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
     """Batches dealt in turn to the ranks of another plan, padded as any collate function pads."""
     steps = -(-len(batches) // like.world_size)
     table = np.append(np.arange(len(batches)), np.full(-len(batches) % like.world_size, -1))
-    multiple, names = like.budget.pad_to_multiple_of, tuple(like.padded_lengths)
-    budget, none = TokenBudget(1, pad_to_multiple_of=multiple, streams=names), np.zeros(0, np.int64)
+    end_to_end = (AdditiveCap(name, UNLIMITED) for name in like.lengths if name not in like.padded_lengths)
+    budget = AllOf.of(TokenBudget(1, pad_to_multiple_of=like.budget.pad_to_multiple_of), *end_to_end)
+    none = np.zeros(0, np.int64)
     table, ends = table.reshape(steps, like.world_size), np.ones(steps, np.bool_)
     facts = {"budget": budget, "oversize": none, "repeated": none, "dropped": none, "update_ends": ends}
     return Way(name, replace(like, batches=batches, table=table, loss_scale=np.zeros(table.shape), **facts))

@@ -215,7 +215,6 @@ def test_a_batch_wider_than_measured_in_any_stream_is_refused_where_it_does_not_
         refining(list, oversize="error", **options)([[3, 5], [60, 50]])
     for budget in (TokenBudget(100, pad_to_multiple_of=8), TokenBudget(100, layout="packed")):
         RefinementCollator(widths(labels=3), budget, **options)(batch)
-    RefinementCollator(widths(labels=90), TokenBudget(100, streams=("source",)), **options)(batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.uint8])

@@ -47,7 +47,7 @@ def several_places(rank: int, size: int) -> list[Any]:
         learned = LearningBudget() if learns else loop.Forgetful()
         limit = limits[rank % len(limits)]
         parameters, backward, failures = loop.train_with_failures(place, limit, rank=rank, size=size, learned=learned)
-        answers.append((parameters, failures, (backward.learned.limits.limit, backward.learned.limits.wall)))
+        answers.append((parameters, failures, backward.learned.limits))
     return answers
 
 
