@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import gc
-import json
-import os
 import sysconfig
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,14 +22,10 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths, named_tokenizer
 from dynagroup.plan.cost import CPU_PER_STEP, Work
-from dynagroup.plan.plots import draw_padding, new_figure, picture_path, save_picture
-from dynagroup.plan.report import environment, format_table
+from dynagroup.plan.report import format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.text import IGNORED, TokenizingCollator
-from dynagroup.validation import check_int, check_number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from dynagroup.validation import check_int
 
 HELD_OUT = 256  # texts
 LARGEST_FILE = 100_000  # bytes; parsing larger, mostly generated, files costs more than their texts are worth
@@ -44,27 +37,15 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 class DemoConfig:
     """What the demo trains on, with what, and how much of it: the options of ``dynagroup demo``."""
 
-    texts: str | None = None
+    texts: str | None = None  # a file, one text a line; default: docstrings found on this machine
     tokenizer: str | None = None  # default: that of the model, or one trained on the texts
     model: str | None = None  # default: a small Llama with fresh weights
+    device: str | None = None  # default: cuda if there is one
     budget: int = 8192
-    device: str | None = None
     max_length: int = 512
     samples: int = 4096
-    seconds: float = 45.0
     samples_per_update: int = 128
-    learning_rate: float | None = None  # default: 3e-3 for fresh weights, 2e-5 for trained ones
-    seed: int = 0
-    picture: str = "dynagroup_demo.png"
-    results: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("budget", "max_length", "samples", "samples_per_update"):
-            check_int(name, getattr(self, name))
-        check_int("seed", self.seed, least=0, most=2**32 - 1)
-        check_number("seconds", self.seconds)
-        if self.learning_rate is not None:
-            check_number("learning_rate", self.learning_rate)
+    seconds: float = 45.0
 
 
 @dataclass
@@ -77,18 +58,15 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     loss: float = float("nan")
 
-    @property
-    def batches(self) -> list[Sequence[int]]:
-        return list(chain.from_iterable(self.updates))
-
     def figures(self, lengths: NDArray[np.int32]) -> dict[str, float]:
         """What the table shows, of the updates made."""
-        batches, seconds = self.batches, sum(self.seconds)
+        batches = [batch for update in self.updates for batch in update]
+        samples, seconds = sum(map(len, batches)), sum(self.seconds)
         real = sum(int(lengths[batch].sum()) for batch in batches)
         padded = [len(batch) * int(lengths[batch].max()) for batch in batches]
         return {
-            "samples": sum(map(len, batches)),
-            "samples_per_s": sum(map(len, batches)) / seconds,
+            "samples": samples,
+            "samples_per_s": samples / seconds,
             "real_tokens_per_s": real / seconds,
             "padding": 1.0 - real / sum(padded),
             "largest_batch_tokens": max(padded),
@@ -99,17 +77,15 @@ class Run:
         }
 
 
-def run_demo(config: DemoConfig) -> dict[str, Any]:
-    """Run the comparison: prints progress and a table, saves a picture, returns the figures.
+def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
+    """Run the comparison: prints progress and a table; returns both runs, and the texts' lengths, truncated.
 
     Raises:
-        ConfigError: a setting is wrong, or a package of dynagroup[hf,viz] is missing.
+        ConfigError: a setting is wrong.
     """
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # the tokenizer's remark that a text is long, which the demo truncates
-    picture_path(config.picture)
-    device = _device(config.device)
+    for name in ("budget", "max_length", "samples", "samples_per_update"):
+        check_int(name, getattr(config, name))
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     texts = load_texts(config.texts)
     name = config.tokenizer or config.model
     tokenizer = train_tokenizer(texts) if name is None else named_tokenizer(name)
@@ -118,42 +94,19 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     full = measure_lengths(texts, tokenizer)
     print(f"{len(texts):,} texts of {full.min():,} to {full.max():,} tokens, median {int(np.median(full)):,}")
     lengths = np.minimum(full, np.int32(config.max_length))
-    order = np.random.default_rng(config.seed).permutation(len(texts))
-    held_out, chosen = np.split(order, [min(HELD_OUT, len(texts) // 4)])
+    held_out, chosen = np.split(np.random.default_rng(0).permutation(len(texts)), [min(HELD_OUT, len(texts) // 4)])
     runs = make_runs(config, lengths, chosen[: config.samples], device)
     _train(config, runs, [texts[i] for i in held_out], texts, tokenizer, device)
-    figures = _figures(config, runs, lengths, str(device))
-    print("\n" + _table(figures))
-    save_picture(_drawn(runs, lengths), config.picture)
-    print(f"picture: {config.picture}")
-    if config.results:
-        Path(config.results).parent.mkdir(parents=True, exist_ok=True)
-        Path(config.results).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return figures
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # no such word; no such device here
-        raise ConfigError(f"`device` must be a device of this machine, such as cpu or cuda, but is {name!r}") from error
-    return device
+    print("\n" + _table(runs, lengths, device))
+    return runs, lengths
 
 
 # Texts: real, varied, and already on every machine that runs Python
 
 
 def load_texts(file: str | None = None) -> list[str]:
-    """A file's lines, or docstrings when none is named.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds too few texts to train on.
-    """
-    try:
-        lines = docstrings() if file is None else Path(file).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"`texts` must be a text file in UTF-8, but {file!r} cannot be read: {error}") from error
+    """A file's lines, or docstrings when none is named."""
+    lines = docstrings() if file is None else Path(file).read_text(encoding="utf-8-sig").split("\n")
     found = [line for line in lines if line.strip()]
     if len(found) < 4:
         raise ConfigError(f"the demo needs at least 4 texts, but found {len(found)}")
@@ -165,31 +118,20 @@ def docstrings(at_least: int = 12_000) -> list[str]:
 
     Files are taken in an order that mixes packages and is the same wherever the same packages are installed.
     """
+    roots = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+    named = {path.relative_to(root).as_posix(): path for root in roots for path in root.rglob("*.py")}
     found: dict[str, None] = {}
-    gc.freeze()  # what stands already would be looked at again and again while syntax trees are made
     with tqdm(total=at_least, desc="reading docstrings", unit=" texts", disable=None) as bar:
-        for path in _python_files():
-            found.update(dict.fromkeys(_docstrings_of(path)))
-            bar.update(min(len(found), at_least) - bar.n)
-            if len(found) >= at_least:
-                break
-    gc.unfreeze()
+        for name in sorted(named, key=lambda name: (zlib.crc32(name.encode()), name)):
+            if len(found) < at_least and not SKIPPED & set(name.split("/")):
+                found.update(dict.fromkeys(_docstrings_of(named[name])))
+                bar.update(min(len(found), at_least) - bar.n)
     return list(found)
 
 
-def _python_files() -> list[str]:
-    named: dict[str, str] = {}
-    for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
-        for folder, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if name not in SKIPPED]
-            paths = (os.path.join(folder, name) for name in files if name.endswith(".py"))
-            named.update((os.path.relpath(path, root), path) for path in paths)
-    return [named[name] for name in sorted(named, key=lambda name: (zlib.crc32(name.encode()), name))]
-
-
-def _docstrings_of(path: str) -> Iterator[str]:
+def _docstrings_of(path: Path) -> Iterator[str]:
     try:
-        source = Path(path).read_bytes()
+        source = path.read_bytes()
         tree = ast.parse(source) if b'"""' in source and len(source) <= LARGEST_FILE else ast.parse("")
     except (OSError, SyntaxError, ValueError):  # broken links, and files that are broken on purpose
         return
@@ -250,18 +192,18 @@ def _train(
 ) -> None:
     """The runs take turns, update by update, so that other work on the machine slows both alike."""
     collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
-    rate = config.learning_rate or (3e-3 if config.model is None else 2e-5)
     models = [_model(config, tokenizer).to(device).train() for _ in runs]
-    trainings = [
-        _updates(run, model, iter(DataLoader(texts, batch_sampler=run.batches, collate_fn=collate)), rate, device)  # type: ignore[arg-type]
-        for run, model in zip(runs, models, strict=True)
-    ]
+    trainings = []
+    for run, model in zip(runs, models, strict=True):
+        batches = [batch for update in run.updates for batch in update]
+        loaded: Any = DataLoader(texts, batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
+        trainings.append(_updates(run, model, iter(loaded), 3e-3 if config.model is None else 2e-5, device))
     begun, most = time.perf_counter(), len(runs[0].updates)
     for _ in tqdm(zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None):
         if time.perf_counter() - begun > config.seconds:
             break
     rows = max(config.budget // config.max_length, 1)
-    evaluation = list(DataLoader(held_out, batch_size=rows, collate_fn=collate))  # type: ignore[arg-type]
+    evaluation: Any = list(DataLoader(held_out, batch_size=rows, collate_fn=collate))  # type: ignore[arg-type]
     for run, model in zip(runs, models, strict=True):
         run.updates = run.updates[: len(run.seconds)]
         with torch.no_grad():
@@ -290,12 +232,12 @@ def _updates(
 def _model(config: DemoConfig, tokenizer: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(config.seed)
-    if config.model is None:
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-        own = {"max_position_embeddings": config.max_length, "bos_token_id": None, "eos_token_id": None}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **own))
-    return AutoModelForCausalLM.from_pretrained(config.model)
+    if config.model is not None:
+        return AutoModelForCausalLM.from_pretrained(config.model)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own = {"max_position_embeddings": config.max_length, "bos_token_id": None, "eos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **own))
 
 
 def _losses(model: torch.nn.Module, batches: Sequence[Tensors], device: torch.device) -> Iterator[torch.Tensor]:
@@ -312,46 +254,19 @@ def _now(device: torch.device) -> float:
     return time.process_time() if device.type == "cpu" else time.perf_counter()
 
 
-# What is shown
+def speedup(runs: Sequence[Run]) -> NDArray[np.float64]:
+    """Quartiles of how much faster the second run's updates were."""
+    return np.quantile(np.divide(*(run.seconds for run in runs)), (0.25, 0.5, 0.75))
 
 
-def _figures(config: DemoConfig, runs: Sequence[Run], lengths: NDArray[np.int32], device: str) -> dict[str, Any]:
-    fixed, ours = (np.asarray(run.seconds) for run in runs)
-    return {
-        **environment("transformers"),
-        "device": device,
-        "clock": "CPU" if device == "cpu" else "wall",
-        "threads": torch.get_num_threads(),
-        **{name: getattr(config, name) for name in ("budget", "max_length", "samples_per_update", "seed")},
-        "runs": {run.name: run.figures(lengths) for run in runs},
-        "speedup": float(np.median(fixed / ours)),
-        "speedup_quartiles": [float(q) for q in np.quantile(fixed / ours, (0.25, 0.75))],
-    }
-
-
-def _table(figures: dict[str, Any]) -> str:
-    runs, (low, high) = figures["runs"], figures["speedup_quartiles"]
-    rows = [
-        [name.replace("_", " "), *(_shown(run[name]) for run in runs.values())] for name in next(iter(runs.values()))
-    ]
+def _table(runs: Sequence[Run], lengths: NDArray[np.int32], device: torch.device) -> str:
+    figures = [run.figures(lengths) for run in runs]
+    shown = lambda figure: f"{figure:,.0f}" if figure >= 100 else f"{figure:.4g}"  # noqa: E731
+    rows = [[name.replace("_", " "), *(shown(found[name]) for found in figures)] for name in figures[0]]
+    clock = f"(seconds of {'CPU' if device.type == 'cpu' else 'wall'} time)"
+    low, median, high = speedup(runs)
     return (
-        format_table([f"(seconds of {figures['clock']} time)", *runs], rows)
-        + f"\n\ndynagroup: {figures['speedup']:.2f}x samples/s in the median update (middle half: {low:.2f}x to {high:.2f}x), "
+        format_table([clock, *(run.name for run in runs)], rows)
+        + f"\n\ndynagroup: {median:.2f}x samples/s in the median update (middle half: {low:.2f}x to {high:.2f}x), "
         "the same samples in every update"
     )
-
-
-def _shown(figure: float) -> str:
-    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.4g}"
-
-
-def _drawn(runs: Sequence[Run], lengths: NDArray[np.int32]) -> Figure:
-    """The first update of both runs: the same samples, so that the eye can compare them."""
-    figure = new_figure(12, 3.8)
-    for axes, run in zip(figure.subplots(1, len(runs), sharey=True), runs, strict=True):
-        draw_padding([lengths[batch] for batch in run.updates[0]], ax=axes)
-        found = run.figures(lengths)
-        axes.set(xlabel="samples of the first update, batch after batch")
-        title = f"{run.name}: {found['padding']:.0%} padding, {found['steps']:,} steps, {found['seconds']:.0f} s in all"
-        axes.set_title(title, fontsize=10)
-    return figure

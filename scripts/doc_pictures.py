@@ -1,7 +1,12 @@
-"""Draws the pictures of docs/concepts.md from small plans. usage: python scripts/doc_pictures.py"""
+"""Draws the pictures of docs/concepts.md from small plans. usage: python scripts/doc_pictures.py [demo]
+
+With `demo` it runs the demo on the CPU instead (two minutes): its picture, and benchmarks/results/demo_cpu.json.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,9 @@ from dynagroup.memory import what_fits
 from dynagroup.plan.plots import LINE, PADDING, REAL, draw_padding, new_figure
 from dynagroup.shapes import BatchShape
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+RESULT = ROOT / "benchmarks" / "results" / "demo_cpu.json"
 LENGTHS = np.random.default_rng(3).lognormal(4, 0.8, 64).clip(8, 400).astype(np.int32)
 
 
@@ -112,7 +119,30 @@ def memory() -> Any:
     return figure
 
 
+def demo() -> Any:
+    """The first update of both runs of the demo: the same samples, so that the eye can compare them."""
+    from dynagroup.demo import DemoConfig, run_demo, speedup
+    from dynagroup.plan.report import environment
+
+    runs, lengths = run_demo(DemoConfig(device="cpu"))
+    low, median, high = speedup(runs).tolist()
+    found = {run.name: run.figures(lengths) for run in runs}
+    about = {**environment("transformers"), "device": "cpu", "clock": "CPU"}
+    saved = {**about, "runs": found, "speedup": median, "speedup_quartiles": [low, high]}
+    RESULT.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    figure = new_figure(12, 3.8)
+    for axes, run in zip(figure.subplots(1, 2, sharey=True), runs, strict=True):
+        draw_padding([lengths[batch] for batch in run.updates[0]], ax=axes)
+        padding, steps, seconds = (found[run.name][name] for name in ("padding", "steps", "seconds"))
+        axes.set(xlabel="samples of the first update, batch after batch")
+        axes.set_title(f"{run.name}: {padding:.0%} padding, {steps:,} steps, {seconds:.0f} s in all", fontsize=10)
+    return figure
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for draw in (budget, window, steps, layouts, memory):
-        draw().savefig(IMAGES / f"concept_{draw.__name__}.png", dpi=90)
+    if sys.argv[1:] == ["demo"]:
+        demo().savefig(IMAGES / "demo.png", dpi=110)
+    else:
+        for draw in (budget, window, steps, layouts, memory):
+            draw().savefig(IMAGES / f"concept_{draw.__name__}.png", dpi=90)

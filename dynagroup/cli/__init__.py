@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not error.name or error.name.startswith("dynagroup"):
                 raise
             return say(f"the package {error.name} is missing: install dynagroup[hf,viz,parquet]")
-        except (AlignmentError, BudgetError, ConfigError, StateError, OSError) as error:
-            return say(str(error).strip() or repr(error))  # OSError: a file that cannot be written
+        except (AlignmentError, BudgetError, ConfigError, StateError, OSError, UnicodeError) as error:
+            return say(str(error).strip() or repr(error))
         except KeyboardInterrupt:
             return 130
     return 0
@@ -52,12 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 OPTIONS: dict[str, tuple[str, str]] = {
     "data": ("DATA", f"lengths, token ids or texts: {KINDS}"),
     "--column": ("C[,C]", "of a table or .npz: lengths, ids or (with --tokenizer) texts; several are padded streams"),
-    "--split": ("S", "of a folder saved by datasets (default: train)"),
     "--tokenizer": ("NAME", "transformers tokenizer: DATA then holds texts"),
     "--max-length": ("T", "tokens that longer samples are truncated to"),
-    "--max-tokens": ("T", "tokens a batch may have, padding counted: 16k; else --batch-size times the longest"),
-    "--batch-size": ("N", "samples of a batch on one rank; in plan: of the hardest batch, known to fit"),
-    "--max-samples": ("N", "samples a batch may have (with --max-tokens)"),
+    "--max-tokens": ("T", "tokens a batch may have, padding counted: 16k (default: --batch-size times the longest)"),
+    "--batch-size": ("N", "samples of a batch on one rank today"),
     "--layout": ("padded|packed", "of dynagroup's batches"),
     "--headroom": ("H", "share of the memory to use (default: %(default)s)"),
     "--pad-to-multiple-of": ("N", "(default: 1)"),
@@ -66,8 +64,6 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "--shuffle": ("", "other batches every epoch"),
     "--window": ("N", "samples sorted together"),
     "--samples-per-update": ("N", "exactly so many samples in each update"),
-    "--seed": ("N", "(default: 0)"),
-    "--epoch": ("N", "(default: 0)"),
     "model": ("MODEL", "a model's name, or a folder with a config.json; no weights are read"),
     "--model": ("NAME", "a model's name or folder: predicts time for its sizes; in demo: is trained"),
     "--gpu-memory": ("SIZE", "such as 80GB or 24GiB (default: %(default)s); in doctor with --model: does it fit?"),
@@ -86,15 +82,13 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "--budget": ("T", "tokens a batch may have, padding counted"),
     "--device": ("NAME", "cpu, cuda, ...; default: cuda if there is one"),
     "--samples": ("N", "texts to train on, if there is time"),
-    "--seconds": ("S", "training stops after so long, in both runs at the same update"),
-    "--learning-rate": ("R", ""),
-    "--results": ("JSON", "where the figures are saved"),
+    "--seconds": ("S", "training stops after so long"),
 }
 TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(["--max-length", "--max-tokens", "--lengths", "--budget"], tokens),
-    **dict.fromkeys(["--headroom", "--seconds", "--learning-rate"], float),
+    **dict.fromkeys(["--headroom", "--seconds"], float),
 }
-DEFAULTS = {"headroom": 0.9, "pad_to_multiple_of": 1, "accumulation": 1, "world_size": 1, "seed": 0, "epoch": 0}
+DEFAULTS = {"headroom": 0.9, "pad_to_multiple_of": 1, "accumulation": 1, "world_size": 1}
 DEFAULTS |= {"layout": "padded", "mode": "train", "max_new_tokens": 256}
 
 

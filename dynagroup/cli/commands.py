@@ -15,12 +15,9 @@ from dynagroup.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from dynagroup.budget.base import Budget
     from dynagroup.memory.fits import Fits
     from dynagroup.plan.report import Comparison
     from dynagroup.shapes import Streams
-
-__all__ = ["COMMANDS", "run"]
 
 WORTH = 0.95
 """Predicted time, as a share of today's, above which nothing is worth a change."""
@@ -41,20 +38,16 @@ class Command:
 
 def run(args: argparse.Namespace) -> None:
     """Run a command and print what it found."""
-    from dynagroup.plan.plots import picture_path, save_picture
+    from dynagroup.plan.plots import save_picture
 
-    picture = getattr(args, "picture", None)
-    if picture:
-        picture_path(picture)
     found = COMMANDS[args.command].find(args)
     if found is None:  # the demo prints as it goes
         return
     figures, text, draw = found
     print(json.dumps(figures, indent=1) if args.json else text)
-    if picture:
-        save_picture(draw(), picture)
-        if not args.json:
-            print(f"picture: {picture}")
+    if vars(args).get("picture"):
+        save_picture(draw(), args.picture)
+        print(f"picture: {args.picture}", file=sys.stderr if args.json else sys.stdout)
 
 
 def _show_streams(args: argparse.Namespace, streams: Streams) -> None:
@@ -62,33 +55,21 @@ def _show_streams(args: argparse.Namespace, streams: Streams) -> None:
     from dynagroup.shapes import said
 
     if len(streams) > 1:
-        how = "padded streams" if args.layout == "padded" else "streams"
-        line = f"{how}: {', '.join(map(said, streams))} (a batch holds the tokens of all; to take others: --column NAME[,NAME])"
+        names = ", ".join(map(said, streams))
+        line = f"streams: {names} (a batch holds the tokens of all; to take others: --column NAME[,NAME])"
         print(line, file=sys.stderr if args.json else sys.stdout)
 
 
 def plan(args: argparse.Namespace) -> Found:
+    from dynagroup.budget.tokens import TokenBudget
     from dynagroup.plan.sampler import LengthAwareBatchSampler
 
-    lengths, budget = lengths_of(args), _budget_of(args)
-    options = {name: getattr(args, name) for name in ("shuffle", "window", "samples_per_update", "seed", "world_size")}
-    sampler = LengthAwareBatchSampler(lengths, budget, rank=0, **options)
-    sampler.set_epoch(args.epoch)
-    found = sampler.plan
+    lengths = lengths_of(args)
+    budget = TokenBudget(args.max_tokens, pad_to_multiple_of=args.pad_to_multiple_of, layout=args.layout)
+    options = {name: getattr(args, name) for name in ("shuffle", "window", "samples_per_update", "world_size")}
+    found = LengthAwareBatchSampler(lengths, budget, rank=0, **options).plan
     _show_streams(args, lengths)
     return {**found.statistics, "fingerprint": found.fingerprint}, found.report(), found.plot
-
-
-def _budget_of(args: argparse.Namespace) -> Budget:
-    from dynagroup.budget.memory import MemoryBudget
-    from dynagroup.budget.tokens import TokenBudget
-
-    multiple = args.pad_to_multiple_of
-    if (args.max_tokens is None) == (args.batch_size is None):
-        raise ConfigError("give either `--max-tokens` or `--batch-size`: one of them says what fits")
-    if args.max_tokens is None:
-        return MemoryBudget(args.batch_size, headroom=args.headroom, pad_to_multiple_of=multiple)
-    return TokenBudget(args.max_tokens, max_samples=args.max_samples, pad_to_multiple_of=multiple, layout=args.layout)
 
 
 def compare(args: argparse.Namespace) -> Found:
@@ -103,11 +84,11 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     from dynagroup.plan.report import compare
 
     lengths = lengths_of(args)
-    longest = sum(int(values.max()) for values in lengths.values())
-    most = args.batch_size * max(longest, 1) if args.max_tokens is None else args.max_tokens
-    budget = TokenBudget(max(most, 1), layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
+    longest = max(sum(int(values.max()) for values in lengths.values()), 1)
+    most = args.batch_size * longest if args.max_tokens is None else args.max_tokens
+    budget = TokenBudget(most, layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
     work = None if args.model is None else Work.of(as_config(args.model))
-    options = {name: getattr(args, name) for name in ("world_size", "accumulation", "seed")}
+    options = {"world_size": args.world_size, "accumulation": args.accumulation}
     found = compare(lengths, args.batch_size, budget=budget, work=work, **options)
     _show_streams(args, lengths)
     return found
@@ -118,19 +99,15 @@ def doctor(args: argparse.Namespace) -> Found:
     found = _comparison(args)
     memory, safe = _memory(args, found)
     today, grouped, same, free = found.ways[:4]
-    several = found.world_size > 1
-    share = lambda way: f"{way.time / max(today.time, 1e-9):.2f}"  # noqa: E731
+    waits = f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
     findings = {
         "waste": f"{today.padding:.0%} of the tokens that {today.name} batches multiply are padding"
         f" (group_by_length: {grouped.padding:.0%})",
-        "ranks": f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
-        if several
-        else "one rank: nobody waits",
+        "ranks": waits if found.world_size > 1 else "one rank: nobody waits",
         "memory": memory,
         "change": _change(found, args.layout, safe),
-        "gain": f"the same updates in {share(same)} of the time ({same.padding:.0%} padding"
-        + (f", {same.waiting:.0%} waiting" if several else "")
-        + f"); updates as large as fit, shuffle=True: {share(free)}",
+        "gain": f"the same updates in {same.time / max(today.time, 1e-9):.2f} of the time ({same.padding:.0%} padding, "
+        f"{same.waiting:.0%} waiting); updates as large as fit, shuffle=True: {free.time / max(today.time, 1e-9):.2f}",
     }
     report = "\n".join(f"{name:6}  {text}" for name, text in findings.items())
     return {"findings": findings, **found.figures()}, report, found.plot
@@ -140,16 +117,15 @@ def _change(found: Comparison, layout: str, safe: int | None) -> str:
     today, _, same, free = found.ways[:4]
     if min(same.time, free.time) > WORTH * today.time:
         return "nothing: lengths vary too little for other batches to pay"
-    packed = ', layout="packed"' if layout == "packed" else ""
     most = getattr(found.budget, "max_tokens", today.largest_batch)
+    packed = ', layout="packed"' if layout == "packed" else ""
     budget = f"TokenBudget({most if safe is None else min(most, max(safe, 1))}{packed})"
+    samples = found.samples_per_update
     if same.time > WORTH * today.time:
         return (
-            f"PlannedDataLoader(dataset, lengths, {budget}), updates as large as fit, or more samples an update (gradient "
-            f"accumulation): {found.samples_per_update} are too few to sort"
+            f"PlannedDataLoader(dataset, lengths, {budget}), or more samples an update: {samples} are too few to sort"
         )
-    how = f"samples_per_update={found.samples_per_update}"
-    return f"PlannedDataLoader(dataset, lengths, {budget}, {how}); with the Trainer: dynagroup={budget}"
+    return f"PlannedDataLoader(dataset, lengths, {budget}, samples_per_update={samples}); with the Trainer: dynagroup={budget}"
 
 
 def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | None]:
@@ -239,30 +215,31 @@ def demo(args: argparse.Namespace) -> None:
     run_demo(DemoConfig(**told))
 
 
-DATA = "data --column --split --tokenizer --max-length"
-TODAY = f"{DATA} --batch-size --accumulation --world-size --max-tokens --model --layout --pad-to-multiple-of --seed"
-WORK = "--mode --dtype --autocast --max-new-tokens --gradient-checkpointing"
-DEVICE = f"model --gpu-memory --headroom {WORK}"
-PLAN = (
-    f"{DATA} --max-tokens --batch-size --max-samples --layout --headroom --pad-to-multiple-of --world-size --shuffle "
-    "--window --samples-per-update --seed --epoch --picture --json"
+DATA = "data --column --tokenizer --max-length --world-size --max-tokens --layout --pad-to-multiple-of --json"
+TODAY = f"{DATA} --batch-size --accumulation --model"
+DEVICE = (
+    "model --gpu-memory --headroom --mode --dtype --autocast --max-new-tokens --gradient-checkpointing --picture --json"
 )
-FIT = f"{DEVICE} --layout --lora --fsdp --pad-to-multiple-of --lengths --picture --json"
-PROFILE = f"{DEVICE} --measure --picture --json"
-DEMO = (
-    "--texts --tokenizer --model --budget --device --max-length --samples --seconds --samples-per-update --learning-rate --seed "
-    "--picture --results"
-)
+FIT = f"{DEVICE} --layout --lora --fsdp --pad-to-multiple-of --lengths"
+DEMO = "--texts --tokenizer --model --device --budget --max-length --samples --seconds"
 AT_80 = {"gpu_memory": "80GB"}
-PICTURE = {**AT_80, "picture": "profile.png"}
-SIZE = ["--batch-size"]
 WAYS = "fixed batches, group_by_length and dynagroup on your lengths"
 WASTE = "what your batches waste, and what to change, in five lines"
 COMMANDS = {
-    "plan": Command(plan, "plan an epoch and show its figures", PLAN),
-    "compare": Command(compare, WAYS, f"{TODAY} --picture --json", SIZE),
-    "doctor": Command(doctor, WASTE, f"{TODAY} --gpu-memory {WORK} --json", SIZE),
+    "plan": Command(
+        plan,
+        "plan an epoch and show its figures",
+        f"{DATA} --shuffle --window --samples-per-update --picture",
+        ["--max-tokens"],
+    ),
+    "compare": Command(compare, WAYS, f"{TODAY} --picture", ["--batch-size"]),
+    "doctor": Command(doctor, WASTE, f"{TODAY} --gpu-memory --dtype --gradient-checkpointing", ["--batch-size"]),
     "fit": Command(fit, "how much of a model fits a device, and the line of code for it", FIT, defaults=AT_80),
-    "profile": Command(fit, "how many samples of each length fit a device", PROFILE, defaults=PICTURE),
+    "profile": Command(
+        fit,
+        "how many samples of each length fit a device",
+        f"{DEVICE} --measure",
+        defaults={**AT_80, "picture": "profile.png"},
+    ),
     "demo": Command(demo, "train a small model with fixed batches and with dynagroup", DEMO),
 }
