@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,9 +12,8 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.oom.train import OomMode
-from dynagroup.update.schedule import BatchSizeSchedule, ScalingRule, checked_samples
-
-__all__ = ["COUPLED", "DynagroupConfig", "refuse_unsupported", "trl_classes", "warn_of_layout"]
+from dynagroup.update.schedule import BatchSizeSchedule
+from dynagroup.validation import check_choice, warn_user
 
 COUPLED = {
     "KTOTrainer": "its loss compares the samples of a batch with each other; keep TRL's own batches",
@@ -35,21 +33,15 @@ class DynagroupConfig:
         mode: "offline": lengths are known beforehand and every update is planned. "online": samples are measured after
             processing, in the workers; ``lengths`` may then be approximate, and stochastic or streamed data is welcome.
         updates: "preserved": every update holds the samples that fixed batches would give it, the host's sampler deciding.
-            "free": an update is ``accumulation`` batches on every rank, each as large as fits.
+            "free": an update is gradient_accumulation_steps batches on every rank, each as large as fits.
         samples_per_update: samples of an update over all ranks: an int, or a schedule ``(update, current) -> int``. None:
             per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks. Not with updates="free".
-        accumulation: with updates="free": batches of an update on one rank. None: gradient_accumulation_steps.
         lengths: tokens of each training sample (int, shape (num_samples,)), or a dict of streams such as
             ``{"tokens": ..., "target": ...}``. None: the length column, else counted from the model's first input;
             encoder-decoders' labels are counted as ``target``.
         length_of: with mode="online": processed sample -> tokens, or -> {stream: units}. None: the length of its ``input_ids``.
         weigh: what a loss that is a mean is a mean of: "auto" (labels that are predicted, if labels have a token dimension,
             else samples), "samples", or a function from a batch to a number. Losses divided by ``num_items_in_batch`` need none.
-        max_samples: stop after the update that reaches so many samples, counted over all ranks and epochs; overrides epochs.
-        learning_rate_schedule: what the scheduler counts: "updates", or "samples" (``warmup_steps`` then are samples, too).
-        learning_rate_scaling: multiply each update's learning rate by (its samples / ``base_samples_per_update``):
-            "linear", by the root of that: "sqrt", or "none".
-        base_samples_per_update: samples of an update that the learning rate was tuned for. None: those of fixed batches.
         out_of_memory: a batch that runs out of memory is run in parts ("retry", the same gradient), left out ("skip"), or an
             error (None).
         splitter: how such a batch is cut; names the batch dimension of inputs that are not text.
@@ -70,14 +62,9 @@ class DynagroupConfig:
     mode: Literal["offline", "online"] = "offline"
     updates: Literal["preserved", "free"] = "preserved"
     samples_per_update: int | BatchSizeSchedule | None = None
-    accumulation: int | None = None
     lengths: Any = None
     length_of: Callable[[Any], Any] | None = None
     weigh: Literal["auto", "samples"] | Callable[[Any], float] = "auto"
-    max_samples: int | None = None
-    learning_rate_schedule: Literal["updates", "samples"] = "updates"
-    learning_rate_scaling: ScalingRule = "none"
-    base_samples_per_update: int | None = None
     out_of_memory: OomMode = None
     splitter: Splitter[Any] | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -85,28 +72,11 @@ class DynagroupConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", as_budget(self.budget))
-        choices = {
-            "out_of_memory": ("retry", "skip", None),
-            "mode": ("offline", "online"),
-            "updates": ("preserved", "free"),
-        }
-        choices |= {
-            "learning_rate_schedule": ("updates", "samples"),
-            "learning_rate_scaling": ("linear", "sqrt", "none"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"`{name}` must be one of {allowed}, but is {getattr(self, name)!r}")
+        check_choice("mode", self.mode, ("offline", "online"))
+        check_choice("updates", self.updates, ("preserved", "free"))
+        check_choice("out_of_memory", self.out_of_memory, ("retry", "skip", None))
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError("`samples_per_update` needs updates='preserved': free updates are as large as they come")
-        if self.updates == "preserved" and self.accumulation is not None:
-            raise ConfigError(
-                f"`accumulation` ({self.accumulation!r}) needs updates='free': a preserved update takes as many steps as its "
-                "samples need; set `samples_per_update`, or gradient_accumulation_steps as with fixed batches"
-            )
-        for name in ("max_samples", "base_samples_per_update", "accumulation"):
-            if getattr(self, name) is not None:
-                checked_samples(getattr(self, name), name=name)
 
 
 def trl_classes(trainer: Any) -> set[str]:
@@ -136,8 +106,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         "nn.DataParallel": (args.n_gpu > 1, "launch one process a device, with torchrun or accelerate launch"),
         "train_sampling_strategy='batch_rebalance'": (
             str(args.train_sampling_strategy) == "batch_rebalance",
-            "it forms batches itself, by cost and without a limit; leave it 'random': dynagroup's batches fit the budget and "
-            "are balanced over ranks as well"),
+            "it forms batches itself, without a limit; leave it 'random': batches that fit are balanced over ranks as well"),
         "average_tokens_across_devices=False": (
             args.world_size > 1 and not args.average_tokens_across_devices,
             "ranks hold batches of different size, so tokens must be counted over all of them"),
@@ -151,20 +120,12 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
 
 
 def warn_of_layout(trainer: Any, budget: Budget) -> None:
-    """Where nothing is to be gained (``packing`` of TRL), or batches stay smaller than they could be."""
-    if getattr(trainer.args, "packing", False):
-        warnings.warn(
-            "with packing=True TRL has already joined samples into blocks of max_length tokens: there is nothing left for "
-            "batches that fit to gain. Leave dynagroup out; or set packing=False, padding_free=True, max_length=None and give it "
-            "TokenBudget(max_tokens, layout='packed'): no sample is cut, and updates keep their samples",
-            stacklevel=4,
-        )
-        return
-    kinds = {c.__name__ for c in type(trainer.data_collator).__mro__}
-    flat = "DataCollatorWithFlattening" in kinds or getattr(trainer.data_collator, "padding_free", False)
-    if flat and budget.layout == "padded":
-        warnings.warn(
-            f"{type(trainer.data_collator).__name__} lays samples end to end, but the budget counts padding that is not there, "
-            "so batches stay smaller than they could be: give it layout='packed', e.g. TokenBudget(max_tokens, layout='packed')",
-            stacklevel=4,
+    """Where batches stay smaller than they could be."""
+    collator = trainer.data_collator
+    kinds = {c.__name__ for c in type(collator).__mro__}
+    flat = "DataCollatorWithFlattening" in kinds or getattr(collator, "padding_free", False)
+    if flat and budget.layout == "padded" and not getattr(trainer.args, "packing", False):
+        warn_user(
+            f"{type(collator).__name__} lays samples end to end, but the budget counts padding that is not there, so batches "
+            "stay smaller than they could be: give it layout='packed', e.g. TokenBudget(max_tokens, layout='packed')"
         )

@@ -33,7 +33,6 @@ from dynagroup.integrations.hf_data import (
 )
 from dynagroup.integrations.hf_evaluate import Evaluator
 from dynagroup.integrations.hf_progress import DynagroupCallback
-from dynagroup.integrations.hf_step import LossFigures
 from dynagroup.integrations.packing import check_packed_training
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
@@ -42,7 +41,7 @@ from dynagroup.update.planned import PlannedDataLoader
 
 __all__ = ["DynagroupConfig", "DynagroupTrainer", "DynagroupTrainerMixin", "attach", "dynagroup_trainer"]
 
-OF_STREAMS = "pass DynagroupConfig(mode='online', updates='free', accumulation=...), and max_steps in the arguments"
+OF_STREAMS = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the arguments"
 
 
 class DynagroupTrainerMixin(Evaluator):
@@ -71,7 +70,7 @@ class DynagroupTrainerMixin(Evaluator):
         self.dynagroup, self.dynagroup_eval = config, evaluation
         self.update_loader: StepLoader[Any] | None = None
         self.guard: OomSafeBackward | None = None
-        self.figures, self._planned_rows = LossFigures(self), {}
+        self._planned_rows = {}
         self.accumulation = int(self.args.gradient_accumulation_steps)
         self.fixed_samples = super().get_total_train_batch_size(self.args)
         self.args = copy.copy(self.args)
@@ -120,7 +119,7 @@ class DynagroupTrainerMixin(Evaluator):
         free = config.updates == "free"
         return {
             "samples_per_update": None if free else config.samples_per_update or self.fixed_samples,
-            "accumulation": (config.accumulation or self.accumulation) if free else 1,
+            "accumulation": self.accumulation if free else 1,
             "seed": args.data_seed if args.data_seed is not None else args.seed,
             "weigh": self._weigh,
             "drop_last": args.dataloader_drop_last and not free,

@@ -17,12 +17,10 @@ from transformers import EvalPrediction
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf_data import is_stream, loader_kwargs, sample_lengths, work_of
-from dynagroup.integrations.hf_step import UpdateRunner
+from dynagroup.integrations.hf_step import UpdateRunner, trl_figures
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import TOKENS, IntArray
-
-__all__ = ["EvaluationRows", "Evaluator"]
 
 
 # What: batches for W ranks, row by row, each row with the same number of samples on every rank, since the Trainer gathers
@@ -185,7 +183,6 @@ class Evaluator(UpdateRunner):
         finally:
             self._evaluation, self.gather_function = None, self.accelerator.gather_for_metrics
             self.compute_metrics, self.args.average_tokens_across_devices = before
-        self.figures.add_up("eval")
         name = f"{kwargs.get('metric_key_prefix', args[2] if len(args) > 2 else 'eval')}_loss"
         loss, metrics = run.mean_loss(only_finite=self.args.logging_nan_inf_filter), cast("Any", output.metrics)
         if loss is not None and name in metrics:
@@ -198,7 +195,7 @@ class Evaluator(UpdateRunner):
             return super().prediction_step(model, inputs, *args, **kwargs)
         run.row += 1
         weight = 0.0 if run.repeats else self._evaluation_weight(inputs)
-        with self.figures.of_batch("eval", inputs, counts=not run.repeats):
+        with trl_figures(self, idle=run.repeats):
             found = super().prediction_step(model, inputs, *args, **kwargs)
         if found[0] is not None:
             run.losses.append((float(found[0]), weight))

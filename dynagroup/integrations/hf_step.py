@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -19,85 +18,46 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import trl_classes
 from dynagroup.integrations.hf_progress import Progress
 from dynagroup.oom.jobs import evaluating
-from dynagroup.oom.split import BatchSplitter, Splitter
+from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.train import OomSafeBackward
-from dynagroup.update.loss_weight import count_label_tokens, mean_items, predicts_next_token
+from dynagroup.update.loss_weight import mean_items, predicts_next_token
 from dynagroup.update.step import Step
 
-__all__ = ["LossFigures", "UpdateRunner", "is_a_mean"]
 
-NOTING = {"SFTTrainer", "DPOTrainer", "RewardTrainer"}
-"""TRL's Trainers whose losses gather for their figures only, and note them in ``_metrics``."""
+# What: while its loss is computed, TRL gathers values of all ranks' batches as tensors of one shape, notes a mean of them, and
+#   logs the mean of what it noted. Batches that fit differ in size: each rank gives what it has, an idle one nothing, and a mean
+#   is noted once for each value that it is a mean of.
+# Cost: an exchange of objects in place of one of tensors.
+@contextlib.contextmanager
+def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
+    """Around the loss of a batch. ``probe``: of this rank alone, and nothing is noted. Other Trainers are left alone."""
+    if not (trl_classes(trainer) and hasattr(trainer, "_metrics")):
+        yield
+        return
+    accelerator, counts = trainer.accelerator, [1]
+    noted = {mode: {key: len(values) for key, values in found.items()} for mode, found in trainer._metrics.items()}
 
+    def gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own = [] if idle else tensor.flatten().tolist()
+        counts.append(len(found := own if probe else gather_object(own)))
+        return tensor.new_tensor(found)
 
-# What: TRL notes one figure a batch, a mean over the samples or tokens of all ranks' batches, and logs the mean of these means;
-#   it gathers tensors of one shape. Batches of ours differ in size, over ranks as well. So while a loss is computed, gathering
-#   gives this rank's own values, and figures are noted elsewhere, with the count that each is a mean of. Once an update, the mean
-#   of all ranks' figures, weighed by their counts, is noted for TRL.
-# Why right: a mean over a union is the mean of the means weighed by their counts. A rank that idles has none.
-# Cost: one small exchange an update, in place of TRL's eight or so a batch.
-class LossFigures:
-    """Of one Trainer. It does nothing where the Trainer is not one of :data:`NOTING`."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer if NOTING & trl_classes(trainer) and hasattr(trainer, "_metrics") else None
-        self._new: list[tuple[str, float, float]] = []
-        """Of this rank's batches since figures were added up: (name, figure, what it is a mean of)."""
-        self._tokens = 0.0
-
-    @contextlib.contextmanager
-    def of_batch(self, mode: str, batch: Any, *, counts: bool) -> Iterator[None]:
-        """Around the loss of a batch. ``counts``: False for one that only keeps ranks in step."""
-        trainer = self.trainer
-        if trainer is None:
-            yield
-            return
-        kept, tokens, accelerator = trainer._metrics[mode], trainer._total_train_tokens, trainer.accelerator
-        noted = trainer._metrics[mode] = defaultdict(list)
-        accelerator.gather = accelerator.gather_for_metrics = lambda tensor, *args, **kwargs: tensor
-        try:
-            yield
-            if counts:
-                weights = _weights(batch)
-                self._new += [(key, value, weights[key]) for key, values in noted.items() for value in values]
-                self._tokens += trainer._total_train_tokens - tokens
-        finally:
-            del accelerator.gather, accelerator.gather_for_metrics
-            trainer._metrics[mode], trainer._total_train_tokens = kept, tokens
-
-    def add_up(self, mode: str) -> None:
-        """Over all ranks, which all call it."""
-        if self.trainer is None:
-            return
-        gathered = gather_object([(self._new, self._tokens)])
-        sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        for key, value, weight in (figure for new, _ in gathered for figure in new):
-            sums[key] = sums[key][0] + weight * value, sums[key][1] + weight
-        noted = self.trainer._metrics[mode]
-        for key, (total, weight) in sums.items():
-            noted[key].append(total / weight if weight else 0.0)
-        self.trainer._total_train_tokens += sum(tokens for _, tokens in gathered)
-        noted["num_tokens"] = [self.trainer._total_train_tokens]
-        self._new, self._tokens = [], 0.0
-
-
-def _weights(batch: Mapping[str, Any]) -> Mapping[str, float]:
-    """What each figure of a batch is a mean of: tokens for some keys, else samples."""
-    weights: dict[str, float] = defaultdict(lambda: float(len(batch["input_ids"])))
-    mask = batch.get("completion_mask")
-    if "labels" in batch:
-        weights["entropy"] = weights["mean_token_accuracy"] = float(count_label_tokens(batch))
-    elif mask is not None:
-        chosen, rejected = (float(half[:, 1:].sum()) for half in mask.chunk(2))
-        weights |= {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
-        weights |= {"logits/chosen": chosen, "logits/rejected": rejected}
-    return weights
+    accelerator.gather = accelerator.gather_for_metrics = gather
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.gather_for_metrics
+    for mode, figures in trainer._metrics.items():
+        for key, values in [*figures.items()]:
+            before = noted[mode].get(key, 0)
+            values[before:] = [] if probe else values[before:] * max(counts)
+            if not values:
+                del figures[key]
 
 
 class UpdateRunner(Progress):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that runs updates."""
 
-    figures: LossFigures
     _idle_step = False
     _found_mean: bool | None = None
     """What the loss has answered to whether it is a mean; None before it was asked."""
@@ -120,24 +80,23 @@ class UpdateRunner(Progress):
         if not _is_update(inputs):
             return super().training_step(model, inputs, num_items_in_batch)
         total: Any = 0.0
+        mean = self._loss_is_a_mean(model, inputs, num_items_in_batch)
+        items = None if mean else num_items_in_batch
         for number, step in enumerate(inputs):
             if number:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
-            mean = self._loss_is_a_mean(model, step.batch, num_items_in_batch)
-            items = None if mean else num_items_in_batch
             if self.dynagroup.out_of_memory is not None:
                 total = total + self._run_protected(model, step, mean, items)
                 continue
             with (
                 self._local_gradients(model, step),
                 self._weighed(step, mean, len(inputs)),
-                self.figures.of_batch("train", step.batch, counts=not step.idle),
+                trl_figures(self, idle=step.idle),
             ):
                 total = total + super().training_step(model, step.batch, items)
-        self.figures.add_up("train")
         return total
 
-    def _loss_is_a_mean(self, model: Any, batch: Any, num_items_in_batch: Any) -> bool:
+    def _loss_is_a_mean(self, model: Any, update: list[Step[Any]], num_items_in_batch: Any) -> bool:
         """The loss is a mean over its batch, not a sum divided by the whole update's items."""
         if self.loss_is_scaled_for_ga is not None:
             return not self.loss_is_scaled_for_ga
@@ -145,11 +104,13 @@ class UpdateRunner(Progress):
             return True
         if self.label_smoother is not None and self.compute_loss_func is None and not _defines_compute_loss(type(self)):
             return False
-        if self._found_mean is None:
-            config, loader = self.dynagroup, self.update_loader
-            assert loader is not None
-            splitter = None if config.out_of_memory is None else config.splitter or BatchSplitter(trim="right")
-            self._found_mean = is_a_mean(self, model, batch, loader.world, splitter)
+        config, loader = self.dynagroup, self.update_loader
+        assert loader is not None
+        splitter = config.splitter or BatchSplitter(trim="right")
+        for step in update:
+            if self._found_mean is None:  # one sample fits where a batch may not
+                batch = step.batch if config.out_of_memory is None else splitter.take(step.batch, 0, 1)
+                self._found_mean = is_a_mean(self, model, batch, loader.world)
         return bool(self._found_mean)
 
     @contextlib.contextmanager
@@ -182,7 +143,7 @@ class UpdateRunner(Progress):
         model.train()
 
         def loss_of(batch: Any) -> torch.Tensor:
-            with self.compute_loss_context_manager(), self.figures.of_batch("train", batch, counts=True):
+            with self.compute_loss_context_manager(), trl_figures(self):
                 return self.compute_loss(model, {**batch}, num_items_in_batch=items)
 
         scale, batch = step.loss_scale if mean else 1.0, self._prepare_inputs(step.batch)
@@ -241,9 +202,8 @@ def _defines_compute_loss(trainer_class: type) -> bool:
 #   Heads that take ``**kwargs`` and drop the number (transformers#47688, open), and ``compute_loss`` of a subclass that
 #   returns a mean, look alike from outside: the Trainer takes both for sums, and they would count once a batch.
 # Cost: two forward passes, once a run. Collective: all ranks take the same answer, or raise alike.
-def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Splitter[Any] | None = None) -> bool | None:
+def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:
     """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell.
-    ``splitter`` takes one sample of a batch that runs out of memory here.
 
     Raises:
         ConfigError: the loss cannot be asked, or neither halves nor stays. Names ``loss_is_scaled_for_ga``.
@@ -251,7 +211,9 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Spli
     error: Exception | None = None
     ratio = math.nan
     try:
-        one, two = _losses(trainer, model, batch, splitter)
+        with evaluating(model), trl_figures(trainer, probe=True):
+            inputs = trainer._prepare_inputs(batch)
+            one, two = (_loss(trainer, model, inputs, count) for count in (1, 2))
         if math.isfinite(one) and math.isfinite(two) and one and two:
             ratio = one / two
     except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
@@ -268,17 +230,6 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, splitter: Spli
             "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
         ) from error
     return not halves if halves or stays else None
-
-
-def _losses(trainer: Any, model: Any, batch: Any, splitter: Splitter[Any] | None) -> list[float]:
-    try:
-        with evaluating(model), trainer.figures.of_batch("train", batch, counts=False):
-            inputs = trainer._prepare_inputs(batch)
-            return [_loss(trainer, model, inputs, count) for count in (1, 2)]
-    except Exception as error:
-        if splitter is None or not is_out_of_memory(error) or splitter.num_samples(batch) < 2:
-            raise
-    return _losses(trainer, model, splitter.take(batch, 0, 1), splitter)
 
 
 def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:

@@ -6,7 +6,6 @@ loss looks healthy. So the model itself is asked, on two samples of a few tokens
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -15,16 +14,18 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.varlen import NAME, check_own_attention, settings_kept, use_varlen_attention
+from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
-
-__all__ = ["check_packed_training", "check_packing", "mask_bytes", "packing_collator"]
 
 LINEAR = ("flash_attention", "flex_attention", NAME)  # keep samples apart without a mask of tokens times tokens
 MOST_MASK_BYTES = 2**30
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 SIZES = [len(probe) for probe in PROBES]
+WAYS_OUT = (
+    "set model.config.use_cache = False (with a cache transformers builds no mask between packed samples), "
+    "call dynagroup.integrations.varlen.use_varlen_attention(model), or use the padded layout"
+)
 
 
 def packing_collator(model: Any, *, max_tokens: int | None = None, **options: Any) -> Collate:
@@ -38,15 +39,11 @@ def packing_collator(model: Any, *, max_tokens: int | None = None, **options: An
     Raises:
         ConfigError: see :func:`check_packing`.
     """
-    collate = _collator(model, **options)
-    check_packing(model, collate, max_tokens=max_tokens)
-    return collate
-
-
-def _collator(model: Any, **options: Any) -> Collate:
     first = _first_position(model)
     settings = {"return_flash_attn_kwargs": _is_linear(model), **({"position_ids_start": first} if first else {})}
-    return DataCollatorWithFlattening(**{**settings, **options})
+    collate = DataCollatorWithFlattening(**{**settings, **options})
+    check_packing(model, collate, max_tokens=max_tokens)
+    return collate
 
 
 class NotAskedError(ConfigError):
@@ -60,19 +57,33 @@ def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = N
     Raises:
         ConfigError: the model cannot be asked, answers differ (no attention that keeps samples apart, a cache, positions that
             start elsewhere), or attention leaves out what the model adds to it, or would build a mask of more than 1 GiB for
-            a batch of ``max_tokens``. The ways out that it names were tried.
+            a batch of ``max_tokens``.
     """
+    name, attention = type(model).__name__, _attention(model)
+    if (need := mask_bytes(model, max_tokens or 0)) > MOST_MASK_BYTES:
+        raise ConfigError(
+            f"attention {attention!r} builds a mask quadratic in the sum of tokens: a packed batch of {max_tokens:,} tokens "
+            f"would take {need / 1e9:.1f} GB for it; load the model with attn_implementation='flash_attention_2', or {WAYS_OUT}"
+        )
+    if attention == NAME:  # it may have been set by its name
+        check_own_attention(model)
     try:
-        problem = _problem(model, collate_fn, max_tokens)
+        together, alone = _answers(model, collate_fn)
     except ConfigError:
         raise
     except Exception as error:
         raise NotAskedError(
-            f"{type(model).__name__} could not be run on two packed samples of `input_ids` ({type(error).__name__}: {error}); "
+            f"{name} could not be run on two packed samples of `input_ids` ({type(error).__name__}: {error}); "
             "decoders and encoders that read one row of tokens can be packed; use the padded layout"
         ) from error
-    if problem is not None:
-        raise ConfigError(f"{problem}; {_ways_out(model, max_tokens)}")
+    apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
+    if apart > _rounding(model, alone):
+        why = f"its attention {attention!r} does not keep them apart"
+        if _is_linear(model):
+            why = "its positions or layers that run along the row do not start anew with each sample"
+        raise ConfigError(
+            f"{name} answers otherwise on packed samples than on each alone (by {apart:.1%}): {why}; {WAYS_OUT}"
+        )
 
 
 def check_packed_training(trainer: Any) -> None:
@@ -91,54 +102,31 @@ def check_packed_training(trainer: Any) -> None:
     )
 
 
-def _problem(model: Any, collate_fn: Collate, max_tokens: int | None = None) -> str | None:
-    """What is wrong with packed batches of this model; None if nothing is."""
-    name, attention = type(model).__name__, _attention(model)
-    if (need := mask_bytes(model, max_tokens or 0)) > MOST_MASK_BYTES:
-        return (
-            f"attention {attention!r} builds a mask quadratic in the sum of tokens: a packed batch of {max_tokens:,} tokens "
-            f"would take {need / 1e9:.1f} GB for it"
-        )
-    if attention == NAME:  # it may have been set by its name
-        check_own_attention(model)
+def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tensor]:
+    """To two samples packed, and to each alone."""
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
-    if tuple(batch["input_ids"].shape) != (1, sum(SIZES)):
+    shape = tuple(batch["input_ids"].shape)
+    if shape != (1, sum(SIZES)):
         raise ConfigError(
-            f"`collate_fn` does not pack: two samples of 8 tokens came out as {tuple(batch['input_ids'].shape)}; use the padded "
-            "layout, or packing_collator(model)"
+            f"`collate_fn` does not pack: two samples of 8 tokens came out as {shape}; use the padded layout, or "
+            "packing_collator(model)"
         )
     with evaluating(model), torch.no_grad():
         together = _answer(model, batch)
         parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
         alone = torch.cat([_answer(model, {"input_ids": part}) for part in parts], dim=1)
     if together.shape != alone.shape:
-        return f"{name} does not answer token by token, so it cannot train on packed samples"
-    apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
-    if apart <= _rounding(model, alone):
-        return None
-    why = f"its attention {attention!r} does not keep them apart"
-    if _is_linear(model):
-        why = "its positions or layers that run along the row do not start anew with each sample"
-    return f"{name} answers otherwise on packed samples than on each alone (by {apart:.1%}): {why}"
+        raise ConfigError(
+            f"{type(model).__name__} does not answer token by token, so it cannot train on packed samples; use the padded layout"
+        )
+    return together, alone
 
 
-def _ways_out(model: Any, max_tokens: int | None = None) -> str:
-    """What makes the model fit for packed batches: each way is tried. FlashAttention, which may not be installed here, keeps
-    apart what ``use_varlen_attention`` does."""
-    no_cache = "set model.config.use_cache = False (with a cache transformers builds no mask between packed samples)"
-    varlen = "call dynagroup.integrations.varlen.use_varlen_attention(model)"
-    ways = []
-    for say in (no_cache, varlen):
-        with settings_kept(model), contextlib.suppress(Exception):
-            if say == varlen:
-                use_varlen_attention(model)
-            else:
-                model.config.use_cache = False
-            ways += [say] if _problem(model, _collator(model), max_tokens) is None else []
-    large = mask_bytes(model, max_tokens or 0) > MOST_MASK_BYTES
-    if (ways or large) and getattr(model, "_supports_flash_attn", False):
-        ways.append("load the model with attn_implementation='flash_attention_2'")
-    return ", or ".join([*ways, "use the padded layout"])
+def _answer(model: Any, batch: dict[str, Any]) -> Any:
+    device = next(model.parameters()).device
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
+    output = model(**inputs)
+    return (output.logits if getattr(output, "logits", None) is not None else output[0]).detach()
 
 
 def mask_bytes(model: Any, num_tokens: int) -> int:
@@ -149,13 +137,6 @@ def mask_bytes(model: Any, num_tokens: int) -> int:
     width = next(model.parameters()).dtype.itemsize
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1) if _attention(model) == "eager" else 0
     return num_tokens**2 * (1 + width + 2 * heads * width)
-
-
-def _answer(model: Any, batch: dict[str, Any]) -> Any:
-    device = next(model.parameters()).device
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
-    output = model(**inputs)
-    return (output.logits if getattr(output, "logits", None) is not None else output[0]).detach()
 
 
 def _rounding(model: Any, answer: Any) -> float:
@@ -177,8 +158,6 @@ def _is_linear(model: Any) -> bool:
 
 def _first_position(model: Any) -> int:
     """RoBERTa-like models number positions from behind their padding token's."""
-    tables = (
-        getattr(m, "position_embeddings", None) for m in model.modules() if type(m).__name__.endswith("Embeddings")
-    )
-    padding = (getattr(table, "padding_idx", None) for table in tables)
+    layers = [module for module in model.modules() if type(module).__name__.endswith("Embeddings")]
+    padding = [getattr(getattr(layer, "position_embeddings", None), "padding_idx", None) for layer in layers]
     return next((int(index) + 1 for index in padding if index is not None), 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -22,16 +22,14 @@ from transformers.masking_utils import eager_mask
 from dynagroup.errors import ConfigError
 from dynagroup.oom.jobs import evaluating
 
-__all__ = ["NAME", "check_own_attention", "settings_kept", "use_varlen_attention"]
-
 NAME, PROBE = "dynagroup_varlen", "dynagroup_probe"
 NO_MATTER = frozenset(
     "position_ids position_embeddings cache_position seq_idx cu_seq_lens_k max_length_k num_items_in_batch use_cache "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
 """What models hand to their attention, and attention has no use for."""
-PROBE_TOKENS, NEAR = 13, 4
-WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+PROBE_TOKENS = 13
+COLLATE = "collate with DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
 INSTEAD = "use attn_implementation='flash_attention_2' where the model has it, or the padded layout"
 
 
@@ -60,7 +58,8 @@ def use_varlen_attention(model: Any) -> Any:
 # What: one forward pass of a few tokens, in which each layer's attention is computed twice from the same queries, keys and
 #   values: by the model's own function (the "eager" one of its file, with the masks that it makes), and by ours.
 # Why right: these are random and large instead of the layer's, so that what weights as they are do not show (a soft cap over
-#   small scores, a sink of zero) does; windows and chunks are shortened so that a few tokens are longer than they are.
+#   small scores, a sink of zero) does. Windows and chunks are longer than a few tokens, but masks are functions of two places:
+#   they are asked of places far apart.
 # Cost: that pass, on the model's device. The model is afterwards as it was.
 def check_own_attention(model: Any) -> set[Any]:
     """Compare packed attention with the model's own, layer by layer; returns the modules that attend.
@@ -69,16 +68,12 @@ def check_own_attention(model: Any) -> set[Any]:
         ConfigError: the two differ (soft caps, sinks, chunks, biases, ...), or cannot be compared.
     """
     name, asked = type(model).__name__, set()
-    if not hasattr(model, "set_attn_implementation"):
-        raise ConfigError(
-            f"`model` must be a transformers model with a choice of attention, but is {name}; use the padded layout"
-        )
-    if next(model.parameters()).is_meta:
-        raise ConfigError(f"{name} has no weights yet, so its attention cannot be compared; load them first")
-    _register(partial(_attend_both, asked))
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionInterface.register(PROBE, partial(_attend_both, asked))
+    AttentionMaskInterface.register(PROBE, _probe_mask)
     try:
         with settings_kept(model), evaluating(model), torch.no_grad():
-            _shorten(model)
             model.set_attn_implementation(PROBE)
             ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
             model(input_ids=ids[None])
@@ -94,23 +89,11 @@ def check_own_attention(model: Any) -> set[Any]:
     return asked
 
 
-def _register(probe: Callable[..., Any]) -> None:
-    for name, attention, mask in ((NAME, _attend, _no_mask), (PROBE, probe, eager_mask)):
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, mask)
-
-
-def _owners(model: Any) -> list[Any]:
-    """What holds a model's settings, each once: its configs, and modules that know their window."""
-    found = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
-    windowed = (part for part in model.modules() if _number(vars(part).get("sliding_window")))
-    return [*{id(config): config for config in found}.values(), *windowed]
-
-
 @contextlib.contextmanager
 def settings_kept(model: Any) -> Iterator[None]:
     """Afterwards a model's settings are what they were."""
-    before = [(vars(owner), dict(vars(owner))) for owner in _owners(model)]
+    configs = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
+    before = [(vars(config), dict(vars(config))) for config in configs]
     try:
         yield
     finally:
@@ -119,22 +102,10 @@ def settings_kept(model: Any) -> Iterator[None]:
             settings.update(old)
 
 
-def _shorten(model: Any) -> None:
-    """Windows and chunks of a few tokens, and no cache."""
-    owners = _owners(model)
-    sizes = {_number(getattr(owner, name, None)) for owner in owners if hasattr(owner, "to_dict") for name in WINDOWS}
-    for owner in owners:
-        for name in WINDOWS:
-            if size := _number(getattr(owner, name, None)):
-                more = min((size - other for other in sizes - {0}), key=abs, default=0)  # some count the token itself
-                setattr(owner, name, min(size, NEAR + more))
-        if hasattr(owner, "use_cache"):
-            owner.use_cache = False
-
-
-def _number(value: Any) -> int:
-    """A size, or 0 for what is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+def _probe_mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> Any:
+    mask = eager_mask(*args, mask_function=mask_function, **{**kwargs, "allow_is_bidirectional_skip": False})
+    mask.sees = mask_function, local_size
+    return mask
 
 
 def _attend_both(
@@ -148,13 +119,27 @@ def _attend_both(
     q, k, v = (2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value))
     wanted = own(module, q, k, v, attention_mask, **options)[0]
     apart = float((_attend(module, q, k, v, **options)[0] - wanted).abs().max() / wanted.abs().max())
-    if not apart < (1e-2 if wanted.is_cuda else 1e-4):
+    window, causal = options.get("sliding_window"), _is_causal(module, options.get("is_causal"))
+    if not apart < (1e-2 if wanted.is_cuda else 1e-4) or not _sees_as_far(attention_mask, window, causal):
         raise ConfigError(
-            f"{type(module).__name__} does more than packed attention does: the two are {apart:.1%} apart (it adds to the "
-            f"scores, or limits what a token sees by other than a window); {INSTEAD}"
+            f"{type(module).__name__} does more than packed attention does: on {PROBE_TOKENS} tokens the two are {apart:.1%} "
+            f"apart (it adds to the scores, or limits what a token sees by other than a window of {window}); {INSTEAD}"
         )
     asked.add(module)
     return wanted.to(query.dtype), None
+
+
+def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
+    """Whether a mask lets tokens see as far as a window does, asked of places around the ends of windows and chunks."""
+    function, size = getattr(mask, "sees", (None, None))
+    if function is None:
+        return window is None
+    near = [end + step for end in (2, *(many * (size or window or 8) for many in (1, 2))) for step in range(-2, 3)]
+    place = torch.tensor(sorted({*near}), device=mask.device)
+    back = place[:, None] - place[None]
+    wanted = torch.ones_like(back, dtype=torch.bool) if window is None else back.abs() < window
+    found = function(torch.zeros_like(place[:1]), 0, place[:, None], place[None])
+    return bool((found == (wanted & (back >= 0) if causal else wanted)).all())
 
 
 def _no_mask(
@@ -162,18 +147,16 @@ def _no_mask(
     **kwargs: Any,
 ) -> None:  # fmt: skip
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise ConfigError(
-            "packed attention was given a padded batch; collate with "
-            "DataCollatorWithFlattening(return_flash_attn_kwargs=True), or use the padded layout"
-        )
+        raise ConfigError(f"packed attention was given a padded batch; {COLLATE}, or use the padded layout")
     if mask_function is not None and q_length > 1:
         places = torch.arange(q_length, device=device)
         ahead = mask_function(torch.arange(batch_size, device=device)[:, None], 0, places[:-1], places[1:])
         if bool(ahead.any()) and not bool(ahead.all()):
-            raise ConfigError(
-                "some tokens look ahead and others do not, as tokens of an image do: packed attention knows no such mask; "
-                "use the padded layout"
-            )
+            raise ConfigError("some tokens look ahead and others do not, as an image's do; use the padded layout")
+
+
+def _is_causal(module: Any, told: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True)) if told is None else told
 
 
 def _attend(
@@ -182,18 +165,15 @@ def _attend(
     max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers' attention functions have it."""
-    given = {**kwargs, "attention_mask": attention_mask}
-    if unknown := [f"`{k}`" for k, v in given.items() if k not in NO_MATTER and v is not None and v is not False]:
-        raise ConfigError(
-            f"{type(module).__name__} gives its attention {', '.join(unknown)}, which packed attention does not understand; "
-            + INSTEAD
-        )
+    options = {**kwargs, "attention_mask": attention_mask}
+    if unknown := [f"`{k}`" for k, v in options.items() if k not in NO_MATTER and v is not None and v is not False]:
+        given = f"{type(module).__name__} gives its attention {', '.join(unknown)}"
+        raise ConfigError(f"{given}, which packed attention does not understand; {INSTEAD}")
     if query.shape[2] != key.shape[2]:
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
     if cu_seq_lens_q is None:
         cu_seq_lens_q, max_length_q = _rows_as_samples(query, kwargs.get("position_ids"))
-    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    how: dict[str, Any] = {"causal": causal, "scale": scaling, "window": sliding_window}
+    how: dict[str, Any] = {"causal": _is_causal(module, is_causal), "scale": scaling, "window": sliding_window}
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype.itemsize == 2 and not dropout and has_kernel():
         out = kernel(q, k, v, cu_seq_lens_q, int(max_length_q or cu_seq_lens_q.diff().max()), **how)
@@ -206,10 +186,7 @@ def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> 
     """Borders where the collator gave none: a batch that is no pack has one sample a row."""
     rows, tokens = query.shape[0], query.shape[2]
     if position_ids is not None and bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
-        raise ConfigError(
-            "the batch is packed, but does not say where its samples begin; collate with "
-            "DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
-        )
+        raise ConfigError(f"the batch is packed, but does not say where its samples begin; {COLLATE}")
     return torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
 
 
@@ -223,26 +200,29 @@ def has_kernel() -> bool:
     return {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
-def kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, longest: int, *, causal: bool,
-    scale: float | None, window: int | None,
-) -> Any:  # fmt: skip
+def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int, **how: Any) -> Any:
     """What :func:`one_by_one` gives, in one call: on CUDA devices, in half precision."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    near = window - 1 if window else -1
+    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+    near = how["window"] - 1 if how["window"] else -1
+    window: Any = near, 0 if how["causal"] else near
     borders = borders.to(device=query.device, dtype=torch.int32)
-    how: Any = {"window_size": (near, 0 if causal else near), "scale": scale}
-    return varlen_attn(query, key, value, borders, borders, longest, longest, **how)
+    return varlen_attn(query, key, value, borders, borders, longest, longest, window_size=window, scale=how["scale"])
 
 
 def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, *, causal: bool,
-    scale: float | None, window: int | None, dropout: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    query: Any,
+    key: Any,
+    value: Any,
+    borders: Any,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
     """(T, H, D) -> (T, H, D), a sample at a time: exact on any device and dtype; its cost is one call a sample and layer.
 
     A query scores keys before it only (``causal``), times ``scale``, fewer than ``window`` tokens away.
