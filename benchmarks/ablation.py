@@ -61,12 +61,11 @@ class Mechanism(NamedTuple):
 
 MECHANISMS = {
     "rows by dynamic programming (ranks)": Mechanism("padded", ranks, "_cheapest", without_rows),
-    "uneven rows cut again (ranks)": Mechanism("padded", ranks, "_level_runs", as_they_are),
+    "uneven rows cut again (ranks)": Mechanism("padded", ranks, "_levelled", as_they_are),
     "the exact cut by a convex hull trick (padded)": Mechanism("padded", padded, "by_queue", padded.one_by_one),
     "greedy runs in large windows (padded)": Mechanism("large", padded, "EXACT_UP_TO", 1 << 30),
     "an order alike in all streams (multistream)": Mechanism("pairs", padded, "alike_order", without_order),
     "rows by dynamic programming, two streams (ranks)": Mechanism("pairs", ranks, "_cheapest", without_rows),
-    "samples of uneven rows exchanged (ranks)": Mechanism("pairs", ranks, "_level_pairs", as_they_are),
     "rows filled up to their longest sample (packed)": Mechanism(
         "packed", packed, "_paces", lambda dearest, rows, multiple: [1.0] * rows
     ),

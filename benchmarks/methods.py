@@ -237,7 +237,7 @@ METHODS: dict[str, Method] = {
     "dynagroup": Method(_ours()),
     "dynagroup, default work": Method(_ours(work=Work())),
     "dynagroup, a CPU's work": Method(_ours(work=Work(per_step=CPU_PER_STEP))),
-    "dynagroup, fewest batches": Method(_ours(objective="fewest")),
+    "dynagroup, fewest batches": Method(_ours(work=Work(per_step=1e12))),
     "dynagroup, free updates": Method(_free, flat=True, same_updates=False),
     "dynagroup, packed": Method(_ours("packed"), packed=True),
     "dynagroup, 8 lengths": Method(_few_shapes, few_shapes=True),

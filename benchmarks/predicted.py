@@ -75,7 +75,7 @@ def cuts() -> dict[str, Any]:
     for name, group, ranks in itertools.product(CUT, (16, 32, 64, 256, None), (1, 8)):
         tokens = lengths_of(name, 20_000 if group is None or group >= 256 else 4_000)
         size: dict[str, Any] = {"shuffle": True} if group is None else {"samples_per_update": group}
-        ways: dict[str, Any] = {"before": {"objective": "fewest"}, "now": {"work": work}}
+        ways: dict[str, Any] = {"before": {"work": Work(per_step=1e12, crossover=math.inf)}, "now": {"work": work}}
         budget = TokenBudget(16 * int(tokens.max()))
         found[f"{name}/{group or 'free'}/{ranks}"] = {
             way: cut_figures(planned(tokens, budget, ranks, seed=1, **size, **how)) for way, how in ways.items()

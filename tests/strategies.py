@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.plan.batches import friendly_size, multiple_of
+from dynagroup.plan.batches import RoundBatch, allowed_sizes, friendly_size, multiple_of
 
 ROUNDINGS = st.sampled_from([None, multiple_of(2), multiple_of(8), friendly_size])
+
+
+def are_allowed(sizes: NDArray[np.int64], rounding: RoundBatch | None) -> bool:
+    """Whether batches have sizes that a rounding produces, or smaller ones than any."""
+    return rounding is None or bool(np.isin(sizes, allowed_sizes(int(sizes.max()), rounding)).all())
 
 
 def _heavy_tailed(seed: int, count: int) -> list[int]:

@@ -72,13 +72,13 @@ def returning(make: Callable[..., None], name: str) -> Callable[..., None]:
 
 
 SAMPLER = (
-    "lengths budget shuffle window seed hardest_first round_batch work objective samples_per_update order oversize uneven rank "
+    "lengths budget shuffle window seed hardest_first round_batch work samples_per_update order oversize uneven rank "
     "world_size"
 )
 PLANNED = "lengths budget samples_per_update accumulation shuffle seed weigh drop_last plan world"
 ONLINE = (
     "budget length_of batch_sampler shuffle length_hint window samples_per_update drop_last accumulation seed weigh uneven "
-    "oversize work objective window_bytes world"
+    "oversize work window_bytes world"
 )
 FREE: dict[str, Any] = {"samples_per_update": None}
 METHODS = "set_epoch set_samples_per_update num_updates_in samples_after updates_until"
@@ -128,7 +128,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "Work.fit of a row": (lambda row: Work.fit([row, row, row]), "row"),
     "RefinementCollator": (
         using(dg.RefinementCollator, collate_fn=collate, budget=TokenBudget(20)),
-        "collate_fn budget length_of oversize work objective weigh",
+        "collate_fn budget length_of oversize work weigh",
     ),
     "measure_lengths": (using(dg.measure_lengths, data=[[1], [2, 3]]), "column max_length length_of"),
     "a length": (lambda value: sampler(lengths=[3, 3, value]), "value"),

@@ -22,7 +22,7 @@ from dynagroup.lengths import LONGEST, with_tokens
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
-from dynagroup.plan.padded import OBJECTIVES, Objective, cut
+from dynagroup.plan.padded import cut
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said, units_of
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import total_of, width_of
@@ -81,7 +81,7 @@ class RefinementCollator:
             than that, or samples have no ``input_ids``, what ``collate_fn`` makes of each sample alone.
         weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
         oversize: a sample that does not fit even alone: "alone" or "error".
-        work: predicted time of a batch. objective: what cutting makes least, "time" or the number of batches ("fewest").
+        work: predicted time of a batch.
 
     Raises:
         BudgetError: a collated batch is wider than measured and does not fit; or ``oversize="error"`` and one does not fit.
@@ -99,7 +99,6 @@ class RefinementCollator:
     weigh: Weigh = "tokens"
     oversize: Oversize = "alone"
     work: Work = DEFAULT_WORK
-    objective: Objective = "time"
 
     def __post_init__(self) -> None:
         if self.collate_fn is not None:
@@ -107,7 +106,6 @@ class RefinementCollator:
         if self.length_of is not None:
             check_function("length_of", self.length_of, "from a sample to its tokens")
         check_choice("oversize", self.oversize, ("alone", "error"))
-        check_choice("objective", self.objective, OBJECTIVES)
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
         self._warned_wide = self._collates_to_measure = False
@@ -169,7 +167,7 @@ class RefinementCollator:
     def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[dict[str, Any]]]:
         """Planned batches that fit stay, neighbours that both shrank are joined where they fit, all others are cut. With what
         became of them: see ``group``, ``late`` and ``joined`` of :class:`Refined`."""
-        make = partial(cut, budget=self.budget, work=self.work, objective=self.objective)
+        make = partial(cut, budget=self.budget, work=self.work)
         if request.groups is None:
             batches = make(lengths)
             return batches, [{}] * len(batches)

@@ -19,7 +19,6 @@ from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig
 from dynagroup.online.protocol import Uneven
 from dynagroup.online.steps import OnlineSteps
 from dynagroup.plan.cost import DEFAULT_WORK, Work
-from dynagroup.plan.padded import Objective
 from dynagroup.shapes import TOKENS, IntArray
 from dynagroup.update.loader import checked_kwargs
 from dynagroup.update.loss_weight import Weigh
@@ -63,7 +62,6 @@ class OnlineDataLoader(OnlineSteps):
         oversize: a sample that does not fit even alone: "alone" (emitted by itself, warned of once, counted in
             ``stats.oversize``) or "error".
         work: predicted time of a batch; ``Work.of(model)`` knows better than the default.
-        objective: batches are cut for least predicted "time", or for the "fewest" batches.
         window_bytes: a worker hands over about so many bytes of processed samples at a time, and asks for the rest of its
             window after that: what waits in shared memory is bounded, also for images. None: whole windows. The share of
             an update (``samples_per_update``) always comes whole, because ranks agree on all its steps at once.
@@ -102,11 +100,10 @@ class OnlineDataLoader(OnlineSteps):
         uneven: Uneven = "idle",
         oversize: Oversize = "alone",
         work: Work = DEFAULT_WORK,
-        objective: Objective = "time",
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        knobs = {"work": work, "objective": objective, "weigh": weigh}
+        knobs = {"work": work, "weigh": weigh}
         sized = {"samples_per_update": samples_per_update, "drop_last": drop_last, "accumulation": accumulation}
         config = OnlineConfig(
             window=window, window_bytes=window_bytes, seed=seed, shuffle=shuffle, uneven=uneven, **knobs, **sized

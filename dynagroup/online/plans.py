@@ -34,7 +34,6 @@ from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, OrderSource
-from dynagroup.plan.padded import OBJECTIVES, Objective
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.shapes import IntArray, Streams
@@ -63,7 +62,6 @@ class OnlineConfig:
     uneven: Uneven = "idle"
     window_bytes: int | None = WINDOW_BYTES
     work: Work = DEFAULT_WORK
-    objective: Objective = "time"
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"work": check_work(self.work)}
@@ -78,7 +76,6 @@ class OnlineConfig:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         check_choice("uneven", self.uneven, ("idle", "stop"))
-        check_choice("objective", self.objective, OBJECTIVES)
         if self.samples_per_update is None and self.drop_last:
             raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
         if self.samples_per_update is not None and self.accumulation != 1:
@@ -253,7 +250,7 @@ def rank_batches(
     """A rank's batches of one window, a row each, as positions in the window, and their padded tokens; no sample is repeated
     to fill a row, and nobody always has the dearest batch."""
     config = source.config
-    batches = cut_rows(lengths, source.budget, size, work=config.work, objective=config.objective)
+    batches = cut_rows(lengths, source.budget, size, work=config.work)
     num_rows = -(-len(batches) // size)
     rng = np.random.default_rng((config.seed, source.cursor.epoch, window))
     columns = [int(rng.permutation(size)[rank]) if size > 1 else 0 for _ in range(num_rows)]

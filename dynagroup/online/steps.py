@@ -26,7 +26,7 @@ from dynagroup.update.step import Step
 
 __all__ = ["OnlineSteps"]
 
-COMPARED = ("window", "window_bytes", "objective", "drop_last", "accumulation", "seed", "shuffle", "uneven")
+COMPARED = ("window", "window_bytes", "drop_last", "accumulation", "seed", "shuffle", "uneven")
 
 
 class OnlineSteps(StepLoader[Any]):

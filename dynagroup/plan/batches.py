@@ -176,11 +176,6 @@ def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
     return np.concatenate([np.arange(1, least), rounded])
 
 
-def smaller_size(size: int, round_batch: RoundBatch | None) -> int:
-    """The largest batch size up to ``size`` that ``round_batch`` produces; ``size`` itself where there is none."""
-    return size if round_batch is None else int(allowed_sizes(size, round_batch)[-1])
-
-
 def _rounded(size: int, round_batch: RoundBatch) -> int:
     rounded = round_batch(size)
     if isinstance(rounded, bool) or not isinstance(rounded, (int, np.integer)) or rounded < 1:

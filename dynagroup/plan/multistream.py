@@ -86,14 +86,17 @@ def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
 # between them, its samples times the sum of its maxima. Those follow no line, so all starts from which a stop can be reached are
 # looked at: no further than the budget reaches, and no two places closer than 1/128 of that. O(N * 128) arithmetic in whole
 # tiles, and some microseconds a place. Exact where no run may hold more than 256 samples.
-def least_time_by_places(streams: Sequence[NDArray[np.float64]], most: IntArray, price: float) -> IntArray:
+def least_time_by_places(
+    streams: Sequence[NDArray[np.float64]], most: IntArray, price: float, allowed: IntArray | None = None
+) -> IntArray:
     """Offsets of the runs of least work plus ``price`` each.
 
     Args:
         streams: work of each sample's padding in each stream.
         most: samples that a run may have which starts at a position.
+        allowed: samples that a run may have anywhere, 1 among them; None: any.
     """
-    places = _places(most)
+    places = _places(most) if allowed is None else np.arange(len(most) + 1)
     reach = np.searchsorted(places, places[:-1] + most[places[:-1]], side="right") - 1
     last = len(places) - 1
     starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # from which a stop is reached
@@ -102,6 +105,8 @@ def least_time_by_places(streams: Sequence[NDArray[np.float64]], most: IntArray,
     came_from = np.zeros(last + 1, np.int64)
     for first, work in _tiles(streams, places, starts):
         work += price
+        if allowed is not None:
+            work[:, np.isin(np.arange(1, work.shape[1] + 1), allowed, invert=True)] = np.inf
         counts = starts[first : first + len(work)].tolist()
         for stop, row, count in zip(range(first + 1, first + 1 + len(work)), work, counts, strict=True):
             here = last - stop

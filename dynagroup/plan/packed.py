@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget, padded_streams
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.batches import Batches, RoundBatch, smaller_size
+from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
-
-__all__ = ["Bin", "Room", "best_fit", "fill_empty", "least_loaded", "pack"]
 
 WORTH = 1.02
 """Times the predicted time of the fewest rows: what one more may take that makes them equal work."""
@@ -28,14 +26,7 @@ LENGTHS = 97
 """Numbers of samples and quantiles of the lengths for which a budget is asked how many tokens a batch may have."""
 
 
-def pack(
-    lengths: Streams,
-    budget: Budget,
-    multiple: int = 1,
-    *,
-    work: Work = DEFAULT_WORK,
-    round_batch: RoundBatch | None = None,
-) -> Batches:
+def pack(lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK) -> Batches:
     """Divide one window of samples into packed batches that fit ``budget``: few rows of ``multiple`` batches, of equal work.
 
     A sample of more work than a batch's fair share sets the pace of its row whatever is done, so that row's other batches are
@@ -43,7 +34,7 @@ def pack(
 
     Returns:
         Positions into the window, in order of arrival inside a batch. Batches come dearest first; their number is a
-        multiple of ``multiple`` wherever there are samples enough (and ``round_batch`` divides none further).
+        multiple of ``multiple`` wherever there are samples enough.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> batches = pack({"tokens": np.array([4, 6, 3, 7, 2, 8], np.int32)}, TokenBudget(10, layout="packed"))
@@ -53,17 +44,9 @@ def pack(
     if not len(lengths[TOKENS]):
         return Batches.concatenate([])
     costs = work.of_lengths({name: lengths[name] for name in padded_streams(budget, lengths)})
-    members = [
-        np.sort(np.asarray(part, np.int64)) for part in _Packing(lengths, budget, costs, multiple).rows(work.per_step)
-    ]
-    if round_batch is not None:
-        members = [part for batch in members for part in _rounded_parts(batch, round_batch)]
+    parts = _Packing(lengths, budget, costs, multiple).rows(work.per_step)
+    members = [np.sort(np.asarray(part, np.int64)) for part in parts]
     return Batches.of(sorted(members, key=lambda part: -float(costs[part].sum())))
-
-
-def _rounded_parts(batch: IntArray, round_batch: RoundBatch) -> list[IntArray]:
-    size = smaller_size(len(batch), round_batch)
-    return [batch] if size == len(batch) else [batch[:size], *_rounded_parts(batch[size:], round_batch)]
 
 
 @dataclass(slots=True)

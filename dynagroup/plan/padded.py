@@ -8,42 +8,32 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, RoundBatch, allowed_sizes, longest_first, offsets_of, offsets_of_path
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.multistream import RunMaxima, alike_order, least_time_by_places
 from dynagroup.plan.packed import pack
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
-from dynagroup.validation import check_choice
-
-__all__ = ["OBJECTIVES", "Objective", "OrderedWindow", "cut", "fewest", "in_order", "price_of", "split_dearest"]
-
-Objective: TypeAlias = Literal["time", "fewest"]
-OBJECTIVES = ("time", "fewest")
 
 EXACT_UP_TO = 1 << 12
 """Samples; in larger windows neighbours are so alike that each run is chosen by itself: 0.1 % more time, a fifth of the work."""
 MANY_RUNS = 128
 """Runs, were each as long as fits, from which on each is chosen by itself in any window: 0.1 % more time there, too."""
+FEWEST = 1e12
+"""A price of a batch that is more than any padding: it makes the fewest batches."""
 TINY = 1e-9
 """Stands for the work of an empty sample, which any batch may hold."""
 
 
 def cut(
-    lengths: Streams,
-    budget: Budget,
-    *,
-    work: Work = DEFAULT_WORK,
-    objective: Objective = "time",
-    round_batch: RoundBatch | None = None,
+    lengths: Streams, budget: Budget, *, work: Work = DEFAULT_WORK, round_batch: RoundBatch | None = None
 ) -> Batches:
-    """Divide one window of samples into batches that fit ``budget``.
+    """Divide one window of samples into batches that fit ``budget``, of least predicted time.
 
     A padded window is ordered, longest first or so that neighbours are alike in several padded streams, and cut into runs; a
     packed one is filled. A sample that does not fit even alone gets a batch of its own; the caller decides what becomes of it.
@@ -51,29 +41,25 @@ def cut(
     Args:
         lengths: stream -> int32 (N,) of the window's samples.
         work: what a batch takes.
-        objective: "time": least predicted time of all cuts into runs; "fewest": the fewest batches, and of those cuts one
-            that pads least.
-        round_batch: batch sizes are chosen among the values of this function.
+        round_batch: padded batch sizes are chosen among the values of this function.
 
     Returns:
         Positions into the window. Padded: longest batch first, of several streams by their sum. Packed: in order of arrival.
 
     Raises:
-        ConfigError: ``objective`` or ``round_batch`` is wrong. BudgetError: the budget breaks its law.
+        ConfigError: ``round_batch`` is wrong. BudgetError: the budget breaks its law.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> batches = cut({"tokens": np.array([3, 9, 2, 8], np.int32)}, TokenBudget(18))
     >>> [batch.tolist() for batch in batches]
     [[1, 3], [0, 2]]
     """
-    check_choice("objective", objective, OBJECTIVES)
     if not len(lengths[TOKENS]):
         return Batches.concatenate([])
     if budget.layout == "packed":
-        return pack(lengths, budget, work=work, round_batch=round_batch)
-    order, window = in_order(lengths, budget, work, objective, round_batch)
-    large = objective == "fewest" and len(window) > EXACT_UP_TO
-    batches = Batches(order, fewest(window) if large else window.least_time(price_of(window, work, objective)))
+        return pack(lengths, budget, work=work)
+    order, window = in_order(lengths, budget, work, round_batch)
+    batches = Batches(order, window.least_time(work.per_step))
     return batches.take(longest_batches_first(batches, lengths, budget))
 
 
@@ -87,26 +73,21 @@ def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) ->
 
 
 def in_order(
-    lengths: Streams, budget: Budget, work: Work, objective: Objective, round_batch: RoundBatch | None
+    lengths: Streams, budget: Budget, work: Work, round_batch: RoundBatch | None
 ) -> tuple[IntArray, OrderedWindow]:
     """A padded window's positions in the order in which it is cut, and what cutting needs to know of it; not empty.
 
-    One padded stream: longest first, and nothing else can be better. With "fewest" a sample's padded tokens are its work.
+    One padded stream: longest first, and nothing else can be better.
     """
     names = padded_streams(budget, lengths)
     several = len(names) > 1
     order = alike_order([lengths[n].astype(np.int64) for n in names]) if several else longest_first(lengths)
     ordered = {name: values[order] for name, values in lengths.items()}
-    padded = [round_up(ordered[name].astype(np.int64), budget.pad_to_multiple_of) for name in names]
-    each = [work.of_lengths(p) if objective == "time" else p.astype(np.float64) for p in padded]
+    multiple = budget.pad_to_multiple_of
+    each = [work.of_lengths(round_up(ordered[name].astype(np.int64), multiple)) for name in names]
     most = most_by_start(ordered, budget)
     allowed = None if round_batch is None else allowed_sizes(int(most.max()), round_batch)
     return order, OrderedWindow(np.sum(each, axis=0), most, allowed, tuple(each) if several else ())
-
-
-def price_of(window: OrderedWindow, work: Work, objective: Objective) -> float:
-    """What a further batch costs; with "fewest" more than any padding."""
-    return work.per_step if objective == "time" else 1.0 + len(window) * window.heaviest
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +113,6 @@ class OrderedWindow:
 
     def __len__(self) -> int:
         return len(self.work)
-
-    @property
-    def heaviest(self) -> float:
-        """No sample of any run is more work than this."""
-        return float(sum(values.max() for values in self.streams or (self.work,)))
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
         """Work of the runs of so many samples from these positions on."""
@@ -184,11 +160,10 @@ class OrderedWindow:
 
     def least_time(self, price: float) -> IntArray:
         """The runs of least total work plus ``price`` each; exact up to 4,096 samples."""
-        if self.allowed is not None and (self.streams or len(self) <= EXACT_UP_TO):
-            return by_sizes(self, price)
-        if self.streams:
-            return least_time_by_places(self.streams, self.most, price)
-        many = len(self) > EXACT_UP_TO or float((1.0 / self.most).sum()) > MANY_RUNS
+        large = len(self) > EXACT_UP_TO
+        if self.streams or (self.allowed is not None and not large):
+            return least_time_by_places(self.streams or (self.work,), self.most, price, self.allowed)
+        many = large or float((1.0 / self.most).sum()) > MANY_RUNS
         return one_by_one(self, price) if many else by_queue(self, price)
 
     def middle(self, start: int, stop: int) -> int | None:
@@ -212,7 +187,7 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
     tokens = ordered[TOKENS]
     left = np.arange(len(tokens), 0, -1)
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
-    table = largest_of(budget, tokens[firsts].astype(np.int64)) if len(ordered) == 1 else None
+    table = budget.largest(tokens[firsts].astype(np.int64)) if len(ordered) == 1 else None
     if table is None:
         return np.minimum(np.maximum(_by_search(ordered, budget), 1), left)
     if (np.diff(table) < 0).any():
@@ -235,21 +210,11 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
             shape = BatchShape(
                 size, longest, {name: total[begin + size] - total[begin] for name, total in sums.items()}
             )
-            found = np.where(inside & fits_of(budget, shape), size, found)
+            found = np.where(inside & budget.fits(shape), size, found)
             step //= 2
         if not ((found == reach - 1) & (begin + found < num)).any():
             return found
         reach *= 2
-
-
-def fewest(window: OrderedWindow) -> IntArray:
-    """The fewest runs, each as large as it may be: no other cut is ahead of it after any number of runs, because what starts
-    later reaches at least as far."""
-    reach = (np.arange(len(window)) + window.rounded(window.most)).data
-    offsets = [0]
-    while offsets[-1] < len(window):
-        offsets.append(reach[offsets[-1]])
-    return np.asarray(offsets, np.int64)
 
 
 # Convex hull trick on a monotone queue: best[stop] = min over start of best[start] + price + (stop - start) * work. Every start
@@ -294,23 +259,6 @@ def by_queue(window: OrderedWindow, price: float) -> IntArray:
         front += 1
     came_from[num] = lines[front][0]
     return offsets_of_path(came_from)
-
-
-def by_sizes(window: OrderedWindow, price: float) -> IntArray:
-    """The least time over the allowed sizes only, by dynamic programming: O(N * sizes) time, O(N) memory."""
-    assert window.allowed is not None
-    num = len(window)
-    counts = np.searchsorted(window.allowed, window.most, side="right").tolist()
-    best, came_from = np.full(num + 1, np.inf), np.zeros(num + 1, np.int64)
-    best[0] = 0.0
-    for start in range(num):
-        sizes = window.allowed[: counts[start]]
-        cost = best[start] + price + window.work_of(start, sizes)
-        stops = start + sizes
-        better = cost < best[stops]
-        best[stops[better]] = cost[better]
-        came_from[stops[better]] = start
-    return offsets_of_path(came_from.tolist())
 
 
 # Greedy: a run ends where what its samples are padded down to the next sample's length has paid for a new run. That grows with

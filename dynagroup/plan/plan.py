@@ -17,33 +17,6 @@ from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import BatchShape, IntArray, Streams
 
-__all__ = ["FEW_BATCHES", "MUCH_PADDING", "BatchPlan", "PlannedWindow", "dear_steps"]
-
-MUCH_PADDING = 0.15
-"""Share of padding from which on it is worth a sentence."""
-FEW_BATCHES = 20
-"""Of a window; with fewer of them its samples are too few to sort well."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedWindow:
-    """A window's steps, ready to be emitted; ``batches`` hold dataset indices."""
-
-    batches: Batches
-    table: IntArray
-    update_ends: NDArray[np.bool_]
-    loss_scale: NDArray[np.float64]
-    repeated: IntArray
-    dropped: IntArray
-    start: Cursor
-    """The place before these steps."""
-    end: Cursor
-    """The place behind all of them."""
-
-    def after(self, rows: int) -> Cursor:
-        """The place behind so many of these steps."""
-        return self.end if rows == len(self.table) else self.start.after_rows(rows, self.table.shape[1])
-
 
 class PlanRows(Sequence[list[list[int]]]):
     """``rows[step][rank]``: the dataset indices of one batch."""
@@ -64,19 +37,19 @@ class PlanRows(Sequence[list[list[int]]]):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One epoch's batches on all ranks, with their figures.
+    """Batches of one epoch on all ranks, with their figures: of all of it, of what remains, or of one window.
 
     Args:
-        batches: all batches, dataset indices; ``table`` says which one a rank gets at a step.
+        batches: all batches, dataset indices, row after row.
         table: int64 (num_steps, world_size), batch numbers; -1 where a rank has none (only in what plans are compared with).
         update_ends: bool (num_steps,), the optimizer steps after this row.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
-        lengths: the dataset's lengths, stream -> int32 (N,).
-        budget: what the batches were made to fit.
-        epoch, world_size: what the plan was made for.
-        oversize: dataset indices of samples that do not fit even alone.
         repeated: dataset indices of samples that stand in a row a second time, to fill it; their weight is 0.
         dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``.
+        start, end: the places before and behind these steps.
+        lengths: the dataset's lengths, stream -> int32 (N,).
+        budget: what the batches were made to fit.
+        oversize: dataset indices of samples that do not fit even alone.
         work: what a batch takes.
         window: samples that were sorted together; None: those of an update.
 
@@ -90,15 +63,25 @@ class BatchPlan:
     table: IntArray
     update_ends: NDArray[np.bool_]
     loss_scale: NDArray[np.float64]
-    lengths: Streams = field(repr=False)
-    budget: Budget
-    epoch: int
-    world_size: int
-    oversize: IntArray
     repeated: IntArray
     dropped: IntArray
+    start: Cursor
+    end: Cursor
+    lengths: Streams = field(repr=False)
+    budget: Budget
+    oversize: IntArray
     work: Work = field(default=Work(), repr=False)
     window: int | None = field(default=None, repr=False)
+
+    @property
+    def epoch(self) -> int:
+        """What it is a plan of."""
+        return self.start.epoch
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that it is for."""
+        return self.table.shape[1]
 
     @property
     def rows(self) -> PlanRows:
@@ -189,23 +172,9 @@ class BatchPlan:
 
         return report_of(self, batch_size)
 
-    def advice(self) -> str | None:
-        """What keeps this plan from saving more, with the figure and the way out; None where little is left to save."""
-        from dynagroup.plan.report import advice_on
-
-        return advice_on(self)
-
     def plot(self) -> Any:
-        """The plan as a matplotlib figure: padding before and after, batch sizes, work of the ranks."""
-        from dynagroup.plan.plots import plot_plan
-        from dynagroup.plan.report import shuffled_way
+        """A matplotlib figure: what shuffled batches of a fixed size pad, and what this plan does."""
+        from dynagroup.plan.plots import plot_ways
+        from dynagroup.plan.report import Way, shuffled_way
 
-        return plot_plan(self, shuffled_way(self, None)[0])
-
-
-def dear_steps(size: float) -> str:
-    """What is said where batches, of so many samples, are not smaller because steps have a price."""
-    return (
-        f"batches have {size:,.0f} samples, because more and smaller ones are predicted to take longer; if steps are cheap with "
-        "you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run"
-    )
+        return plot_ways([shuffled_way(self, None)[0], Way("this plan", self)])

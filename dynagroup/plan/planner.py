@@ -26,21 +26,20 @@ from dynagroup.plan.batches import Batches, RoundBatch, longest_first
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, windows_of
-from dynagroup.plan.padded import OBJECTIVES, Objective, cut
-from dynagroup.plan.plan import BatchPlan, PlannedWindow
-from dynagroup.plan.ranks import Rows, Uneven, arrange, cut_rows, prove
+from dynagroup.plan.padded import FEWEST, cut
+from dynagroup.plan.plan import BatchPlan
+from dynagroup.plan.ranks import cut_rows, prove
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 from dynagroup.validation import check_choice, check_flag, check_function, check_int, warn_user
 
-__all__ = ["JUDGED", "Oversize", "PlanConfig", "PlanNotices", "Planner", "refuse_oversize"]
-
 Oversize: TypeAlias = Literal["alone", "error", "drop"]
+Uneven: TypeAlias = Literal["repeat", "drop"]
+Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]
+"""Batches row after row, and which of them only fill theirs: bool (steps, ranks)."""
 
 BATCHES_PER_WINDOW = 100
 SAMPLED = 4096
 """Lengths from which a window is chosen."""
-JUDGED = 1000
-"""Samples after which a plan's padding says something."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +54,6 @@ class PlanConfig:
     round_batch: RoundBatch | None = None
     samples_per_update: int | None = None
     work: Work = DEFAULT_WORK
-    objective: Objective = "time"
     oversize: Oversize = "alone"
     uneven: Uneven = "repeat"
 
@@ -67,46 +65,27 @@ class PlanConfig:
         for name in ("seed", "hardest_first"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=0))
         if self.window is not None and self.samples_per_update is not None:
-            raise ConfigError(
-                "`window` and `samples_per_update` exclude each other: an update's samples are the window"
-            )
+            raise ConfigError("`window` and `samples_per_update` exclude each other: an update is the window")
         check_choice("oversize", self.oversize, ("alone", "error", "drop"))
         check_choice("uneven", self.uneven, ("repeat", "drop"))
-        check_choice("objective", self.objective, OBJECTIVES)
         object.__setattr__(self, "work", check_work(self.work))
         if self.round_batch is not None:
             check_function("round_batch", self.round_batch, "from int to int")
 
 
 def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
-    """Which samples do not fit even alone: bool (N,).
+    """Which samples do not fit even alone: bool (N,). Checks once what a budget of the user's own answers.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> oversize_mask({"tokens": np.array([3, 12])}, TokenBudget(10)).tolist()
     [False, True]
     """
     tokens = lengths[TOKENS]
-    if len(lengths) == 1 and len(tokens) and budget.largest(tokens[:1].astype(np.int64)) is not None:
-        unfit = lambda length: largest_of(budget, np.asarray([length]))[0] < 1  # type: ignore[index]  # noqa: E731
+    if len(lengths) == 1 and len(tokens) and largest_of(budget, tokens[:1].astype(np.int64)) is not None:
+        unfit = lambda length: budget.largest(np.asarray([length]))[0] < 1  # type: ignore[index]  # noqa: E731
         return tokens >= bisect_left(range(int(tokens.max()) + 1), True, key=unfit)
     wide = {name: values.astype(np.int64) for name, values in lengths.items()}
     return ~fits_of(budget, BatchShape(np.ones(len(tokens), np.int64), wide, wide))
-
-
-def refuse_oversize(lengths: Streams, oversize: IntArray, done: Oversize) -> None:
-    """Say which samples do not fit even alone, if any, and what is done with them: a warning, or a :class:`BudgetError`."""
-    if not len(oversize):
-        return
-    first, units = oversize[0], units_of(lengths, int(oversize[0]))
-    if done == "error":
-        raise BudgetError(
-            f"sample {first} ({units}) does not fit even alone, nor do {len(oversize) - 1} others; "
-            "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
-        )
-    warn_user(
-        f"{len(oversize)} samples do not fit the budget even alone and are {'left out' if done == 'drop' else 'emitted alone'}; "
-        f"the first is sample {first} with {units}; truncate them, raise the budget, or pass oversize='error'"
-    )
 
 
 class Planner:
@@ -134,8 +113,19 @@ class Planner:
             self.warn_of_oversize()
 
     def warn_of_oversize(self) -> None:
-        """Say which samples do not fit even alone, if any."""
-        refuse_oversize(self.lengths, self.oversize, self.config.oversize)
+        """Say which samples do not fit even alone, if any, and what is done with them: a warning, or a :class:`BudgetError`."""
+        if not len(self.oversize):
+            return
+        first, done, others = self.oversize[0], self.config.oversize, len(self.oversize) - 1
+        units = units_of(self.lengths, int(first))
+        if done == "error":
+            way_out = "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
+            raise BudgetError(f"sample {first} ({units}) does not fit even alone, nor do {others} others; {way_out}")
+        kept = "left out" if done == "drop" else "emitted alone"
+        warn_user(
+            f"{others + 1} samples do not fit the budget even alone and are {kept}; the first is sample {first} with {units}; "
+            "truncate them, raise the budget, or pass oversize='error'"
+        )
 
     def renewed(self, world: World | None = None) -> Planner:
         """Itself; or a planner that follows what its budget has learned, if that changes anything. Collective over ``world``."""
@@ -164,10 +154,8 @@ class Planner:
         config = self.config
         if config.samples_per_update is not None:
             if config.samples_per_update < world_size:
-                raise ConfigError(
-                    f"`samples_per_update` ({config.samples_per_update}) must be at least the number of ranks "
-                    f"({world_size}), so that every rank has a sample in every update"
-                )
+                said = f"`samples_per_update` ({config.samples_per_update})"
+                raise ConfigError(f"{said} must be at least the number of ranks ({world_size}): each needs a sample")
             return config.samples_per_update
         size = config.window or max(self.num_samples, 1)
         if config.window is None and config.shuffle:
@@ -179,7 +167,7 @@ class Planner:
     def _batch_size(self) -> float:
         """Samples that a batch has when it is as large as fits and everything is sorted together; an estimate."""
         some = {name: values[:: max(1, self.num_samples // SAMPLED)] for name, values in self.lengths.items()}
-        return len(some[TOKENS]) / max(len(cut(some, self.budget, objective="fewest")), 1)
+        return len(some[TOKENS]) / max(len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1)
 
     def start_of(self, epoch: int, world_size: int = 1) -> Cursor:
         """The beginning of an epoch."""
@@ -190,7 +178,7 @@ class Planner:
         if cursor.windows_done >= len(self._windows(cursor, order)[0]):
             return True
         too_few = self.config.uneven == "drop"  # a window may then make no row
-        return too_few and not any(len(window.table) for window in self.steps_from(cursor, world_size, order))
+        return too_few and not any(part.num_steps for part in self.steps_from(cursor, world_size, order))
 
     def _windows(
         self, cursor: Cursor, order: IntArray | None
@@ -218,7 +206,7 @@ class Planner:
         found = windows_of(len(given), size, keep_order=self._has_updates, longest=longest if leads else None)
         return found, lambda where: given[where] if kept is None else kept[given[where]]
 
-    def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[PlannedWindow]:
+    def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
         """What remains of the cursor's epoch, a window at a time, planned when asked for."""
         if not cursor.window_size:
             cursor = replace(cursor, window_size=self.window_size(world_size))
@@ -228,150 +216,103 @@ class Planner:
             if cursor.carried:
                 indices = np.append(np.asarray(cursor.carried, np.int64), indices)
             is_last = self._has_updates or cursor.windows_done + 1 == len(windows)
-            planned = self._finish(indices, cursor, self._rest(indices, cursor, world_size, is_last), is_last)
+            planned = self._rest(indices, cursor, world_size, is_last)
             yield planned
             cursor = planned.end
 
     # While the number of ranks stays the same, what remains of a window are its own rows. After a change the samples that remain
     # are cut again. A repeat that fills a row is not used by it: its own place may still be to come.
-    def _rest(self, indices: IntArray, cursor: Cursor, world_size: int, is_last: bool) -> Rows:
-        """The rows of a window behind its cursor."""
+    def _rest(self, indices: IntArray, cursor: Cursor, world_size: int, is_last: bool) -> BatchPlan:
+        """The rows of a window behind its cursor. ``is_last``: nothing follows that could take what fills no row."""
         segments = (*cursor.segments, (world_size, 0))
-        remaining, ranks = np.arange(len(indices)), segments[0][0]
-        rows = self._cut(indices, cursor, remaining, ranks, is_last)
+        left, ranks = np.ones(len(indices), np.bool_), segments[0][0]
+        batches, fills = self._cut(indices, cursor, left, ranks, is_last)
         for size, done in segments:
             if size != ranks:
-                rows, ranks = self._cut(indices, cursor, remaining, size, is_last), size
-            used = rows.table[:done].ravel()
-            used = used[used < len(rows.batches) - len(rows.repeated)]
-            remaining = np.setdiff1d(remaining, rows.batches.take(used).order) if done else remaining
-            rows = replace(rows, table=rows.table[done:])
-        return rows if not cursor.segments else _without_used(rows)
+                (batches, fills), ranks = self._cut(indices, cursor, left, size, is_last), size
+            used = done * ranks
+            left[batches.take(np.flatnonzero(~fills[:done].ravel())).order] = False
+            batches, fills = batches.take(np.arange(used, len(batches))), fills[done:]
+        return self._made(indices, left, (batches, fills), cursor, is_last)
 
-    def _cut(self, indices: IntArray, cursor: Cursor, positions: IntArray, world_size: int, is_last: bool) -> Rows:
-        """Rows of the samples at some positions of a window. ``is_last``: nothing follows that could take what fills no row."""
-        config, chosen = self.config, indices[positions]
+    def _cut(self, indices: IntArray, cursor: Cursor, left: NDArray[np.bool_], world_size: int, is_last: bool) -> Rows:
+        """Rows of the samples of a window that are left, as positions in it."""
+        config, positions = self.config, np.flatnonzero(left)
+        chosen = indices[positions]
         lengths = {name: values[chosen] for name, values in self.lengths.items()}
-        how = {name: getattr(config, name) for name in ("work", "objective", "round_batch")}
-        batches = cut_rows(lengths, self.budget, world_size, **how)
+        batches = cut_rows(lengths, self.budget, world_size, work=config.work, round_batch=config.round_batch)
         prove(batches, len(chosen), lengths, self.budget, self._oversize[chosen])
-        smallest = batches.order
-        if len(batches) % world_size:
+        num, missing = len(batches), -len(batches) % world_size
+        if missing and is_last and config.uneven == "repeat":
             smallest = longest_first(lengths, padded_streams(self.budget, lengths))[::-1]
-        rows = arrange(batches, world_size, config.uneven if is_last else "drop", smallest)
+            filled = Batches(np.resize(smallest, missing), np.arange(missing + 1))
+            batches = Batches.concatenate([batches, filled])
+        rows = np.arange(len(batches) - len(batches) % world_size).reshape(-1, world_size)
         if config.shuffle and not self._has_updates:
             rng = np.random.default_rng((config.seed, cursor.epoch, cursor.windows_done, len(positions)))
             lead = 0 if cursor.windows_done else config.hardest_first
-            tail = rng.permuted(rng.permutation(rows.table[lead:]), axis=1)
-            rows = replace(rows, table=np.concatenate([rows.table[:lead], tail]))
-        if len(positions) == len(indices):  # all of them
-            return rows
-        return Rows(rows.batches.map(positions), rows.table, positions[rows.repeated], positions[rows.dropped])
+            rows[lead:] = rng.permuted(rng.permutation(rows[lead:]), axis=1)
+        return batches.take(rows.ravel()).map(positions), rows >= num
 
-    def _finish(self, indices: IntArray, cursor: Cursor, rows: Rows, is_last: bool) -> PlannedWindow:
-        """A window's steps as dataset indices, with what each batch weighs in its update."""
-        fills = rows.table >= len(rows.batches) - len(rows.repeated)
-        counts = np.where(fills, 0, rows.batches.sizes[rows.table])
-        ends = np.ones(len(counts), np.bool_)
-        total = counts.sum(axis=1)
+    def _made(self, indices: IntArray, left: NDArray[np.bool_], rows: Rows, cursor: Cursor, is_last: bool) -> BatchPlan:
+        """A window's rows as dataset indices, with what each batch weighs in its update. ``left``: what they may hold."""
+        batches, fills = rows
+        (num_steps, ranks), behind = fills.shape, cursor.after_rows(*fills.shape)
+        left[batches.order] = False
+        unused, nothing = indices[left], indices[:0]
+        counts = np.where(fills, 0, batches.sizes.reshape(fills.shape))
+        total, ends = counts.sum(axis=1, keepdims=True), np.ones(num_steps, np.bool_)
         if self._has_updates:
-            ends[:-1] = False
-            total = np.full(len(counts), len(indices) - len(rows.dropped))
-        left, nothing = indices[rows.dropped], indices[:0]
-        behind = cursor.after_rows(len(rows.table), rows.table.shape[1])
-        return PlannedWindow(
-            batches=rows.batches.map(indices),
-            table=rows.table,
+            total, ends[:-1] = len(indices) - len(unused), False
+        batches = batches.map(indices)
+        return BatchPlan(
+            batches=batches,
+            table=np.arange(len(batches)).reshape(fills.shape),
             update_ends=ends,
-            loss_scale=counts * counts.shape[1] / np.maximum(total, 1)[:, None],
-            repeated=indices[rows.repeated],
-            dropped=left if is_last else nothing,
+            loss_scale=counts * ranks / np.maximum(total, 1),
+            repeated=batches.order[np.repeat(fills.ravel(), batches.sizes)],
+            dropped=unused if is_last else nothing,
             start=cursor,
-            end=behind.after_window((nothing if is_last else left).tolist()),
+            end=behind.after_window((nothing if is_last else unused).tolist()),
+            **self._facts(cursor),
         )
+
+    def _facts(self, cursor: Cursor) -> dict[str, Any]:
+        """What plans tell besides rows."""
+        told = {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
+        return {**told, "work": self.config.work, "window": None if self._has_updates else cursor.window_size}
 
     def plan(
         self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: IntArray | None = None
     ) -> BatchPlan:
         """A whole epoch; or what remains of one, from ``cursor`` on."""
         cursor = cursor or self.start_of(epoch, world_size)
-        return self.joined(list(self.steps_from(cursor, world_size, order)), cursor.epoch, world_size)
+        return self.joined(list(self.steps_from(cursor, world_size, order)), cursor, world_size)
 
-    def joined(self, parts: Sequence[PlannedWindow], epoch: int, world_size: int) -> BatchPlan:
-        """Windows as one plan."""
-        none, first = np.zeros(0, np.int64), np.cumsum([0, *(len(part.batches) for part in parts)])
-        tables = (part.table + number for part, number in zip(parts, first, strict=False))
+    def joined(self, parts: Sequence[BatchPlan], cursor: Cursor, world_size: int) -> BatchPlan:
+        """Windows, the first of which begins at ``cursor``, as one plan."""
+        batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
         return BatchPlan(
-            batches=Batches.concatenate([part.batches for part in parts]),
-            table=np.concatenate([np.zeros((0, world_size), np.int64), *tables]),
+            batches=batches,
+            table=np.arange(len(batches)).reshape(-1, world_size),
             update_ends=np.concatenate([np.zeros(0, np.bool_), *(part.update_ends for part in parts)]),
             loss_scale=np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
-            lengths=self.lengths,
-            budget=self.budget,
-            epoch=epoch,
-            world_size=world_size,
-            oversize=self.oversize,
             repeated=np.concatenate([none, *(part.repeated for part in parts)]),
             dropped=np.concatenate([self.left_out, *(part.dropped for part in parts)]),
-            work=self.config.work,
-            window=None if self._has_updates else self.window_size(world_size),
+            start=cursor,
+            end=parts[-1].end if parts else cursor,
+            **self._facts(cursor),
         )
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a plan depends on, besides epoch and world size; states are compared by it. JSON-able."""
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
-        return {
-            "num_samples": self.num_samples,
-            "lengths": {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in self.lengths.items()},
-            "budget": self.budget.fingerprint,
-            **knobs,
-            **{name: described(knobs[name]) for name in ("round_batch", "work")},
-        }
+        knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
+        lengths = {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in self.lengths.items()}
+        return {"num_samples": self.num_samples, "lengths": lengths, "budget": self.budget.fingerprint, **knobs}
 
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits of :attr:`identity`."""
         return hashed(json.dumps(self.identity, sort_keys=True))
-
-
-def _without_used(rows: Rows) -> Rows:
-    """The same rows; batches that no row holds are gone."""
-    numbers = np.unique(rows.table)
-    fillers = numbers >= len(rows.batches) - len(rows.repeated)
-    batches = rows.batches.take(numbers)
-    repeated = batches.order[len(batches.order) - int(fillers.sum()) :]
-    return Rows(batches, np.searchsorted(numbers, rows.table), repeated, rows.dropped)
-
-
-class PlanNotices:
-    """Looks at windows as they are handed out, and warns of repeats and of padding, each once in its life."""
-
-    def __init__(self) -> None:
-        self._said_repeats = self._said_padding = False
-        self._first: list[PlannedWindow] = []
-
-    def begin(self) -> None:
-        """Windows of another epoch follow."""
-        self._first = []
-
-    def of_repeats(self, planned: PlannedWindow) -> None:
-        """Say which samples of a window fill its last row."""
-        if len(planned.repeated) and not self._said_repeats:
-            self._said_repeats = True
-            warn_user(
-                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a "
-                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
-            )
-
-    def of_padding(self, planner: Planner, planned: PlannedWindow, epoch: int, world_size: int) -> None:
-        """After the first windows of a thousand samples, say what keeps the plan from saving more."""
-        if self._said_padding:
-            return
-        self._first.append(planned)
-        if sum(len(window.batches.order) for window in self._first) >= JUDGED:
-            self._said_padding = True
-            said = planner.joined(self._first, epoch, world_size).advice()
-            self.begin()
-            if said is not None:
-                warn_user(said)

@@ -22,27 +22,25 @@ from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches, fixed_batches
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.epoch import epoch_order
-from dynagroup.plan.plan import FEW_BATCHES, MUCH_PADDING, BatchPlan, dear_steps
+from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said
 from dynagroup.validation import check_int
 
-__all__ = ["Comparison", "Way", "compare", "environment", "format_table", "grouped_batches", "most_of_the_longest"]
-
-TIMES = (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
-MEGA_BATCHES = 50  # `group_by_length` of transformers sorts so many batches together
+MEGA_BATCHES = 50
+"""`group_by_length` of transformers sorts so many batches together."""
+MUCH_PADDING, FEW_BATCHES = 0.15, 20
+"""Share of padding from which on it is worth a sentence; and batches of a window, fewer of which are too few to sort."""
 
 
 def report_of(plan: BatchPlan, batch_size: int | None) -> str:
     """What :meth:`BatchPlan.report` says."""
     ranks = f"{plan.world_size} rank" + "s" * (plan.world_size > 1)
     head = f"epoch {plan.epoch}: {plan.statistics['num_samples']:,} samples for {ranks}, {plan.budget.layout} layout"
-    table = format_table(["", ""], list(_report_rows(plan, batch_size)))[1:]
-    advice = plan.advice()
-    return "\n".join([head, table, *([] if advice is None else [advice])])
+    return "\n".join([head, format_table(["", ""], list(_rows(plan, batch_size)))[1:], *_advice(plan)])
 
 
-def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
+def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
     stats, sizes = plan.statistics, plan.batches.sizes
     yield "steps, updates", f"{stats['num_steps']:,}, {stats['num_updates']:,}"
     yield "tokens, real", f"{stats['real_tokens']:,}"
@@ -61,7 +59,12 @@ def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str,
     yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
     yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))
     yield "row imbalance (1: ranks never wait)", f"{stats['row_imbalance']:.3f}"
-    yield from _predicted_peaks(plan)
+    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
+    for part in whole.parts if len(plan.batches) else ():
+        predicted: Any = getattr(part, "predicted", None)
+        if predicted is not None:  # of shapes that are padded as far as any part of the budget asks
+            peak = float(predicted(whole.seen_by(part, plan.shapes)).max())
+            yield f"predicted peak memory, share of {getattr(part, 'limit', 'the limit')}", f"{peak:.1%}"
     yield "samples that do not fit even alone", f"{stats['num_oversize']:,}"
     yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
 
@@ -70,51 +73,22 @@ def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
     return " / ".join(f"{round(q):,}" for q in np.quantile(values, at)) if len(values) else "-"
 
 
-def _predicted_peaks(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    """Predicted peak memory, as a share of the limit, where a budget predicts it."""
-    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
-    for part in whole.parts if len(plan.batches) else ():
-        predicted: Any = getattr(part, "predicted", None)
-        if predicted is not None:
-            shapes = whole.seen_by(part, plan.shapes)  # padded as far as any part of the budget asks
-            limit = getattr(part, "limit", "the limit")
-            yield f"predicted peak memory, share of {limit}", f"{float(predicted(shapes).max()):.1%}"
-
-
-def advice_on(plan: BatchPlan) -> str | None:
-    """What :meth:`BatchPlan.advice` says."""
-    padding = float(plan.statistics["padding"])
+def _advice(plan: BatchPlan) -> Iterator[str]:
+    """What most of a plan's padding comes from, where there is much."""
+    padding, samples, updates = plan.statistics["padding"], int(plan.statistics["num_samples"]), plan.num_updates
     if padding <= MUCH_PADDING or plan.budget.layout == "packed" or len(plan.batches) < 2:
-        return None
-    times = _times_larger(plan)
-    unused = f"; {times} times as many samples would fit every batch: a larger budget changes nothing" if times else ""
-    return f"{padding:.0%} of the tokens are padding: {_cause(plan)}{unused}"
-
-
-def _cause(plan: BatchPlan) -> str:
-    """What most of a plan's padding comes from."""
-    steps, updates, samples = plan.num_steps, plan.num_updates, int(plan.statistics["num_samples"])
+        return
     size = samples / len(plan.batches)
     if plan.window is not None and plan.window < min(FEW_BATCHES * size, samples):
-        batches = f"{plan.window / size:.0f} batches"
-        return f"a window of {plan.window:,} samples is {batches}, too few to sort; raise `window`"
-    if plan.window is None and steps < 1.5 * updates:
-        each = "one batch" if steps == updates else f"{steps / updates:.1f} batches"
-        return (
-            f"an update of {samples / updates:,.0f} samples is {each} a rank, too few to sort; take more samples an update "
-            "(gradient accumulation), or free updates"
+        cause = f"a window of {plan.window:,} samples is too small to sort; raise `window`"
+    elif plan.window is None and plan.num_steps < 1.5 * updates:
+        cause = f"updates of {samples / updates:,.0f} samples are too small to sort; accumulate, or let updates be free"
+    else:
+        cause = (
+            f"batches have {size:,.0f} samples, because more and smaller ones are predicted to take longer; if steps are cheap "
+            "with you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run"
         )
-    return dear_steps(size)
-
-
-def _times_larger(plan: BatchPlan) -> int:
-    """How many times as many samples like its own would fit even the fullest batch; 0 where not twice as many do."""
-
-    def unfit(times: int) -> bool:
-        total = {name: values * times for name, values in plan.shapes.total.items()}
-        return not plan.budget.fits(BatchShape(plan.shapes.num_samples * times, plan.shapes.longest, total)).all()
-
-    return next((times for times in TIMES if not unfit(times)), 0)
+    yield f"{padding:.0%} of the tokens are padding: {cause}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +100,6 @@ class Way:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the epoch."""
         return self.plan.num_steps
 
     @property
@@ -154,17 +127,28 @@ class Way:
         """Predicted time of the epoch, in linear tokens."""
         return self.plan.predicted_time
 
+    def figures(self, today: float) -> dict[str, Any]:
+        """Its figures by name. ``today``: predicted time that it is held against."""
+        return {
+            "steps": self.num_steps,
+            "padding": self.padding,
+            "waiting": self.waiting,
+            "largest_batch_tokens": self.largest_batch,
+            "predicted_time": self.time,
+            "share_of_time": self.time / max(today, 1e-9),
+        }
+
 
 def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
     """Batches dealt in turn to the ranks of another plan, padded as any collate function pads."""
-    steps = -(-len(batches) // like.world_size)
+    steps, none = -(-len(batches) // like.world_size), np.zeros(0, np.int64)
     table = np.append(np.arange(len(batches)), np.full(-len(batches) % like.world_size, -1))
+    table = table.reshape(steps, like.world_size)
     end_to_end = (AdditiveCap(name, UNLIMITED) for name in like.lengths if name not in like.padded_lengths)
     budget = AllOf.of(TokenBudget(1, pad_to_multiple_of=like.budget.pad_to_multiple_of), *end_to_end)
-    none = np.zeros(0, np.int64)
-    table, ends = table.reshape(steps, like.world_size), np.ones(steps, np.bool_)
-    facts = {"budget": budget, "oversize": none, "repeated": none, "dropped": none, "update_ends": ends}
-    return Way(name, replace(like, batches=batches, table=table, loss_scale=np.zeros(table.shape), **facts))
+    facts = {"budget": budget, "oversize": none, "repeated": none, "dropped": none}
+    facts |= {"update_ends": np.ones(steps, np.bool_), "loss_scale": np.zeros(table.shape)}
+    return Way(name, replace(like, batches=batches, table=table, **facts))
 
 
 def shuffled_way(plan: BatchPlan, batch_size: int | None, *, seed: int = 0) -> tuple[Way, int, bool]:
@@ -216,17 +200,7 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """Everything that :meth:`report` shows, for machines."""
-        ways = {
-            way.name: {
-                "steps": way.num_steps,
-                "padding": way.padding,
-                "waiting": way.waiting,
-                "largest_batch_tokens": way.largest_batch,
-                "predicted_time": way.time,
-                "share_of_time": way.time / max(self.ways[0].time, 1e-9),
-            }
-            for way in self.ways
-        }
+        ways = {way.name: way.figures(self.ways[0].time) for way in self.ways}
         told = {name: getattr(self, name) for name in ("world_size", "batch_size", "samples_per_update")}
         return {"num_samples": len(self.lengths[TOKENS]), **told, "ways": ways}
 
@@ -248,10 +222,10 @@ class Comparison:
         return format_table(["", *columns], rows)
 
     def plot(self) -> Any:
-        """A matplotlib figure: padding of the first way and of each mode side by side, and their predicted times."""
+        """A matplotlib figure: padding of the first way and of two of ours, side by side."""
         from dynagroup.plan.plots import plot_ways
 
-        return plot_ways(self.ways)
+        return plot_ways([self.ways[0], *self.ways[2:4]])
 
 
 def compare(

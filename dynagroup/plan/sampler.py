@@ -21,15 +21,11 @@ from dynagroup.plan.batches import RoundBatch
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS, Cursor, at_step
 from dynagroup.plan.epoch import OrderSource, check_alike
-from dynagroup.plan.padded import Objective
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import Oversize, PlanConfig, Planner, PlanNotices
-from dynagroup.plan.ranks import Uneven
+from dynagroup.plan.planner import Oversize, PlanConfig, Planner, Uneven
 from dynagroup.shapes import IntArray
 from dynagroup.state import agreed, listed, opened, sealed
-from dynagroup.validation import check_int
-
-__all__ = ["LengthAwareBatchSampler"]
+from dynagroup.validation import check_int, warn_user
 
 KIND = "LengthAwareBatchSampler"
 
@@ -76,9 +72,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         window: samples sorted together. None: all of them, or with ``shuffle`` a hundred batches or so.
         seed: of the shuffle; the same on every rank.
         hardest_first: so many steps with the longest samples lead each epoch (not with ``samples_per_update``).
-        round_batch: batch sizes are chosen among its values: ``multiple_of(8)``, ``friendly_size`` or your own.
+        round_batch: padded batch sizes are chosen among its values: ``multiple_of(8)``, ``friendly_size`` or your own.
         work: predicted time of a batch, e.g. ``Work.of(model)``; default: a small decoder on a fast GPU.
-        objective: batches are cut for least predicted "time", or for the "fewest" batches.
         samples_per_update: each optimizer update consists of exactly so many samples over all ranks, the ones that
             fixed batches drawn in the same order would hold. ``plan.update_ends`` says after which steps to update.
         order: any sampler of dataset indices, read once an epoch; default: a permutation seeded by (seed, epoch).
@@ -110,7 +105,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         hardest_first: int = 1,
         round_batch: RoundBatch | None = None,
         work: Work | None = None,
-        objective: Objective = "time",
         samples_per_update: int | None = None,
         order: Iterable[int] | None = None,
         oversize: Oversize = "alone",
@@ -125,7 +119,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             hardest_first=hardest_first,
             round_batch=round_batch,
             work=check_work(work),
-            objective=objective,
             samples_per_update=samples_per_update,
             oversize=oversize,
             uneven=uneven,
@@ -137,9 +130,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._advance = 0  # epochs to move on when the next iteration begins, unless told the epoch
         self._start: Cursor | None = None  # of the iteration that runs, or comes next; None: the epoch's beginning
         self._run: _Run | None = None  # the iteration that began last, in this epoch
-        self._num_steps: dict[tuple[int, int], int] = {}
-        self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}
-        self._notices = PlanNotices()
+        self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}  # the last two: a whole epoch, and its rest
+        self._said_repeats = False
         self.sampler = EpochHandle(self)
         """Only there to be told the epoch, see :class:`EpochHandle`."""
         self._planner.warn_of_oversize()
@@ -182,21 +174,16 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         """Batches of the whole :attr:`epoch` on this rank (of all ranks, where it emits all), also after a resume: trainers ask
         for it and skip by themselves. ``plan.num_steps`` are those that remain.
 
-        How many there are is known when all windows have been planned, so the first call in an epoch takes as long as a plan:
-        about 1 ms an update of 64 to 256 samples, 3 ms on eight ranks. Only the number is kept.
-        ``samples_per_update`` tells the number of updates without cutting: samples / its value.
+        The first call in an epoch plans all of it: about 1 ms an update of 64 to 256 samples, 3 ms on eight ranks. The number
+        of updates is known without: samples / ``samples_per_update``.
         """
         rank, size = self._rank_and_size()
-        key = (self.epoch, size)
-        if key not in self._num_steps:
-            windows = self._planner.steps_from(self._planner.start_of(*key), size, self._order_of(key[0]))
-            self._num_steps[key] = sum(len(window.table) for window in windows)
-        return self._num_steps[key] if rank is not None else self._num_steps[key] * size
+        return self.plan_of(self.epoch).num_steps * (1 if rank is not None else size)
 
     def _planned(self, epoch: int, start: Cursor | None) -> BatchPlan:
         key = (epoch, self._rank_and_size()[1], start)
         if key not in self._plans:
-            self._plans.clear()
+            self._plans = dict([*self._plans.items()][-1:])
             self._plans[key] = self._planner.plan(epoch, key[1], start, self._order_of(epoch))
         return self._plans[key]
 
@@ -218,7 +205,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     def _replace(self, planner: Planner) -> None:
         self._planner = planner
         self._plans.clear()
-        self._num_steps.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
@@ -233,17 +219,22 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             self._start = None  # iterated again
         start = self._here()
         run = self._run = _Run([start], start.steps, size)
-        epoch, planner = self._epoch, self._planner
-        self._notices.begin()
-        for planned in planner.steps_from(start, size, order):
-            self._notices.of_repeats(planned)
-            self._notices.of_padding(planner, planned, epoch, size)
+        for planned in self._planner.steps_from(start, size, order):
+            self._tell_of_repeats(planned)
             run.borders.append(planned.end)
             for row in planned.table.tolist():
                 run.steps += 1
                 for number in row if rank is None else row[rank : rank + 1]:
                     yield planned.batches[number].tolist()
         run.ended = True
+
+    def _tell_of_repeats(self, planned: BatchPlan) -> None:
+        if len(planned.repeated) and not self._said_repeats:
+            self._said_repeats = True
+            warn_user(
+                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a "
+                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
+            )
 
     def _here(self) -> Cursor:
         """Where the next iteration begins."""

@@ -17,7 +17,7 @@ from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource, epoch_order
-from dynagroup.plan.plan import BatchPlan, PlannedWindow
+from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.shapes import IntArray
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, next_epoch
@@ -72,7 +72,7 @@ class PlannedUpdate:
         return self.before.begun_samples + sum(step.row_samples for step in self.steps[:taken])
 
 
-def steps_of(window: PlannedWindow, planner: Planner, rank: int) -> Iterator[PlannedStep]:
+def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[PlannedStep]:
     """The rows of a window as the steps of one rank."""
     idle, budget, own = window.loss_scale == 0.0, planner.budget, window.table[:, rank]
     shapes = shapes_of(window.batches.take(own), planner.lengths)
@@ -87,7 +87,7 @@ def steps_of(window: PlannedWindow, planner: Planner, rank: int) -> Iterator[Pla
             counts={name: column[row] for name, column in counts.items()},
             streams={name: tuple(span[row]) for name, span in spans.items()},
             row_samples=samples[row],
-            cursor=window.after(row + 1),
+            cursor=window.end if row + 1 == len(own) else window.start.after_rows(row + 1, window.table.shape[1]),
         )
 
 
@@ -200,7 +200,7 @@ class PreservedUpdates(_Updates, UpdateSizes):
         for window, before, after in self._windows(cursor, world_size):
             yield PlannedUpdate(list(steps_of(window, self.planner, rank)), before, after)
 
-    def _windows(self, cursor: Cursor, world_size: int) -> Iterator[tuple[PlannedWindow, Cursor, Cursor]]:
+    def _windows(self, cursor: Cursor, world_size: int) -> Iterator[tuple[BatchPlan, Cursor, Cursor]]:
         """What remains of each update, where it goes on, and where it ends."""
         ordered = self.order_of(cursor.epoch)
         for start, stop, after in self.spans(cursor):
@@ -216,7 +216,7 @@ class PreservedUpdates(_Updates, UpdateSizes):
 
     def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
         windows = [window for window, *_ in self._windows(cursor, world_size)]
-        return self.planner.joined(windows, cursor.epoch, world_size)
+        return self.planner.joined(windows, cursor, world_size)
 
     def state(self, cursor: Cursor) -> dict[str, Any]:
         order = None if self._order is None else self._order.checksum(cursor.epoch)
@@ -288,7 +288,7 @@ class FreeUpdates(_Updates):
 
     def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
         windows = list(self.planner.steps_from(cursor, world_size))
-        plan = self.planner.joined(windows, cursor.epoch, world_size)
+        plan = self.planner.joined(windows, cursor, world_size)
         if not plan.num_steps:
             return plan
         update = (np.arange(plan.num_steps) + cursor.begun_rows) // self.accumulation

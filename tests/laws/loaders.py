@@ -94,7 +94,7 @@ class Entry:
 
 
 DATA = {"lengths": LENGTHS[:-1], "max_tokens": TOKENS + 1, "layout": "packed"}
-BOTH = {**DATA, "seed": 1, "weigh": "samples", "objective": "fewest", "work": Work(per_step=9)}
+BOTH = {**DATA, "seed": 1, "weigh": "samples", "work": Work(per_step=9)}
 SIZED = {**BOTH, "samples_per_update": 6, "drop_last": True, "shuffle": False, "sampler": [*range(19)]}
 PLANNED = {"lengths": [*LENGTHS[:-1], LENGTHS[-1] + 1], "round_batch": abs, "oversize": "drop"}
 ENTRIES: dict[str, Entry] = {
@@ -107,7 +107,6 @@ ENTRIES: dict[str, Entry] = {
             "shuffle": False,
             "window": 8,
             "hardest_first": 2,
-            "objective": "fewest",
             "oversize": "drop",
             "uneven": "drop",
             "round_batch": abs,

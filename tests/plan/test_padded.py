@@ -17,15 +17,14 @@ from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan import multistream
-from dynagroup.plan.batches import Batches, allowed_sizes, friendly_size, multiple_of, shapes_of, smaller_size
+from dynagroup.plan.batches import Batches, allowed_sizes, friendly_size, multiple_of, shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.plan.multistream import alike_order
-from dynagroup.plan.padded import OrderedWindow, by_queue, cut, in_order, one_by_one
+from dynagroup.plan.padded import FEWEST, OrderedWindow, by_queue, cut, in_order, one_by_one
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import IntArray, Streams
 from tests import strategies
 
-OBJECTIVES = st.sampled_from(["time", "fewest"])
 WORKS = st.builds(Work, per_step=st.sampled_from([0.0, 1.0, 30.0, 1024.0]), crossover=st.sampled_from([10.0, math.inf]))
 FEW = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -56,17 +55,17 @@ KINDS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(strategies.lengths, KINDS, strategies.ROUNDINGS, OBJECTIVES, WORKS)
+@given(strategies.lengths, KINDS, strategies.ROUNDINGS, WORKS)
 def test_every_batch_fits_and_nothing_is_lost(
-    values: list[int], kind: tuple[Budget, str], rounding: Any, objective: Any, work: Work
+    values: list[int], kind: tuple[Budget, str], rounding: Any, work: Work
 ) -> None:
     others: dict[str, Any] = {"two": {"labels": values[::-1]}, "patches": {"patches": [n % 37 for n in values]}}
     lengths = streams(values, **others.get(kind[1], {}))
     budget = kind[0].bind(lengths)
-    batches = cut(lengths, budget, work=work, objective=objective, round_batch=rounding)
+    batches = cut(lengths, budget, work=work, round_batch=rounding)
     assert sorted(batches.order.tolist()) == list(range(len(values)))
     assert fits(batches, lengths, budget)
-    assert all(smaller_size(size, rounding) == size for size in batches.sizes.tolist())
+    assert budget.layout == "packed" or strategies.are_allowed(batches.sizes, rounding)
 
 
 class WithoutTable(TokenBudget):
@@ -90,7 +89,7 @@ def cuts(order: IntArray, lengths: Streams, budget: Budget, rounding: Any) -> It
     for number in range(len(order)):
         for inner in combinations(range(1, len(order)), number):
             batches = Batches(order, np.array([0, *inner, len(order)]))
-            if fits(batches, lengths, budget) and all(smaller_size(n, rounding) == n for n in batches.sizes.tolist()):
+            if fits(batches, lengths, budget) and strategies.are_allowed(batches.sizes, rounding):
                 yield batches
 
 
@@ -98,14 +97,15 @@ def cuts(order: IntArray, lengths: Streams, budget: Budget, rounding: Any) -> It
 @given(FEW, st.booleans(), st.integers(5, 120), strategies.ROUNDINGS, WORKS)
 def test_no_cut_into_runs_takes_less_time(values: list[int], two: bool, most: int, rounding: Any, work: Work) -> None:
     lengths, budget = streams(values, **({"labels": sorted(values)} if two else {})), TokenBudget(most)
-    order = in_order(lengths, budget, work, "time", None)[0]
+    order = in_order(lengths, budget, work, None)[0]
     found = list(cuts(order, lengths, budget, rounding))
     best = min(time_of(batches, lengths, budget, work) for batches in found)
     taken = time_of(cut(lengths, budget, work=work, round_batch=rounding), lengths, budget, work)
     assert taken == pytest.approx(best, rel=1e-9, abs=1e-9)
     if not two:  # the fewest batches, and of those cuts the one that pads least
         key = lambda batches: (len(batches), int(padded_tokens(shapes_of(batches, lengths), budget).sum()))  # noqa: E731
-        assert key(cut(lengths, budget, objective="fewest", round_batch=rounding)) == min(map(key, found))
+        fewest = cut(lengths, budget, work=Work(per_step=FEWEST, crossover=math.inf), round_batch=rounding)
+        assert key(fewest) == min(map(key, found))
 
 
 def test_literal_cuts() -> None:
@@ -113,7 +113,6 @@ def test_literal_cuts() -> None:
     lengths = streams([10, 6, 6, 1, 1, 1])  # a cheap step buys less padding with more batches
     assert [b.tolist() for b in cut(lengths, TokenBudget(60), work=Work(per_step=1))] == [[0], [1, 2], [3, 4, 5]]
     assert len(cut(lengths, TokenBudget(60), work=Work(per_step=100))) == 1
-    assert len(cut(lengths, TokenBudget(60), work=Work(per_step=1), objective="fewest")) == 1
     assert len(cut(streams([]), TokenBudget(5))) == 0
 
 
@@ -142,8 +141,6 @@ def test_rounding_happens_before_the_fit_check_and_only_downwards() -> None:
 
 
 def test_bad_arguments_name_themselves() -> None:
-    with pytest.raises(ConfigError, match="`objective` must be one of 'time', 'fewest', but is 'best'"):
-        cut(streams([1]), TokenBudget(9), objective="best")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="`number` must be an int of at least 1, but is 0"):
         multiple_of(0)
     for wrong in (0, 2.5, True, None):
