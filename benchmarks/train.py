@@ -22,7 +22,7 @@ from benchmarks.machine import SIZES, Machine, build, config_of, lora
 from benchmarks.methods import METHODS, Job, updates_of
 from benchmarks.price import measured_work
 from benchmarks.record import table
-from dynagroup import Work
+from dynagroup import MemoryBudget, Work
 from dynagroup.device import is_out_of_memory
 
 PER_UPDATE, IGNORED = 64, -100
@@ -307,9 +307,8 @@ def _cases(machine: Machine, cases: list[Case]) -> Iterator[dict[str, Any]]:
 
 @cache
 def _traced_tokens(size: str, num_bytes: int) -> int:
-    from dynagroup.memory import what_fits
-
-    return what_fits(config_of(size), num_bytes, lengths=[LONGEST], dtype="bfloat16", headroom=HEADROOM).max_tokens
+    budget = MemoryBudget.from_model(config_of(size), num_bytes, dtype="bfloat16", headroom=HEADROOM)
+    return budget.max_tokens(LONGEST)
 
 
 def tokens_that_fit(machine: Machine, size: str) -> int:

@@ -6,15 +6,15 @@ Lengths travel through dynagroup as ``Streams``: a dict from stream name to an i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "TokensCalled", "round_up", "said", "target_tokens",
-           "units_of"]  # fmt: skip
+__all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "TokensCalled", "largest_within", "round_up", "said",
+           "target_tokens", "units_of"]  # fmt: skip
 
 TOKENS = "tokens"
 TARGET = "target"
@@ -59,6 +59,22 @@ def round_up(values: IntArray, multiple: int) -> IntArray:
     [0, 8, 8, 16]
     """
     return values if multiple == 1 else -(-values // multiple) * multiple
+
+
+def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int, most: int | IntArray = 2**40) -> IntArray:
+    """For each of ``size`` questions the most samples, up to ``most``, that fit: int64 (size,), 0 where not even one does.
+
+    Bisection over a monotone ``fits``, which is asked about all questions at once; at most 41 times.
+
+    >>> largest_within(lambda count: count * np.array([10, 50]) <= 100, 2).tolist()
+    [10, 2]
+    """
+    low, high = np.zeros(size, np.int64), np.full(size, most) + 1
+    while (high - low > 1).any():
+        middle = np.maximum((low + high) // 2, 1)
+        ok = fits(middle) & (middle < high)
+        low, high = np.where(ok, middle, low), np.where(ok, high, np.minimum(middle, high))
+    return low
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Is the answer to "what fits?" the largest batch that a simulation of the whole model still fits?
 
 For nine architectures, three modes, adapters and checkpointing, at lengths from 128 to 32,768: the batch that
-``what_fits`` calls the largest is simulated with every layer, and so is one of 2 % more samples. The first must take at
-most 2 % more than the limit, the second must not fit. Writes ``benchmarks/results/fits.json``; some minutes on one core.
+``MemoryBudget.from_model`` calls the largest is simulated with every layer, and so is one of 2 % more samples. The first
+must take at most 2 % more than the limit, the second must not fit. Writes
+``benchmarks/results/fits.json``; some minutes on one core.
 
     python -m regressor.check_fits
 """
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 import transformers as hf
 
-from dynagroup.memory import simulate, what_fits
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.memory import simulate
 from dynagroup.memory.trace.model import as_run_model
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "fits.json"
@@ -71,15 +73,12 @@ def cases(name: str, setting: dict[str, Any]) -> Iterator[dict[str, Any]]:
     aligned = how.get("pad_to_multiple_of", 1) % 16 == 0
     lengths = [length if aligned else length - 1 for length in LENGTHS]  # most lengths are no multiple of 16
     started = time.perf_counter()
-    found = what_fits(config, LIMIT, mode=mode, headroom=HEADROOM, lengths=lengths, **how)
+    budget: Any = MemoryBudget.from_model(config, LIMIT, mode=mode, headroom=HEADROOM, **how)
     traced_s = time.perf_counter() - started
-    workload = found.memory.workload
-    if workload.phases is None:
-        yield {"traced": False}
-        return
+    workload, samples = budget.model.workload, budget.most_samples(lengths).tolist()
     model = as_run_model(config, dtype="bfloat16", attention=how.get("attention"), lora=lora)
     room = HEADROOM * LIMIT
-    for length, count in zip(lengths, found.samples, strict=True):
+    for length, count in zip(lengths, samples, strict=True):
         more = int(count * (1 + TOLERANCE)) + 1
         rows = simulate(model, workload, [(max(count, 1), length), (more, length)]).rows
         first, second = (row.peak_bytes for row in rows)

@@ -164,7 +164,7 @@ say less than the line. One model on machines that are not named: nothing can be
 
 CHECKED = """## What fits, against the whole model
 
-`what_fits` for 80 GB: the batch that it calls the largest, and one of 2 % more samples, simulated with every layer
+`MemoryBudget.from_model` for 80 GB: the batch that it calls the largest, and one of 2 % more samples, simulated with every layer
 (`python -m regressor.check_fits`). *Within 2 %*: the first takes at most 2 % more than the limit, the second does not fit.
 Lengths {shortest} to {longest}; {models}.
 

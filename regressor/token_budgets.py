@@ -22,8 +22,7 @@ import torch
 import transformers as hf
 
 from dynagroup.memory import TracedMemory
-from dynagroup.memory.fits import largest_within
-from dynagroup.shapes import BatchShape
+from dynagroup.shapes import BatchShape, largest_within
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "token_budgets.json"

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from dynagroup import LengthAwareBatchSampler, TokenBudget
-from dynagroup.memory import what_fits
+from dynagroup.memory import TracedMemory
 from dynagroup.plan.plots import LINE, PADDING, REAL, draw_padding, new_figure
 from dynagroup.shapes import BatchShape
 
@@ -98,7 +98,7 @@ def memory() -> Any:
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936}
     config = Qwen2Config(**sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
     model, batches = (
-        what_fits(config, "24GB", dtype="bfloat16", lengths=[2048]).memory,
+        TracedMemory.of(config, dtype="bfloat16"),
         [(9, 512), (2, 2048), (3, 2048)],
     )
     taken = [float(np.ravel(model.batch_bytes(BatchShape.of(*batch)))[0]) / 1e9 for batch in batches]

@@ -14,9 +14,8 @@ import numpy as np
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, FloatArray, cost_of, fits_of, largest_of
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
-from dynagroup.memory.fits import largest_within
 from dynagroup.memory.run import Layout
-from dynagroup.shapes import BatchShape, IntArray, Streams
+from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
 from dynagroup.state import opened, sealed
 
 __all__ = ["COST_UNIT", "NO_COST", "LearningBudget", "OomReport"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
@@ -11,18 +13,35 @@ import numpy as np
 from dynagroup.budget.base import BoolArray, Budget, FloatArray
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described
-from dynagroup.memory.fits import largest_within, parsed_bytes
 from dynagroup.memory.protocols import BytesMemoryModel, LargestTable, MemoryModel, PaddedTokens
 from dynagroup.memory.regressor import MemoryRegressor
-from dynagroup.memory.run import Layout, Mode
+from dynagroup.memory.run import MASK_ALIGNMENT, Layout, Mode
 from dynagroup.memory.traced import TracedMemory
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, largest_within, round_up, said
 from dynagroup.validation import check_int, check_number
 
-__all__ = ["MemoryBudget"]
+__all__ = ["MemoryBudget", "parsed_bytes"]
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+LENGTHS = [2**k for k in range(7, 16)]  # 128 to 32,768: what tables show, as far as a model has positions
+WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, a smaller model, or more memory"
 
 
-SHOWN = (128, 512, 2048, 8192)
+def parsed_bytes(memory: str | int) -> int:
+    """Bytes from "80GB", "24 GiB" or a number.
+
+    >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(24 * 10**9)
+    (80000000000, 1610612736, 24000000000)
+    """
+    whole = isinstance(memory, (int, np.integer)) and not isinstance(memory, bool)
+    text = str(memory) if whole or isinstance(memory, str) else ""
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKmMgGtT]?[iI]?[bB]?)\s*", text)
+    unit = found[2].upper() if found else ""
+    if found is None or unit not in UNITS or float(found[1]) == 0:
+        raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
+    if not unit and float(found[1]) < 1e6:
+        raise ConfigError(f"`memory` is {memory!r}, which is so many bytes; write {found[1]}GB")
+    return int(text) if whole else int(float(found[1]) * UNITS[unit])
 
 
 class MemoryBudget(Budget):
@@ -52,6 +71,8 @@ class MemoryBudget(Budget):
 
     counts_every_stream: ClassVar[bool] = True
     knows_memory: ClassVar[bool] = True
+    _lengths: Sequence[int] = ()
+    """What its table shows."""
 
     def __init__(
         self,
@@ -131,7 +152,8 @@ class MemoryBudget(Budget):
         padding = {"headroom": headroom, "pad_to_multiple_of": pad_to_multiple_of}
         MemoryBudget(1, model=PaddedTokens(), **padding)  # what is wrong is refused before a model is traced
         limit = free_bytes() if memory is None else parsed_bytes(memory)
-        traced = TracedMemory.of(model_or_config, mode, **how).padded_to(pad_to_multiple_of)
+        traced = TracedMemory.of(model_or_config, mode, **how)
+        traced = replace(traced, pads_masks=pad_to_multiple_of % MASK_ALIGNMENT != 0)
         return cls.from_bytes(limit, model=traced, **padding)
 
     @property
@@ -189,9 +211,67 @@ class MemoryBudget(Budget):
         return {}
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        if self.layout == "packed" or len(self._longest) > 1:
-            return None
-        return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), len(longest))
+        return None if self.layout == "packed" or len(self._longest) > 1 else self.most_samples(longest)
+
+    def most_samples(self, longest: Any) -> IntArray:
+        """Most samples of each of K lengths (tokens, or stream -> units), all as long as the longest: int64 (K,)."""
+        size = len(BatchShape.of(1, longest))
+        return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), size)
+
+    def max_tokens(self, longest: int) -> int:
+        """The largest token budget under which every batch of samples of up to ``longest`` tokens fits; in generation it counts
+        the new tokens beside each prompt's.
+
+        A token budget T allows T // C(L) samples of L tokens, where C counts what is generated, too, rounded up to
+        ``pad_to_multiple_of``. With M(L) the most that fit, T // C(L) <= M(L) for all L is T < (M(L) + 1) * C(L) for all L.
+        """
+        if self.layout == "packed":  # one number says all
+            total = largest_within(lambda count: self.fits(BatchShape.of(1, count, count)), 1)
+            return int(total[0]) // self._multiple * self._multiple
+        lengths = np.arange(1, longest + 1)
+        counted = round_up(lengths + self._new_tokens, self._multiple)
+        return int(((self.most_samples(lengths) + 1) * counted).min() - 1)
+
+    def figures(self, lengths: Sequence[int] | None = None) -> dict[str, Any]:
+        """Most samples of each of these lengths (default: powers of two that the model has positions for), what they take as a
+        share of the limit, and a token budget that is safe up to the longest that fits; 0: none."""
+        longest = np.array(sorted(self._lengths if lengths is None else lengths), np.int64)
+        if not longest.size or longest[0] < 1:
+            raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
+        most = self.most_samples(longest)
+        shares = np.where(most > 0, self.predicted(BatchShape.of(np.maximum(most, 1), longest)), 0.0)
+        fitting = longest[most > 0]
+        return {
+            "samples": dict(zip(longest.tolist(), most.tolist(), strict=True)),
+            "shares": shares.round(4).tolist(),
+            "longest": int(fitting.max(initial=0)),
+            "max_tokens": self.max_tokens(int(fitting.max())) if fitting.size else 0,
+        }
+
+    def table(self, lengths: Sequence[int] | None = None) -> str:
+        """:meth:`figures` to be read: how many samples of each length fit, and the token budget."""
+        found, new = self.figures(lengths), self._new_tokens
+        lines = [f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}"]
+        for (length, count), share in zip(found["samples"].items(), found["shares"], strict=True):
+            tokens = count * (int(round_up(np.array(length), self._multiple)) + new)
+            lines.append(f"{length:>8}  {count:>8}  {tokens:>10}  {share:>12.1%}")
+        if not found["max_tokens"]:
+            return "\n".join([*lines, f"not even one sample fits; {WAY_OUT}"])
+        options = "" if self._multiple == 1 else f", pad_to_multiple_of={self._multiple}"
+        packed = ', layout="packed"' if self.layout == "packed" else ""
+        told = (
+            f"of lengths + {new} (prompts with what is generated) that is safe for prompts of"
+            if new
+            else "that is safe"
+        )
+        budget = f"TokenBudget({found['max_tokens']}{options}{packed})"
+        return "\n".join([*lines, f"a token budget {told} up to {found['longest']} tokens: {budget}"])
+
+    @property
+    def _new_tokens(self) -> int:
+        """Tokens that are generated for each sample, beside its own."""
+        workload = getattr(self._model, "workload", None)
+        return (workload.max_new_tokens or 0) if workload and workload.mode == "generate" else 0
 
     @property
     def fingerprint(self) -> str:
@@ -206,37 +286,31 @@ class MemoryBudget(Budget):
         return f"MemoryBudget({self.limit}, headroom={self.headroom!r})"
 
     def __str__(self) -> str:
-        """What batches are held against and what was taken for granted, a line each, to be checked.
+        """:attr:`about` and :meth:`table`.
 
         >>> from transformers import GPT2Config
-        >>> print(MemoryBudget.from_model(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000), "2GB"))
-        MemoryBudget: 1.8 GB (0.9 of 2,000,000,000 bytes)
-          model    GPT2Config of 229,632 parameters, traced
-          run      train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter
-          static   3.68 MB whatever the batch
-          batch    1.8 GB: samples by tokens of the longest: 433 of 128, 98 of 512, 44 of 1,024
+        >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000, n_positions=512)
+        >>> print(MemoryBudget.from_model(config, "2GB", mode="forward"))
+        MemoryBudget: 0.9 of 2,000,000,000 bytes, of which 0.792 MB are static
+        model: GPT2Config of 196,864 parameters, traced (forward, float32, sdpa attention)
+         longest   samples      tokens  of the limit
+             128      2147      274816         90.0%
+             256      1053      269568         90.0%
+             512       485      248320         90.0%
+        a token budget that is safe up to 512 tokens: TokenBudget(248831)
         """
-        at_most, facts = self._told()
-        padding = f"to multiples of {self._multiple}" if self._multiple > 1 else ""
-        lines = [f"  {name:<7}  {text}" for name, text in {**facts, "padding": padding}.items() if text]
-        return "\n".join([f"MemoryBudget: {at_most}", *lines])
+        return f"{self.about}\n{self.table()}" if self._lengths else self.about
 
-    def _told(self) -> tuple[str, dict[str, str]]:
+    @property
+    def about(self) -> str:
+        """What batches are held against, and what was taken for granted."""
+        return f"MemoryBudget: {self.headroom:g} of {self._limit_told}\nmodel: {self.model}"
+
+    @property
+    def _limit_told(self) -> str:
         units = " and ".join(f"{value:,} {said(name)}" for name, value in self._longest.items())
         long = f" of {units}" if units else ", however long the longest prove to be"
-        at_most = f"{self.headroom:g} of the memory of the hardest batch, {self._batch_size:,} samples{long}"
-        batch = self._largest_batches(self._longest[TOKENS]) if len(self._longest) == 1 else ""
-        return at_most, {"model": str(self.model), "batch": batch}
-
-    def _largest_batches(self, longest: int) -> str:
-        """How many samples of some lengths fit, none longer than ``longest``; packed, how many tokens."""
-        if self.layout == "packed":
-            most = largest_within(lambda total: self.fits(BatchShape.of(1, total, total)), 1)
-            return f"{int(most[0]):,} tokens"
-        lengths = [length for length in SHOWN if length < longest][-3:] + [longest]
-        counts = largest_within(lambda count: self.fits(BatchShape.of(count, lengths)), len(lengths))
-        parts = [f"{count:,} of {length:,}" for length, count in zip(lengths, counts.tolist(), strict=True)]
-        return f"samples by tokens of the longest: {', '.join(parts)}"
+        return f"the memory of the hardest batch, {self._batch_size:,} samples{long}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MemoryBudget) and self.fingerprint == other.fingerprint
@@ -249,7 +323,6 @@ class MemoryBudget(Budget):
         return shape if self._multiple == 1 else BatchShape(shape.num_samples, longest, shape.total)
 
     def _first(self, padded: BatchShape) -> BatchShape:
-        """The hardest batch, in the streams that a shape has."""
         missing = sorted(set(padded.longest) - set(self._longest))
         if missing:
             which = "`longest`" if not self._longest else f"how long the first batch is in {missing[0]!r}"
@@ -272,10 +345,12 @@ class _DeviceBudget(MemoryBudget):
         if not isinstance(model, BytesMemoryModel):
             raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")
         self._set(model, headroom, pad_to_multiple_of)
+        most = min(getattr(model, "longest", None) or LENGTHS[-1], LENGTHS[-1])
+        self._lengths = [length for length in LENGTHS if length < most] + [most]
         if model.static_bytes >= headroom * self._limit_bytes:
             raise BudgetError(
                 f"static memory ({model.static_bytes:,} bytes) alone exceeds {headroom:.0%} of limit_bytes={limit_bytes:,}; "
-                "use a smaller model, a leaner optimizer, LoRA, sharding, or more memory"
+                f"{WAY_OUT}"
             )
 
     @property
@@ -299,20 +374,11 @@ class _DeviceBudget(MemoryBudget):
     def _about(self) -> str:
         return f"limit_bytes={self._limit_bytes}"
 
-    def _told(self) -> tuple[str, dict[str, str]]:
-        room, static = self.headroom * self._limit_bytes, self._model.static_bytes
-        traced = self._model if isinstance(self._model, TracedMemory) else None
-        longest = (traced.told.positions if traced else None) or max(SHOWN)
-        return f"{_gb(room)} ({self.headroom:g} of {self.limit})", {
-            "model": str(self._model),
-            "run": traced.assumes if traced else "",
-            "static": f"{_gb(static)} whatever the batch",
-            "batch": f"{_gb(room - static)}: {self._largest_batches(longest)}",
-        }
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    @property
+    def _limit_told(self) -> str:
+        static = self._model.static_bytes
+        size = f"{static / 1e9:.3g} GB" if static >= 1e8 else f"{static / 1e6:.3g} MB"
+        return f"{self.limit}, of which {size} are static"
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from dynagroup.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from dynagroup.memory.fits import Fits
+    from dynagroup.budget.memory import MemoryBudget
     from dynagroup.plan.report import Comparison
     from dynagroup.shapes import Streams
 
@@ -131,7 +131,7 @@ def _change(found: Comparison, layout: str, safe: int | None) -> str:
 def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | None]:
     """Whether as many samples as today fit the device with the longest of every stream, how many would, and a token budget
     that is safe: for samples as long in every stream as the longest of any, counting all streams."""
-    from dynagroup.memory.fits import what_fits
+    from dynagroup.budget.memory import MemoryBudget
     from dynagroup.shapes import said
 
     if args.gpu_memory is None:
@@ -144,14 +144,16 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, to know what a batch takes")
     longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
-    options = {"pad_to_multiple_of": args.pad_to_multiple_of, "lengths": [max(longest.values())]}
-    fits = what_fits(args.model, args.gpu_memory, mode=args.mode, **options, **_workload(args))
-    most = fits.most_samples(longest)
+    options = {"mode": args.mode, "pad_to_multiple_of": args.pad_to_multiple_of, **_workload(args)}
+    budget = MemoryBudget.from_model(args.model, args.gpu_memory, **options)
+    most, tokens = int(budget.most_samples(longest)[0]), budget.max_tokens(max(longest.values()))
     what = " and ".join(f"{units:,} {said(name)}" for name, units in longest.items())
     too_many = f"do not fit {args.gpu_memory}: {most} do"
     answer = too_many if most < found.batch_size else f"fit {args.gpu_memory}, and {most} would"
-    safe = f"a budget that is safe: {fits.max_tokens:,} tokens"
-    return f"{found.batch_size} samples of {what} {answer} ({fits.assumes}); {safe}", fits.max_tokens
+    return (
+        f"{found.batch_size} samples of {what} {answer} ({budget.model}); a budget that is safe: {tokens:,} tokens",
+        tokens,
+    )
 
 
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
@@ -167,45 +169,48 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 def fit(args: argparse.Namespace) -> Found:
     """What fits by the traced model, or by rows that are measured."""
-    from dynagroup.memory import what_fits
+    from dynagroup.budget.memory import MemoryBudget
 
-    asked = vars(args)
+    asked, usual = vars(args), {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1}
     if asked.get("measure"):
-        found = _measured(args)
+        budget, code = _measured(args)
     else:
-        options = {name: asked[name] for name in ("pad_to_multiple_of", "lengths") if name in asked}
-        how = {"mode": args.mode, "headroom": args.headroom, **_workload(args)}
-        found = what_fits(args.model, args.gpu_memory, **options, **how)
-    figures = {name: getattr(found, name) for name in ("limit_bytes", "headroom", "max_tokens", "new_tokens", "code")}
-    samples = dict(zip(map(str, found.lengths), found.samples, strict=True))
-    figures |= {"static_bytes": found.memory.static_bytes, "samples": samples}
-    return figures, str(found), lambda: _curve(found)
+        how = {name: asked[name] for name in usual if name in asked} | _workload(args)
+        budget = MemoryBudget.from_model(args.model, args.gpu_memory, **how)
+        told = "".join(f", {name}={value!r}" for name, value in how.items() if value != usual.get(name))
+        code = f"MemoryBudget.from_model({args.model!r}, {args.gpu_memory!r}{told})"
+    found = budget.figures(asked.get("lengths"))
+    text = f"{budget.about}\n{budget.table(asked.get('lengths'))}\n{code}"
+    return {**found, "code": code}, text, lambda: _curve(found["samples"], budget)
 
 
-def _curve(found: Fits) -> Figure:
+def _curve(samples: Mapping[int, int], budget: MemoryBudget) -> Figure:
+    """Most samples over length, on log scales."""
     from dynagroup.plan.plots import new_figure
 
     figure = new_figure(6, 3.6)
-    found.draw(figure.subplots())
+    axes = figure.subplots()
+    fitting = {length: count for length, count in samples.items() if count}
+    axes.loglog(list(fitting), list(fitting.values()), marker="o")
+    axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit", title=budget.about.replace(" (", "\n("))
     return figure
 
 
-def _measured(args: argparse.Namespace) -> Fits:
+def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
     """What fits by rows measured on the CUDA device here."""
+    from dynagroup.budget.memory import LENGTHS, MemoryBudget, parsed_bytes
     from dynagroup.device import CudaDevice
-    from dynagroup.memory import Fits, ProfiledMemory, Workload, measure
-    from dynagroup.memory.fits import new_tokens_of, parsed_bytes, usual_lengths
+    from dynagroup.memory import ProfiledMemory, Workload, measure
     from dynagroup.memory.trace.model import as_config, as_random_model
 
     device, limit = CudaDevice(), parsed_bytes(args.gpu_memory)  # refuses before a model is built
     config = as_config(args.model)
-    lengths, workload = usual_lengths(config), Workload.from_model(config, args.mode, **_workload(args))
-    model = as_random_model(config, workload, device.device)
-    rows = measure(model, workload, [(count, length) for length in lengths for count in (2, 8)], device=device)
+    workload = Workload.from_model(config, args.mode, **_workload(args))
+    most = getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
+    shapes = [(count, length) for length in LENGTHS if length <= most for count in (2, 8)]
+    profile = ProfiledMemory.fit(measure(as_random_model(config, workload, device.device), workload, shapes))
     code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit(rows), headroom={args.headroom})"
-    options = {"headroom": args.headroom, "code": code, "new_tokens": new_tokens_of(workload)}
-    title = f"{args.model}, {args.mode}, measured"
-    return Fits.of(ProfiledMemory.fit(rows), limit, lengths, title=title, **options)
+    return MemoryBudget.from_bytes(limit, model=profile, headroom=args.headroom), code
 
 
 def demo(args: argparse.Namespace) -> None:

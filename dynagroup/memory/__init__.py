@@ -1,6 +1,5 @@
 """How much memory a batch takes: simulated, measured, or predicted."""
 
-from dynagroup.memory.fits import Fits, what_fits
 from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurement, Measurements
 from dynagroup.memory.profiled import ProfiledMemory
@@ -10,5 +9,5 @@ from dynagroup.memory.trace.simulate import measure, simulate
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
 
-__all__ = ["BytesMemoryModel", "ClosedForm", "Fits", "Measurement", "Measurements", "MemoryModel", "MemoryRegressor",
-           "PaddedTokens", "ProfiledMemory", "TracedMemory", "Workload", "measure", "simulate", "what_fits"]  # fmt: skip
+__all__ = ["BytesMemoryModel", "ClosedForm", "Measurement", "Measurements", "MemoryModel", "MemoryRegressor",
+           "PaddedTokens", "ProfiledMemory", "TracedMemory", "Workload", "measure", "simulate"]  # fmt: skip

@@ -12,16 +12,15 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import ELEMENT_BYTES, MASK_ALIGNMENT, FloatArray, Layout, Mode, Phases
-from dynagroup.memory.workload import Told, Workload, assumed
+from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, Layout, Mode, Phases
+from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import TOKENS, BatchShape, said
 
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
 
-__all__ = ["OPTIMIZERS", "TracedMemory", "line_above", "optimizer_bytes", "positions_of"]
-
-# Bytes of state per trainable parameter, as (parts of the parameter's own size, bytes besides).
+# Bytes of state per trainable parameter, as (parts of the parameter's own size, bytes besides): "adamw" and its kin keep two
+# states of the parameter's dtype, "adamw_master" two and a copy of the parameter in float32 (DeepSpeed, Megatron).
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0), "adam": (2, 0), "adamw_8bit": (0, 2), "lion": (1, 0), "lion_8bit": (0, 1), "muon": (1, 0),
     "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0), "adamw_master": (0, 12),
@@ -31,20 +30,16 @@ _SAME = ("mode", "dtype", "autocast", "attention", "layout", "gradient_checkpoin
 
 
 def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
-    """Bytes of optimizer state per trainable parameter of this dtype.
-
-    Args:
-        optimizer: one of ``OPTIMIZERS``: "adamw" and its kin keep two states of the parameter's dtype, "adamw_8bit" two
-            bytes, "adamw_master" two states and a copy of the parameter in float32 (DeepSpeed, Megatron); or the bytes.
+    """Bytes of optimizer state per trainable parameter of this dtype: of one of ``OPTIMIZERS``, or as many as are said.
 
     >>> optimizer_bytes("adamw", "bfloat16"), optimizer_bytes("adamw_master", "bfloat16"), optimizer_bytes(6, "float32")
     (4.0, 12.0, 6.0)
     """
-    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
+    if isinstance(optimizer, (int, float)):
         return float(optimizer)
-    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+    if optimizer not in OPTIMIZERS:
         raise ConfigError(
-            f"`optimizer` must be one of {', '.join(OPTIMIZERS)} or its bytes of state per parameter, but is {optimizer!r}"
+            f"`optimizer` must be one of {', '.join(OPTIMIZERS)} or bytes a parameter, but is {optimizer!r}"
         )
     times, besides = OPTIMIZERS[optimizer]
     return float(times * ELEMENT_BYTES[dtype] + besides)
@@ -69,7 +64,10 @@ class TracedMemory:
     factor: float = 1.0
     """What the trace says is taken so many times, and ``constant_bytes`` added: from :meth:`corrected`."""
     constant_bytes: float = 0.0
-    told: Told = field(default=Told(), compare=False, repr=False)
+    said: str = field(default="a model", compare=False)
+    """Which model, and how it is run."""
+    longest: int | None = field(default=None, compare=False)
+    """Positions that the model has for a sample; None: not known."""
 
     @classmethod
     def of(
@@ -89,7 +87,7 @@ class TracedMemory:
             model_or_config: a model, a transformers config, or its name.
             mode: "train", "forward" or "generate".
             lora: train adapters only: True, their rank, or a config of peft. Needs peft.
-            optimizer: see :func:`optimizer_bytes`; default: AdamW.
+            optimizer: one of ``OPTIMIZERS``, or its bytes of state per parameter; default: AdamW.
             inputs: as in :func:`~dynagroup.memory.simulate`.
             measured: rows of :func:`~dynagroup.memory.measure` on a device, to correct the trace by; see :meth:`corrected`.
             known: fields of a :class:`Workload`: ``dtype``, ``autocast``, ``attention``, ``layout``, ``max_new_tokens``,
@@ -103,17 +101,17 @@ class TracedMemory:
 
         dtype, attention = Workload(dtype=known.get("dtype")).dtype, known.get("attention")
         model = as_run_model(model_or_config, dtype=dtype, attention=attention, lora=lora)
-        usual = "AdamW" if known.get("optimizer_bytes") is None else None
-        named = usual if optimizer is None else optimizer if isinstance(optimizer, str) else None
-        full = f"{type(model_or_config).__name__} {getattr(model_or_config, 'name_or_path', None) or ''}".rstrip()
-        name = model_or_config if isinstance(model_or_config, str) else full
-        told = Told(name, named, lora, positions_of(getattr(model, "config", None)))
         if optimizer is not None:
-            trained = next((p.dtype for p in model.parameters() if p.requires_grad), None)
-            known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained or "float32").removeprefix("torch."))
+            trained = next((p.dtype for p in model.parameters() if p.requires_grad), "float32")
+            known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained).removeprefix("torch."))
         workload = Workload.from_model(model, mode, trace=False, **known).traced(model, inputs)
         static = static_bytes(prepare(as_meta_model(model, workload), workload), workload)
-        found = cls(static, workload, told=told)
+        name = model_or_config if isinstance(model_or_config, str) else type(model_or_config).__name__
+        usual = "AdamW" if optimizer is None and "optimizer_bytes" not in known else None
+        run = assumed(workload, optimizer if isinstance(optimizer, str) else usual)
+        text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        said = f"{name} of {workload.num_parameters:,} parameters, traced ({run})"
+        found = cls(static, workload, said=said, longest=getattr(text, "max_position_embeddings", None))
         return found if measured is None else found.corrected(measured)
 
     def corrected(self, measured: Measurements) -> TracedMemory:
@@ -134,9 +132,7 @@ class TracedMemory:
         (1.5, 200.0)
         """
         if not isinstance(measured, Measurements) or not measured.complete:
-            raise ConfigError(
-                "`measured` must be Measurements with at least one row that did not run out of memory; see memory.measure"
-            )
+            raise ConfigError("`measured` must be Measurements with at least one row that did not run out of memory")
         name = measured.workload.contradicts(self.workload, _SAME)
         if name is not None:
             raise ConfigError(
@@ -147,24 +143,9 @@ class TracedMemory:
         static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
         return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)
 
-    def padded_to(self, multiple: int) -> TracedMemory:
-        """For batches whose lengths are rounded up to a multiple of this: masks of 16, 32, ... fit their kernel."""
-        return replace(self, pads_masks=multiple % MASK_ALIGNMENT != 0)
-
-    @property
-    def assumes(self) -> str:
-        """How the model is taken to be run, what nobody said included: "train, float32, sdpa attention, ..."."""
-        return assumed(self.workload, self.told)
-
     def __str__(self) -> str:
-        count = self.workload.num_parameters
         raised = f", raised by what was measured (x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB)"
-        size = "" if count is None else f" of {count:,} parameters"
-        return f"{self.told.name}{size}, traced{raised if self._is_raised else ''}"
-
-    @property
-    def _is_raised(self) -> bool:
-        return (self.factor, self.constant_bytes) != (1.0, 0.0)
+        return self.said + (raised if (self.factor, self.constant_bytes) != (1.0, 0.0) else "")
 
     @property
     def layout(self) -> Layout:
@@ -174,8 +155,9 @@ class TracedMemory:
     @property
     def fingerprint(self) -> str:
         """Changes with the model and how it is run."""
-        about = f"{self.static_bytes} {self.pads_masks} {self.workload.to_json()}"
-        about += f" {self.factor!r} {self.constant_bytes!r}" if self._is_raised else ""
+        about = (
+            f"{self.static_bytes} {self.pads_masks} {self.workload.to_json()} {self.factor!r} {self.constant_bytes!r}"
+        )
         return "traced-" + hashlib.sha256(about.encode()).hexdigest()[:12]
 
     @cached_property
@@ -203,8 +185,7 @@ class TracedMemory:
         if others and not self._knows_targets:
             raise ConfigError(
                 f"the model was traced with one stream of tokens, but batches have {others[0]!r} beside it; give each sample one "
-                f"length (source and target of a decoder are one sequence: their sum), or, where {others[0]!r} is not padded, "
-                f"combine the budget: & AdditiveCap({others[0]!r}, limit)"
+                f"length (the sum of both), or, where {others[0]!r} is not padded, add & AdditiveCap({others[0]!r}, limit)"
             )
         return self.factor * self._bytes(shape) + self.constant_bytes
 
@@ -214,33 +195,21 @@ class TracedMemory:
         return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
 
 
-def positions_of(config: Any) -> int | None:
-    """Tokens that a sample of a model of this config can have, where the config states it."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text, "max_position_embeddings", None)
-    return int(most) if most else None
-
-
 def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
     """The factor (at least 1) and constant (at least 0) with ``factor * predicted + constant >= taken`` everywhere that exceed
     ``taken`` least, as a mean of shares.
 
-    For a given factor the constant is the largest gap, and what both exceed is convex in the factor: ternary search.
+    For a given factor the constant is the largest gap. What both exceed is piecewise linear in the factor, so it is least where
+    another row becomes the one with the largest gap, or no gap is left: all of these are tried.
 
     >>> [round(number, 6) for number in line_above(np.array([10.0, 20.0, 40.0]), np.array([19.0, 35.0, 65.0]))]
     [1.6, 3.0]
     """
-
-    def constant(factor: float) -> float:
-        return max(float((taken - factor * predicted).max()), 0.0)
-
-    def excess(factor: float) -> float:
-        return float(np.mean((factor * predicted + constant(factor)) / taken))
-
-    low, high = 1.0, max(1.0, float((taken / predicted).max()))
-    tried = [low, high]
-    for _ in range(200):
-        left, right = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, right) if excess(left) <= excess(right) else (left, high)
-    best = min([*tried, low, high], key=excess)
-    return best, constant(best)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slopes = np.subtract.outer(taken, taken) / np.subtract.outer(predicted, predicted)
+    ends = [1.0, float((taken / predicted).max())]
+    factors = np.unique(np.maximum([*ends, *slopes[np.isfinite(slopes)]], 1.0))
+    constants = [max(float((taken - factor * predicted).max()), 0.0) for factor in factors]
+    excess = [np.mean((f * predicted + c) / taken) for f, c in zip(factors, constants, strict=True)]
+    best = int(np.argmin(excess))
+    return float(factors[best]), constants[best]

@@ -15,8 +15,6 @@ from dynagroup.validation import check_flag, check_int
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
 
-__all__ = ["Told", "Workload", "assumed"]
-
 _CHOICES = {"Mode": Mode, "Attention": Attention, "Dtype": Dtype, "Layout": Layout, "Sharding": Sharding}
 # How else people write them.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -224,38 +222,22 @@ def _checked(name: str, kind: str, value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What tracing was told of a model that its numbers no longer say."""
-
-    name: str = "a model"
-    optimizer: str | None = None
-    """None: only its bytes are known."""
-    lora: Any = None
-    positions: int | None = None
-    """Tokens that a sample can have; None: not known."""
-
-
-def assumed(workload: Workload, told: Told | None = None) -> str:
+def assumed(workload: Workload, optimizer: str | None = None) -> str:
     """How a model is taken to be run, what nobody said included.
 
-    >>> assumed(Workload(mode="train", dtype="float32", attention="sdpa", optimizer_bytes=8), Told(optimizer="AdamW"))
+    >>> assumed(Workload(mode="train", dtype="float32", attention="sdpa", optimizer_bytes=8), "AdamW")
     'train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter'
     >>> assumed(Workload(mode="generate", dtype="float16", max_new_tokens=256))
     'generate, float16, 256 new tokens'
     """
-    told, w = told or Told(), workload
-    said = [w.mode, w.dtype, w.autocast and f"autocast to {w.autocast}", w.attention and f"{w.attention} attention"]
-    said += [w.layout == "packed" and "packed", w.mode == "generate" and f"{w.max_new_tokens} new tokens"]
-    if told.lora:
-        said += [f"LoRA of rank {16 if told.lora is True else getattr(told.lora, 'r', told.lora)}"]
-    elif w.mode == "train" and w.trainable_share is not None and w.trainable_share < 1:
-        said += [f"{w.trainable_share:.2%} of the parameters trained"]
+    w = workload
+    told = [w.mode, w.dtype, w.autocast and f"autocast to {w.autocast}", w.attention and f"{w.attention} attention"]
+    told += [w.layout == "packed" and "packed", w.mode == "generate" and f"{w.max_new_tokens} new tokens"]
     if w.mode == "train":
-        state = None if w.optimizer_bytes is None else f" of {w.optimizer_bytes:g} bytes a trained parameter"
-        many = "" if w.num_ranks is None else f" over {w.num_ranks} ranks"
-        said += ["checkpointing" if w.gradient_checkpointing else "no checkpointing"]
-        said += [f"{told.optimizer or 'an optimizer'}{state}" if state else told.optimizer]
-        said += [w.keeps_outputs is False and "logits let go before the backward pass"]
-        said += [f"{w.sharding}{many}" if w.sharding else w.ddp and "ddp"]
-    return ", ".join(str(part) for part in said if part)
+        told += ["checkpointing" if w.gradient_checkpointing else "no checkpointing"]
+        told += [(w.trainable_share or 1) < 1 and f"{w.trainable_share:.2%} of the parameters trained"]
+        state = w.optimizer_bytes is not None and f" of {w.optimizer_bytes:g} bytes a trained parameter"
+        told += [state and f"{optimizer or 'an optimizer'}{state}"]
+        told += [w.keeps_outputs is False and "logits let go before the backward pass"]
+        told += [w.sharding and f"{w.sharding} over {w.num_ranks or 'some'} ranks"]
+    return ", ".join(str(part) for part in told if part)

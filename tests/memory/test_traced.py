@@ -23,9 +23,7 @@ from dynagroup.memory import (
     TracedMemory,
     Workload,
     simulate,
-    what_fits,
 )
-from dynagroup.memory.fits import parsed_bytes
 from dynagroup.memory.run import Phases
 from dynagroup.memory.trace import phases
 from dynagroup.memory.trace.model import as_run_model
@@ -215,19 +213,17 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
     ids=["adapted", "packed", "to 16", "generating"],
 )
 def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(config, how):
-    multiple, room = how.get("pad_to_multiple_of", 1), 0.9e9
-    lengths = [128, 4096] if multiple == 16 else [127, 4095]  # most lengths are no multiple of 16
-    found = what_fits(config, 10**9, lengths=lengths, **how)
-    workload = found.memory.workload
+    lengths = [128, 4096] if "pad_to_multiple_of" in how else [127, 4095]  # most lengths are no multiple of 16
+    budget = MemoryBudget.from_model(config, 10**9, **how)
+    workload, samples = budget.model.workload, budget.most_samples(lengths)
     model = as_run_model(config, dtype=workload.dtype, attention=how.get("attention"), lora=how.get("lora"))
-    for length, count in zip(found.lengths, found.samples, strict=True):
+    for length, count in zip(lengths, samples.tolist(), strict=True):
         shapes = [(max(count, 1), length), (int(count * 1.05) + 1, length)]
         fits, does_not = (row.peak_bytes for row in simulate(model, workload, shapes))
-        assert count == 0 or fits <= 1.02 * room, (length, count)
-        assert does_not > room, (length, count)
-    budget = MemoryBudget.from_bytes(10**9, model=found.memory, pad_to_multiple_of=multiple)
-    some = np.maximum(found.samples, 1)
-    assert budget.fits(BatchShape.of(some, lengths)).tolist() == [count > 0 for count in found.samples]
+        assert count == 0 or fits <= 1.02 * 0.9e9, (length, count)
+        assert does_not > 0.9e9, (length, count)
+    some = np.maximum(samples, 1)
+    assert budget.fits(BatchShape.of(some, lengths)).tolist() == (samples > 0).tolist()
     assert not budget.fits(BatchShape.of(some + 1, lengths)).any()
 
 
@@ -235,29 +231,29 @@ def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(config, how):
 def test_the_token_budget_is_safe_and_the_largest_that_is(name):
     """Of prompts it counts what is generated, too: one-token prompts, which bring caches of all new tokens, decide no more."""
     config, mode, how = CASES[name]
-    found = what_fits(config, "1GB", lengths=[64, 512], mode=mode, pad_to_multiple_of=16, **how)
+    budget = MemoryBudget.from_model(config, "1GB", mode=mode, pad_to_multiple_of=16, **how)
     new, lengths = how.get("max_new_tokens", 0), np.arange(1, 513)
-    traced = MemoryBudget.from_bytes(10**9, model=found.memory, pad_to_multiple_of=16)
 
     def safe(tokens):
         counts = TokenBudget(tokens, pad_to_multiple_of=16).largest(lengths + new)
-        return bool(traced.fits(BatchShape.of(np.maximum(counts, 1), lengths)).all())
+        return bool(budget.fits(BatchShape.of(np.maximum(counts, 1), lengths)).all())
 
-    assert safe(found.max_tokens)
-    assert not safe(found.max_tokens + 16)
-    (_, few, total, _), _ = found.rows()
-    assert total == few * (64 + new)
-    told = f"of lengths + {new} (prompts with what is generated) that is safe for prompts of up to 512: TokenB"
-    assert (told in str(found)) == (new > 0)
+    found, table = budget.figures([512, 64]), budget.table([64, 512])
+    assert safe(found["max_tokens"])
+    assert not safe(found["max_tokens"] + 16)
+    few = found["samples"][64]
+    assert f"{64:>8}  {few:>8}  {few * (64 + new):>10}" in table
+    told = f"of lengths + {new} (prompts with what is generated) that is safe for prompts of up to 512 tokens: TokenB"
+    assert (told in table) == (new > 0)
 
 
 def test_packed_batches_are_held_against_the_sum_of_their_tokens():
-    found = what_fits(SHALLOW, "1GB", layout="packed", attention="flash", dtype="bf16")
-    budget, most = MemoryBudget.from_bytes(10**9, model=found.memory), found.max_tokens
+    budget = MemoryBudget.from_model(SHALLOW, "1GB", layout="packed", attention="flash", dtype="bf16")
+    most = budget.max_tokens(512)
     shape = BatchShape.of([1, 1, 90, 90], [1, 1, most, most], [most, most + 1, most, most + 1])
     assert budget.fits(shape).tolist() == [True, False, True, False]
     squared = TracedMemory.of(SHALLOW, layout="packed", attention="sdpa")
-    line, square = (memory.batch_bytes(BatchShape.of(1, [8192, 16384])) for memory in (found.memory, squared))
+    line, square = (memory.batch_bytes(BatchShape.of(1, [8192, 16384])) for memory in (budget.model, squared))
     assert line[1] / line[0] == pytest.approx(2, rel=0.02)
     assert square[1] / square[0] > 3
 
@@ -328,16 +324,14 @@ def test_adapters_train_alone():
 def test_what_cannot_be_is_said(arguments, message):
     model, arguments = arguments.get("model", LLAMA), {"memory": "1GB", **arguments}
     arguments.pop("model", None)
-    for ask in (what_fits, MemoryBudget.from_model):
-        with pytest.raises(ConfigError, match=message):
-            ask(model, **arguments)
+    with pytest.raises(ConfigError, match=message):
+        MemoryBudget.from_model(model, **arguments)
 
 
 def test_a_device_that_the_model_alone_fills():
-    found = what_fits(BERT, "500KB")
-    assert not any(found.samples)
     with pytest.raises(BudgetError, match="static memory .* alone exceeds 90% of limit_bytes=500,000"):
-        MemoryBudget.from_bytes(parsed_bytes("500KB"), model=found.memory)
+        MemoryBudget.from_model(BERT, "500KB")
+    assert "not even one sample fits" in MemoryBudget.from_model(BERT, "895KB").table([512])
 
 
 def test_a_decoder_does_not_take_a_second_padded_stream_for_nothing():
@@ -410,18 +404,12 @@ def test_measured_rows_of_another_workload_or_of_none_are_refused():
             TRACED.corrected(rows)
 
 
-def test_code_that_is_printed_makes_the_same_decisions_and_takes_measured_rows():
-    """Measured at 1.4 times the trace, 1.4 times less fits, in `what_fits` and in the budget."""
-    how = {"dtype": torch.bfloat16, "headroom": 1.0}
-    plain = what_fits(SHALLOW, "200MB", lengths=[64, 512], **how)
-    assert plain.code == "MemoryBudget.from_model(model, '200MB', headroom=1.0, dtype='bfloat16')"
-    rows = rows_of(plain.memory, 1.4)
-    found = what_fits(SHALLOW, "200MB", lengths=[64, 512], measured=rows, **how)
-    for before, after in zip(plain.samples, found.samples, strict=True):
-        assert after == pytest.approx(before / 1.4, abs=1)
-    budget = eval(found.code, {"MemoryBudget": MemoryBudget, "model": SHALLOW, "rows": rows})
-    assert tuple(budget.largest(np.array([64, 512])).tolist()) == found.samples
-    assert found.code in str(found)
+def test_measured_at_1_4_times_the_trace_1_4_times_less_fits():
+    plain = MemoryBudget.from_model(SHALLOW, "200MB", dtype=torch.bfloat16, headroom=1.0)
+    rows = rows_of(plain.model, 1.4)
+    found = MemoryBudget.from_model(SHALLOW, "200MB", dtype=torch.bfloat16, headroom=1.0, measured=rows)
+    before, after = (budget.most_samples([64, 512]) for budget in (plain, found))
+    assert after == pytest.approx(before / 1.4, abs=1)
 
 
 def test_generation_from_prompts_of_a_token_keeps_its_cache() -> None:
