@@ -71,8 +71,11 @@ class MemoryBudget(Budget):
 
     counts_every_stream: ClassVar[bool] = True
     knows_memory: ClassVar[bool] = True
+    model: Any
+    """What predicts memory: a :class:`~dynagroup.memory.MemoryModel`."""
+    limit = "the hardest batch"
+    """What batches are held against, in words."""
     _lengths: Sequence[int] = ()
-    """What its table shows."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class MemoryBudget(Budget):
         self._set(model or _usual(), headroom, pad_to_multiple_of)
 
     def _set(self, model: Any, headroom: float, pad_to_multiple_of: int) -> None:
-        self._model, self._multiple = model, check_int("pad_to_multiple_of", pad_to_multiple_of)
+        self.model, self._multiple = model, check_int("pad_to_multiple_of", pad_to_multiple_of)
         self.headroom = check_number("headroom", headroom, most=1.0)
 
     @classmethod
@@ -162,17 +165,7 @@ class MemoryBudget(Budget):
 
     @property
     def layout(self) -> Layout:
-        return getattr(self._model, "layout", "padded")
-
-    @property
-    def model(self) -> MemoryModel:
-        """What predicts memory."""
-        return self._model
-
-    @property
-    def limit(self) -> str:
-        """What batches are held against, in words."""
-        return "the hardest batch"
+        return getattr(self.model, "layout", "padded")
 
     def bind(self, lengths: Streams, /) -> MemoryBudget:
         if all(name in self._longest for name in lengths):
@@ -233,44 +226,42 @@ class MemoryBudget(Budget):
         return int(((self.most_samples(lengths) + 1) * counted).min() - 1)
 
     def figures(self, lengths: Sequence[int] | None = None) -> dict[str, Any]:
-        """Most samples of each of these lengths (default: powers of two that the model has positions for), what they take as a
-        share of the limit, and a token budget that is safe up to the longest that fits; 0: none."""
+        """Columns of :meth:`table`, ``longest``, ``samples``, ``tokens`` and ``share``; the longest that fits (``reach``), and
+        ``max_tokens`` up to there; 0: none."""
         longest = np.array(sorted(self._lengths if lengths is None else lengths), np.int64)
         if not longest.size or longest[0] < 1:
             raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
-        most = self.most_samples(longest)
-        shares = np.where(most > 0, self.predicted(BatchShape.of(np.maximum(most, 1), longest)), 0.0)
-        fitting = longest[most > 0]
-        return {
-            "samples": dict(zip(longest.tolist(), most.tolist(), strict=True)),
-            "shares": shares.round(4).tolist(),
-            "longest": int(fitting.max(initial=0)),
-            "max_tokens": self.max_tokens(int(fitting.max())) if fitting.size else 0,
-        }
+        samples = self.most_samples(longest)
+        tokens = samples * (round_up(longest, self._multiple) + self._new_tokens)
+        share = np.where(samples, self.predicted(BatchShape.of(np.maximum(samples, 1), longest)), 0.0).round(4)
+        reach = int(longest[samples > 0].max(initial=0))
+        columns = {"longest": longest, "samples": samples, "tokens": tokens, "share": share}
+        found = {name: values.tolist() for name, values in columns.items()}
+        return {**found, "reach": reach, "max_tokens": self.max_tokens(reach) if reach else 0}
 
     def table(self, lengths: Sequence[int] | None = None) -> str:
-        """:meth:`figures` to be read: how many samples of each length fit, and the token budget."""
+        """How many samples of each of these lengths fit (default: powers of two that the model has positions for), what they
+        take of the limit, and a token budget that is safe up to the longest that fits."""
         found, new = self.figures(lengths), self._new_tokens
         lines = [f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}"]
-        for (length, count), share in zip(found["samples"].items(), found["shares"], strict=True):
-            tokens = count * (int(round_up(np.array(length), self._multiple)) + new)
-            lines.append(f"{length:>8}  {count:>8}  {tokens:>10}  {share:>12.1%}")
-        if not found["max_tokens"]:
+        for row in zip(*(found[name] for name in ("longest", "samples", "tokens", "share")), strict=True):
+            lines.append("{:>8}  {:>8}  {:>10}  {:>12.1%}".format(*row))
+        if not found["reach"]:
             return "\n".join([*lines, f"not even one sample fits; {WAY_OUT}"])
         options = "" if self._multiple == 1 else f", pad_to_multiple_of={self._multiple}"
-        packed = ', layout="packed"' if self.layout == "packed" else ""
+        options += ', layout="packed"' if self.layout == "packed" else ""
         told = (
             f"of lengths + {new} (prompts with what is generated) that is safe for prompts of"
             if new
             else "that is safe"
         )
-        budget = f"TokenBudget({found['max_tokens']}{options}{packed})"
-        return "\n".join([*lines, f"a token budget {told} up to {found['longest']} tokens: {budget}"])
+        budget = f"TokenBudget({found['max_tokens']}{options})"
+        return "\n".join([*lines, f"a token budget {told} up to {found['reach']} tokens: {budget}"])
 
     @property
     def _new_tokens(self) -> int:
         """Tokens that are generated for each sample, beside its own."""
-        workload = getattr(self._model, "workload", None)
+        workload = getattr(self.model, "workload", None)
         return (workload.max_new_tokens or 0) if workload and workload.mode == "generate" else 0
 
     @property
@@ -338,10 +329,11 @@ class MemoryBudget(Budget):
 class _DeviceBudget(MemoryBudget):
     """The limit is the bytes that a device has."""
 
-    _model: BytesMemoryModel
+    model: BytesMemoryModel
 
     def __init__(self, limit_bytes: int, model: BytesMemoryModel, headroom: float, pad_to_multiple_of: int) -> None:
         self._limit_bytes, self._longest = check_int("limit_bytes", limit_bytes), {}
+        self.limit = f"{limit_bytes:,} bytes"
         if not isinstance(model, BytesMemoryModel):
             raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")
         self._set(model, headroom, pad_to_multiple_of)
@@ -353,22 +345,18 @@ class _DeviceBudget(MemoryBudget):
                 f"{WAY_OUT}"
             )
 
-    @property
-    def limit(self) -> str:
-        return f"{self._limit_bytes:,} bytes"
-
     def bind(self, lengths: Streams, /) -> MemoryBudget:
         return self
 
     def predicted(self, shape: BatchShape, /) -> FloatArray:
-        return self._model.static_bytes / self._limit_bytes + self.cost(shape)
+        return self.model.static_bytes / self._limit_bytes + self.cost(shape)
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        return self._model.batch_bytes(self._padded(shape)) / self._limit_bytes
+        return self.model.batch_bytes(self._padded(shape)) / self._limit_bytes
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         room = self.headroom * self._limit_bytes
-        return self._model.static_bytes + self._model.batch_bytes(self._padded(shape)) <= room
+        return self.model.static_bytes + self.model.batch_bytes(self._padded(shape)) <= room
 
     @property
     def _about(self) -> str:
@@ -376,7 +364,7 @@ class _DeviceBudget(MemoryBudget):
 
     @property
     def _limit_told(self) -> str:
-        static = self._model.static_bytes
+        static = self.model.static_bytes
         size = f"{static / 1e9:.3g} GB" if static >= 1e8 else f"{static / 1e6:.3g} MB"
         return f"{self.limit}, of which {size} are static"
 

@@ -181,17 +181,16 @@ def fit(args: argparse.Namespace) -> Found:
         code = f"MemoryBudget.from_model({args.model!r}, {args.gpu_memory!r}{told})"
     found = budget.figures(asked.get("lengths"))
     text = f"{budget.about}\n{budget.table(asked.get('lengths'))}\n{code}"
-    return {**found, "code": code}, text, lambda: _curve(found["samples"], budget)
+    return {**found, "code": code}, text, lambda: _curve(found, budget)
 
 
-def _curve(samples: Mapping[int, int], budget: MemoryBudget) -> Figure:
+def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
     """Most samples over length, on log scales."""
     from dynagroup.plan.plots import new_figure
 
     figure = new_figure(6, 3.6)
     axes = figure.subplots()
-    fitting = {length: count for length, count in samples.items() if count}
-    axes.loglog(list(fitting), list(fitting.values()), marker="o")
+    axes.loglog(found["longest"], found["samples"], marker="o", nonpositive="mask")
     axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit", title=budget.about.replace(" (", "\n("))
     return figure
 

@@ -9,9 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.shapes import TOKENS, BatchShape, IntArray
-
-__all__ = ["BytesMemoryModel", "LargestTable", "MemoryModel", "PaddedTokens"]
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, largest_within
 
 FloatArray = NDArray[np.float64]
 
@@ -72,8 +70,7 @@ LONGER = 4  # lengths up to so many times the first batch's are in the table; no
 
 
 # Trees are dear to ask, and a prediction is monotone: so the largest number of samples is tabulated once over a grid of
-# lengths, geometric in steps of 1 % (of 7 % in two streams), by bisection for all of them at once, to half a percent on the
-# safe side. A length is rounded up to the grid.
+# lengths, geometric in steps of 1 % (of 7 % in two streams). A length is rounded up to the grid.
 @dataclass(frozen=True)
 class LargestTable:
     """Most samples of a batch by its longest sample.
@@ -93,20 +90,13 @@ class LargestTable:
         grids = {name: _grid(LONGER * most, 0.01 if len(top) == 1 else 0.07, most) for name, most in top.items()}
         mesh = np.meshgrid(*grids.values(), indexing="ij")
         longest = {name: m.ravel() for name, m in zip(grids, mesh, strict=True)}
-        low = np.zeros(mesh[0].size, np.int64)
-        high = REACH * int(baseline.num_samples[0]) * top[TOKENS] // np.maximum(longest[TOKENS], 1) + 2
-        while (high - low > np.maximum(1, low // 256)).any():
-            middle = (low + high) // 2
-            fits = model.relative(BatchShape.of(middle, longest), baseline) <= headroom
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-        most = low.reshape(mesh[0].shape)
-        for axis in range(most.ndim):  # where the bisection stopped early must not break the law
-            most = np.minimum.accumulate(most, axis=axis)
-        return cls(grids, most)
+        fits = lambda count: model.relative(BatchShape.of(count, longest), baseline) <= headroom  # noqa: E731
+        reach = REACH * int(baseline.num_samples[0]) * top[TOKENS] // np.maximum(longest[TOKENS], 1) + 1
+        return cls(grids, largest_within(fits, mesh[0].size, reach).reshape(mesh[0].shape))
 
     def largest(self, longest: Mapping[str, IntArray]) -> IntArray:
         """int64 (K,); 0 where a length is beyond the table."""
-        places = [np.searchsorted(grid, longest[name], side="left") for name, grid in self.grids.items()]
+        places = [np.searchsorted(grid, longest[name]) for name, grid in self.grids.items()]
         inside = np.logical_and.reduce([p < n for p, n in zip(places, self.counts.shape, strict=True)])
         clipped = tuple(np.minimum(p, n - 1) for p, n in zip(places, self.counts.shape, strict=True))
         return np.where(inside, self.counts[clipped], 0)
