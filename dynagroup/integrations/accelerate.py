@@ -9,12 +9,10 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 
-from dynagroup.errors import ConfigError, StateError
+from dynagroup.errors import ConfigError
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
-
-__all__ = ["AcceleratedSteps", "prepare"]
 
 
 class AcceleratedSteps:
@@ -43,20 +41,14 @@ class AcceleratedSteps:
         return {"ranks": gather_object([self.loader.state_dict()])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue there, on any number of ranks.
-
-        Raises:
-            StateError: the state is none of this object's, or the loader refuses it.
-        """
-        if not isinstance(state_dict.get("ranks"), list):
-            raise StateError(f"the state must hold all ranks' states under 'ranks', but has {sorted(state_dict)}")
+        """Continue there, on any number of ranks."""
         self.loader.load_state_dict(state_dict["ranks"])
 
 
 def prepare(accelerator: Accelerator, loader: Any) -> Any:
-    """A loader for a training loop of your own: a :class:`PlannedDataLoader` or :class:`OnlineDataLoader` becomes
-    :class:`AcceleratedSteps`, registered for checkpointing. A ``DataLoader`` whose batch sampler is a
-    :class:`LengthAwareBatchSampler` goes through ``accelerator.prepare`` once it is sure that no sample gets lost there.
+    """A loader for a training loop of your own: a loader of dynagroup becomes :class:`AcceleratedSteps`, registered for
+    checkpointing. A ``DataLoader`` with a :class:`LengthAwareBatchSampler` goes through ``accelerator.prepare`` once it is sure
+    that no sample gets lost there.
 
     Raises:
         ConfigError: the accelerator or the sampler would shard, split or scale a second time.
@@ -73,15 +65,13 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, LengthAwareBatchSampler):
         raise ConfigError(
-            f"`loader` must be a PlannedDataLoader, an OnlineDataLoader, or a DataLoader with a LengthAwareBatchSampler, but is "
-            f"{loader!r}"
+            f"`loader` must be a loader of dynagroup, or a DataLoader with a LengthAwareBatchSampler, but is {loader!r}"
         )
     for setting in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, setting):
             raise ConfigError(f"{setting}=True cuts batches of one fixed size; set it to False")
-    emitted, world_size = len(sampler), accelerator.num_processes
-    if emitted % world_size:
+    if len(sampler) % (size := accelerator.num_processes):
         raise ConfigError(
-            f"the sampler emits {emitted} batches for {world_size} ranks; build it with world_size={world_size} and rank=None"
+            f"{len(sampler)} batches for {size} ranks: build the sampler with world_size={size} and rank=None"
         )
     return accelerator.prepare(loader)

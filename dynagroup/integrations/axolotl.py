@@ -21,15 +21,8 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import DynagroupTrainerMixin
 
-__all__ = ["DynagroupArgs", "DynagroupPlugin"]
-
-EXCLUDED = {
-    "sample_packing": "it makes batches of its own; set sample_packing: false",
-    "rl": "the plugin is for supervised training; leave rl unset",
-    "reward_model": "the plugin is for supervised training; leave reward_model unset",
-    "pretraining_dataset": "a stream's lengths are not known beforehand; use `datasets`",
-    "pad_to_sequence_len": "every sample would be as long as the longest; set it to false",
-}
+EXCLUDED = ("sample_packing", "rl", "reward_model", "pretraining_dataset", "pad_to_sequence_len")
+"""They make the batches, or other trainers and samples."""
 
 
 class DynagroupArgs(BaseModel):
@@ -55,9 +48,9 @@ class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
         """
         if not cfg.dynagroup_max_tokens:
             return None
-        for name, instead in EXCLUDED.items():
+        for name in EXCLUDED:
             if getattr(cfg, name, None):
-                raise ConfigError(f"dynagroup_max_tokens does not go with {name}: {instead}")
+                raise ConfigError(f"dynagroup_max_tokens does not go with {name}: leave it unset, or false")
         # Axolotl pads to a multiple of 64 unless `pad_to_sequence_len` says otherwise.
         multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
         budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)

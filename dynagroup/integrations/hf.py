@@ -8,12 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-try:
-    from accelerate.data_loader import IterableDatasetShard
-    from transformers import Trainer
-except ModuleNotFoundError as error:
-    missing = f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'"
-    raise ModuleNotFoundError(missing, name=error.name) from error
+from accelerate.data_loader import IterableDatasetShard
+from transformers import Trainer
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
@@ -40,8 +36,6 @@ from dynagroup.update.loader import StepLoader
 from dynagroup.update.planned import PlannedDataLoader
 
 __all__ = ["DynagroupConfig", "DynagroupTrainer", "DynagroupTrainerMixin", "attach", "dynagroup_trainer"]
-
-OF_STREAMS = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the arguments"
 
 
 class DynagroupTrainerMixin(Evaluator):
@@ -88,36 +82,19 @@ class DynagroupTrainerMixin(Evaluator):
             host = super().get_train_dataloader()
         finally:
             self.args.gradient_accumulation_steps = 1
-        return UpdateItems(self._online(host) if self.dynagroup.mode == "online" else self._planned(host))
+        return UpdateItems(self._loader_of(host))
 
-    def _planned(self, host: Any) -> StepLoader[Any]:
-        config = self.dynagroup
-        if is_stream(host.dataset):
-            raise ConfigError(f"the lengths of a stream are not known beforehand: {OF_STREAMS}")
-        measured = config.lengths is None
-        lengths = sample_lengths(self, self.train_dataset, name="train_dataset") if measured else config.lengths
-        order = None if config.updates == "free" else host_order(host)
-        plan = {**config.plan, "work": work_of(self)}
-        return PlannedDataLoader(host.dataset, lengths, config.budget, sampler=order, plan=plan, **self._settings(host))
-
-    def _online(self, host: Any) -> StepLoader[Any]:
-        config, dataset = self.dynagroup, host.dataset
+    def _loader_of(self, host: Any) -> StepLoader[Any]:
+        config, args, dataset = self.dynagroup, self.args, host.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = dataset.dataset  # the online loader shards a stream itself
-        if is_stream(dataset) and config.updates != "free":
+        free, stream = config.updates == "free", is_stream(dataset)
+        if stream and not (free and config.mode == "online"):
             raise ConfigError(
-                "a stream's updates cannot be preserved: nobody knows its order beforehand: " + OF_STREAMS
+                "the lengths and order of a stream are not known beforehand: pass DynagroupConfig(mode='online', "
+                "updates='free'), and max_steps in the arguments"
             )
-        order = None if is_stream(dataset) else host_order(host)
-        measured = {"length_of": config.length_of, "length_hint": config.lengths, "work": work_of(self)}
-        settings = {**self._settings(host), **config.plan, **measured}
-        return OnlineDataLoader(dataset, config.budget, sampler=order, **settings)
-
-    def _settings(self, host: Any) -> dict[str, Any]:
-        """What both loaders are told."""
-        config, args = self.dynagroup, self.args
-        free = config.updates == "free"
-        return {
+        settings: dict[str, Any] = {
             "samples_per_update": None if free else config.samples_per_update or self.fixed_samples,
             "accumulation": self.accumulation if free else 1,
             "seed": args.data_seed if args.data_seed is not None else args.seed,
@@ -125,7 +102,17 @@ class DynagroupTrainerMixin(Evaluator):
             "drop_last": args.dataloader_drop_last and not free,
             "world": config.world or (current_world() if args.world_size > 1 else SingleProcess()),
             **loader_kwargs(host),
+            **config.plan,
+            "work": work_of(self),
         }
+        if config.mode == "online":
+            measured = {"length_of": config.length_of, "length_hint": config.lengths}
+            order = None if stream else host_order(host)
+            return OnlineDataLoader(dataset, config.budget, sampler=order, **settings, **measured)
+        lengths, order = config.lengths, None if free else host_order(host)
+        if lengths is None:
+            lengths = sample_lengths(self, self.train_dataset, name="train_dataset")
+        return PlannedDataLoader(dataset, lengths, config.budget, sampler=order, **settings)
 
     # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of
     # `_run_epoch` come from here alone.

@@ -18,20 +18,7 @@ from dynagroup.shapes import TOKENS, IntArray
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 
-__all__ = [
-    "UpdateItems",
-    "host_order",
-    "is_stream",
-    "loader_kwargs",
-    "read_states",
-    "sample_lengths",
-    "work_of",
-    "write_states",
-]
-
-KEPT = (
-    "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout".split()
-)
+KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout"
 STATES = "dynagroup.json"
 TARGET = "target"
 PAIRS, PROMPT = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")), "prompt_ids"
@@ -73,7 +60,7 @@ def host_order(loader: Any) -> Iterable[int]:
 
 def loader_kwargs(loader: Any) -> dict[str, Any]:
     """What our DataLoader takes over from the host's."""
-    kept = {name: getattr(loader, name) for name in KEPT}
+    kept = {name: getattr(loader, name) for name in KEPT.split()}
     return {**kept, "pin_memory": bool(loader.pin_memory) and torch.cuda.is_available()}
 
 
@@ -97,25 +84,22 @@ def write_states(folder: str, loader: StepLoader[Any]) -> None:
 
 def read_states(folder: str) -> list[Any]:
     """All ranks' places in a checkpoint, in the order of ranks; none if there are none. Collective: the file may lie on the
-    disk of one node, and who cannot read it raises StateError on every rank: none may wait for one that raised."""
+    disk of one node, and where one rank cannot read it all raise StateError: none may wait for one that raised."""
     found = gather_object([_read_states(Path(folder, STATES))])
-    for _, damage in found:
-        if damage is not None:
-            raise StateError(damage)
-    return next((states for states, _ in found if states), [])
+    if None in found:
+        raise StateError(f"{Path(folder, STATES)} is damaged; resume from the checkpoint before it")
+    return next((states for states in found if states), [])
 
 
-def _read_states(path: Path) -> tuple[list[Any], str | None]:
-    """The states, none where there is no file, or what is wrong with it."""
+def _read_states(path: Path) -> list[Any] | None:
+    """The states, none where there is no file; None if it is damaged."""
     if not path.exists():
-        return [], None
+        return []
     try:
-        states, why = json.loads(path.read_text(encoding="utf-8")), "it holds no list of states"
-    except (OSError, ValueError, RecursionError) as error:
-        states, why = None, f"{type(error).__name__}: {error}"
-    if isinstance(states, list) and states:
-        return states, None
-    return [], f"{path} is damaged, {why}; resume from the checkpoint before it"
+        states = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return states if isinstance(states, list) and states else None
 
 
 def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArray]:
@@ -131,14 +115,17 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
         ConfigError: samples have neither the length column nor a known input, nor are they ids.
     """
     columns = getattr(dataset, "column_names", None)
-    columns = columns if isinstance(columns, (list, tuple)) else []
+    columns = {*columns} if isinstance(columns, (list, tuple)) else set()
     known = trainer.args.length_column_name
     first = (getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"])[0]
     both = bool(getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False))
     if known in columns:
         streams: Any = {TOKENS: dataset[known][:]}
-    elif pair := next((pair for pair in PAIRS if {*pair} <= {*columns}), None):
-        streams = {TOKENS: _pair_tokens(trainer, dataset, pair, [PROMPT] if PROMPT in columns else [])}
+    elif pair := next((pair for pair in PAIRS if columns.issuperset(pair)), None):
+        chosen, rejected = (measure_lengths(dataset, column=column).astype(np.int64) for column in pair)
+        prompt = measure_lengths(dataset, column=PROMPT) if PROMPT in columns else 0
+        most = getattr(trainer.args, "max_length", None)
+        streams = {TOKENS: 2 * np.clip(np.maximum(chosen, rejected) + prompt, None, most or 1 << 30)}
     elif first in columns:
         streams = {TOKENS: measure_lengths(dataset, column=first)}
     else:
@@ -146,13 +133,6 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     if both and "labels" in columns and len(dataset) and hasattr(dataset[0]["labels"], "__len__"):
         streams[TARGET] = measure_lengths(dataset, column="labels")
     return {stream: np.asarray(values, np.int64) for stream, values in streams.items()}
-
-
-def _pair_tokens(trainer: Any, dataset: Any, pair: tuple[str, str], prompts: list[str]) -> IntArray:
-    longest = np.maximum(*(measure_lengths(dataset, column=column) for column in pair)).astype(np.int64)
-    longest += sum(measure_lengths(dataset, column=column) for column in prompts)
-    most = getattr(trainer.args, "max_length", None)
-    return 2 * (longest if most is None else np.minimum(longest, most))
 
 
 def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> Any:

@@ -85,34 +85,24 @@ class _Pass:
             return found
         return _mapped(lambda values: values[:left] if values.ndim and len(values) == num_ranks else values, found)
 
-    def mean_loss(self, *, only_finite: bool) -> float | None:
+    def mean_loss(self) -> float | None:
         """Over all ranks; None if there was none."""
-        found = [pair for pair in gather_object(self.losses) if pair[1] > 0]
-        if only_finite and any(math.isfinite(loss) for loss, _ in found):
-            found = [pair for pair in found if math.isfinite(pair[0])]
-        total = math.fsum(weight for _, weight in found)
-        return math.fsum(loss * weight for loss, weight in found) / total if found else None
+        found = [(loss, weight) for loss, weight in gather_object(self.losses) if weight > 0]
+        return math.fsum(loss * weight for loss, weight in found) / math.fsum(w for _, w in found) if found else None
 
-    def in_order(self, values: Any) -> Any:
+    def in_order(self, found: Any) -> Any:
         """Gathered results of all samples, in dataset order."""
-        return _mapped(self._one_in_order, values)
 
-    def _one_in_order(self, values: Any) -> Any:
-        if not np.ndim(values) or len(values) != len(self.rows.order):
-            return values
-        placed = np.empty_like(values)
-        placed[self.rows.order] = values
-        return placed
+        def placed(values: Any) -> Any:
+            if not np.ndim(values) or len(values) != len(self.rows.order):
+                return values
+            return values[np.argsort(self.rows.order)]
+
+        return _mapped(placed, found)
 
     def compute(self, compute_metrics: Callable[[Any], Any], found: Any) -> Any:
-        """Metrics of results in dataset order; a sample's loss is its batch's."""
-        losses = found.losses
-        if losses is not None:
-            by_rank = gather_object([[loss for loss, _ in self.losses]])
-            used = [np.full(len(row), losses[k]) for k, row in enumerate(self.rows.rows) for losses in by_rank]
-            losses = self._one_in_order(np.concatenate(used)[: len(self.rows.order)])
-        parts = map(self.in_order, (found.predictions, found.label_ids, found.inputs))
-        return compute_metrics(EvalPrediction(*parts, losses=losses))
+        """Metrics of results in dataset order."""
+        return compute_metrics(EvalPrediction(*map(self.in_order, (found.predictions, found.label_ids, found.inputs))))
 
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
@@ -139,7 +129,8 @@ class Evaluator(UpdateRunner):
         """The host's loader, with batches that fit where lengths are known; planned once for a dataset and a budget."""
         whole = not is_stream(dataset) and len(dataset) > 0 and self.args.eval_do_concat_batches
         parallel = self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
-        if self.dynagroup_eval is False or not whole or parallel:
+        # Losses for metrics are those of batches, repeated for their samples.
+        if self.dynagroup_eval is False or not whole or parallel or "loss" in self.args.include_for_metrics:
             return host
         budget = self.dynagroup.budget if self.update_loader is None else self.update_loader.budget
         if not isinstance(self.dynagroup_eval, bool):
@@ -184,7 +175,7 @@ class Evaluator(UpdateRunner):
             self._evaluation, self.gather_function = None, self.accelerator.gather_for_metrics
             self.compute_metrics, self.args.average_tokens_across_devices = before
         name = f"{kwargs.get('metric_key_prefix', args[2] if len(args) > 2 else 'eval')}_loss"
-        loss, metrics = run.mean_loss(only_finite=self.args.logging_nan_inf_filter), cast("Any", output.metrics)
+        loss, metrics = run.mean_loss(), cast("Any", output.metrics)
         if loss is not None and name in metrics:
             metrics[name] = loss
         return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))

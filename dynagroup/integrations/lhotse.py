@@ -13,8 +13,6 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.shapes import BatchShape
 
-__all__ = ["BudgetConstraint"]
-
 
 class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
     """A batch ends before the next sample of its bucket could be too much.
@@ -24,21 +22,19 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 
     Args:
         budget: what a batch may be, in the units of ``length_of``; a number means so many, padding included.
-        bounds: the longest sample of each bucket, growing; give ``DynamicBucketingSampler(duration_bins=bounds[:-1])``.
+        bounds: the longest sample of each bucket; give ``DynamicBucketingSampler(duration_bins=bounds[:-1])``.
         length_of: a cut -> its frames, tokens ...; default: its ``num_frames``.
 
     Raises:
-        ConfigError: bounds do not grow; while sampling, a cut has no frames, or is longer than the last bound.
+        ConfigError: while sampling, a cut has no frames, or is longer than the last bound.
         BudgetError: the longest sample of a bucket does not fit even alone.
     """
 
     def __init__(
         self, budget: Budget | int, bounds: Sequence[int], *, length_of: Callable[[Any], float] | None = None
     ) -> None:
-        self.budget, self.bounds = as_budget(budget), list(bounds)
+        self.budget, self.bounds = as_budget(budget), sorted(bounds)
         self.length_of = length_of or _num_frames
-        if not self.bounds or self.bounds != sorted(set(self.bounds)):
-            raise ConfigError(f"`bounds` must be growing lengths, but are {self.bounds!r}")
         if not self._fits(1, self.bounds[-1]):
             raise BudgetError(
                 f"a sample of {self.bounds[-1]} does not fit even alone; raise the budget or lower `bounds`"
@@ -72,7 +68,6 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 def _num_frames(cut: Any) -> float:
     if cut.num_frames is None:
         raise ConfigError(
-            f"cut {cut.id!r} has no features, so no `num_frames`; give length_of=lambda cut: cut.num_samples, with budget and "
-            "`bounds` in audio samples, or another length"
+            f"cut {cut.id!r} has no features, so no `num_frames`; give length_of=lambda cut: cut.num_samples, or another length"
         )
     return cut.num_frames

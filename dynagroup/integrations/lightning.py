@@ -8,19 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-try:
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import Callback
-except ModuleNotFoundError as error:
-    missing = f"dynagroup.integrations.lightning needs {error.name}: pip install 'dynagroup[lightning]'"
-    raise ModuleNotFoundError(missing, name=error.name) from error
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
-
-__all__ = ["LightningStep", "LightningSteps", "update_loss"]
 
 NEVER = 1 << 20
 """An accumulation that no epoch's batch count divides by: the update goes on."""
@@ -62,13 +55,11 @@ class LightningSteps(Callback):
         loader: a :class:`~dynagroup.PlannedDataLoader` or :class:`~dynagroup.OnlineDataLoader`.
 
     Raises:
-        ConfigError: ``loader`` is none; it is not a callback of the Trainer; the Trainer accumulates or limits batches itself.
+        ConfigError: it is not a callback of the Trainer; the Trainer accumulates or limits batches itself.
         StateError: a checkpoint's place comes after Lightning has begun to read.
     """
 
     def __init__(self, loader: StepLoader[Any]) -> None:
-        if not isinstance(loader, StepLoader):
-            raise ConfigError(f"`loader` must be a PlannedDataLoader or an OnlineDataLoader, but is {loader!r}")
         self.loader, self.dataset = loader, loader.dataset
         self.sampler = _EpochHandle(self)
         self.begun_epoch: int | None = None
@@ -97,11 +88,9 @@ class LightningSteps(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Where training stands. Lightning asks on all ranks and saves rank 0's answer, so it holds all ranks' states."""
         state = self._state if self._state is not None else self.loader.state_dict()
-        size = rank_and_size()[1]
-        if size == 1:
-            return {"ranks": [state]}
-        states: list[Any] = [None] * size
-        dist.all_gather_object(states, state)
+        states = [state] * rank_and_size()[1]
+        if len(states) > 1:
+            dist.all_gather_object(states, state)
         return {"ranks": states}
 
     # Lightning restores callbacks before it makes a loader, and loaders only where an epoch was under way; both hold this.
@@ -111,9 +100,8 @@ class LightningSteps(Callback):
             return
         if self.begun_epoch is not None:
             raise StateError(
-                "Lightning began to read the loader before it restored its place, as `trainer.estimated_stepping_batches` can "
-                "make it do (pytorch-lightning#20550): batches that were used would come again. Count steps by "
-                "`trainer.max_steps` or `loader.num_updates * trainer.max_epochs`"
+                "Lightning read the loader before it restored its place, as `trainer.estimated_stepping_batches` can make it do "
+                "(pytorch-lightning#20550): batches would come again. Count steps by `trainer.max_steps` or `loader.num_updates`"
             )
         self.loader.load_state_dict(states)
         rank = rank_and_size()[0]
@@ -128,21 +116,11 @@ class LightningSteps(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         limit = trainer.limit_train_batches
         if trainer.accumulate_grad_batches != 1:
-            raise ConfigError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): an update takes as many batches as its "
-                "samples need; leave it 1 and set samples_per_update of the loader"
-            )
+            raise ConfigError("leave `accumulate_grad_batches` 1, and set samples_per_update of the loader")
         if not trainer.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
-            raise ConfigError(
-                f"Trainer(limit_train_batches={limit}) ends epochs in the midst of updates, which take as many batches as their "
-                "samples need; use max_steps, or a dataset of fewer samples"
-            )
+            raise ConfigError(f"`limit_train_batches` ({limit}) ends epochs in the midst of updates; use max_steps")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not isinstance(batch, LightningStep):
-            raise ConfigError(
-                "LightningSteps is a callback of this Trainer: give it to `fit` as train_dataloaders, too"
-            )
         if not pl_module.automatic_optimization:
             return
         # Lightning steps when (batch_idx + 1) % n == 0 and clears gradients when batch_idx % n == 0.

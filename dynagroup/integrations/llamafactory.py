@@ -13,24 +13,15 @@ from importlib import import_module
 from typing import Any
 
 from dynagroup.budget.base import Budget
-from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import dynagroup_trainer
 
-__all__ = ["STAGES", "dynamic_batching", "stage_trainer"]
-
 STAGES = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer", "dpo": "CustomDPOTrainer", "rm": "PairwiseTrainer"}
+"""KTO compares the samples of a batch with each other, and PPO makes its own batches."""
 
 
 def stage_trainer(stage: str, dynagroup: Budget | DynagroupConfig) -> Any:
-    """LLaMA-Factory's Trainer of a stage, with batches that fit; call it like the original.
-
-    Raises:
-        ConfigError: the stage is not one of ``STAGES``. KTO compares the samples of a batch with each other, and PPO makes
-            its own batches.
-    """
-    if stage not in STAGES:
-        raise ConfigError(f"`stage` must be one of {sorted(STAGES)}, but is {stage!r}")
+    """LLaMA-Factory's Trainer of a stage, one of ``STAGES``, with batches that fit; call it like the original."""
     original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), STAGES[stage])
 
     def make(*args: Any, **kwargs: Any) -> Any:

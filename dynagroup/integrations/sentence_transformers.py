@@ -16,8 +16,6 @@ from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
-__all__ = ["batches_that_fit"]
-
 
 def batches_that_fit(
     budget: Budget | int, tokenizer: Callable[..., Any], *, max_length: int | None = None, **settings: Any

@@ -94,7 +94,7 @@ def test_misuse_is_named():
     with pytest.raises(ConfigError, match="gradient_accumulation_steps=2. would divide losses"):
         prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), loader())
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="must be a PlannedDataLoader, an OnlineDataLoader, or a DataLoader"):
+    with pytest.raises(ConfigError, match="must be a loader of dynagroup, or a DataLoader"):
         prepare(accelerator, DataLoader(range(4)))
     sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
     prepared = prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate))

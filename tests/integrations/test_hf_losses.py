@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -269,13 +267,3 @@ def test_fact_means_of_accumulated_batches_are_summed_where_a_model_drops_num_it
         assert ours[figure] == pytest.approx(whole[figure], rel=1e-6)
     assert inflated["loss"] == pytest.approx(4 * whole["loss"], rel=0.1), "upstream has changed: the probe can go"
     assert inflated["grad_norm"] > 2.5 * whole["grad_norm"]
-
-
-@pytest.mark.parametrize(("module", "package"), [("hf", "transformers"), ("lightning", "lightning")])
-def test_a_missing_framework_is_named_with_the_extra_that_brings_it(module, package, monkeypatch):
-    monkeypatch.delitem(sys.modules, f"dynagroup.integrations.{module}", raising=False)
-    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
-        monkeypatch.setitem(sys.modules, name, None)
-    message = rf"dynagroup.integrations.{module} needs {package}.*pip install 'dynagroup\[{module}\]'"
-    with pytest.raises(ImportError, match=message):
-        import_module(f"dynagroup.integrations.{module}")

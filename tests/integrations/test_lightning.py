@@ -120,22 +120,13 @@ def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
 
 def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
     fit(tmp_path, Module(), loader(), fast_dev_run=True)
-    with pytest.raises(ConfigError, match="accumulate_grad_batches=2"):
+    with pytest.raises(ConfigError, match="leave `accumulate_grad_batches` 1"):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
     for number in (1, 3):
-        with pytest.raises(
-            ConfigError, match=rf"limit_train_batches={number}\) ends epochs in the midst.*use max_steps"
-        ):
+        with pytest.raises(ConfigError, match=rf"`limit_train_batches` \({number}\) ends epochs in the midst"):
             fit(tmp_path, Module(), loader(), limit_train_batches=number)
-    with pytest.raises(ConfigError, match="must be a PlannedDataLoader or an OnlineDataLoader"):
-        LightningSteps([1, 2])
-    once = {**QUIET, "max_epochs": 1, "enable_checkpointing": False}
-    with pytest.raises(ConfigError, match="give it to `fit` as train_dataloaders, too"):
-        lightning.Trainer(**once, callbacks=[LightningSteps(loader())]).fit(
-            Module(), torch.utils.data.DataLoader(ROWS, collate_fn=toys.collate)
-        )
     with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
-        lightning.Trainer(**once).fit(Module(), LightningSteps(loader()))
+        lightning.Trainer(**QUIET, enable_checkpointing=False).fit(Module(), LightningSteps(loader()))
 
 
 class Epochs(lightning.LightningModule):
