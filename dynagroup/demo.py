@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import measure_lengths, named_tokenizer
+from dynagroup.lengths import measure_lengths
 from dynagroup.plan.cost import CPU_PER_STEP, Work
 from dynagroup.plan.report import format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -83,12 +83,14 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
     Raises:
         ConfigError: a setting is wrong.
     """
+    from transformers import AutoTokenizer
+
     for name in ("budget", "max_length", "samples", "samples_per_update"):
         check_int(name, getattr(config, name))
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     texts = load_texts(config.texts)
     name = config.tokenizer or config.model
-    tokenizer = train_tokenizer(texts) if name is None else named_tokenizer(name)
+    tokenizer = train_tokenizer(texts) if name is None else AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     full = measure_lengths(texts, tokenizer)

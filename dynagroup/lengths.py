@@ -17,6 +17,7 @@ from dynagroup.validation import check_function, check_int
 
 LONGEST = int(np.iinfo(np.int32).max)
 """Tokens of the longest sample that dynagroup counts."""
+CHAT = "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of a chat"
 TEXTS_PER_CALL = 1000  # as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
 
 
@@ -40,19 +41,16 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
     streams = {name: _as_int32(values, said(name)) for name, values in named.items()}
     sizes = {said(name): len(values) for name, values in streams.items()}
     if len(set(sizes.values())) > 1:
-        raise ConfigError(
-            f"the streams of `lengths` have {sizes} samples: sample {min(sizes.values())} is missing in one; every sample needs "
-            "a length in every stream, or 0"
-        )
+        raise ConfigError(f"the streams of `lengths` have {sizes} samples; each needs a length in every stream, or 0")
     return streams
 
 
 def with_tokens(named: Mapping[str, Any]) -> dict[str, Any]:
     """The streams, the first of them under ``tokens`` where none has that name."""
-    unnamed = [name for name in named if not isinstance(name, str)]
-    if unnamed or not named:
-        found = f"one is named {unnamed[0]!r}" if unnamed else "has no stream"
-        raise ConfigError(f"`lengths` must be one number a sample, or such by names of streams, but {found}")
+    if not named or not all(isinstance(name, str) for name in named):
+        raise ConfigError(
+            f"`lengths` must be one number a sample, or such by names of streams, but is of {list(named)}"
+        )
     first = TOKENS if TOKENS in named else next(iter(named))
     return {TokensCalled(name) if name == first != TOKENS else name: values for name, values in named.items()}
 
@@ -65,8 +63,7 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
         array, found = np.empty(()), str(error)
     if array.ndim != 1:
         raise ConfigError(
-            f"lengths[{name!r}] must be one number a sample, but is {found}; "
-            "measure_lengths() measures texts and token lists"
+            f"lengths[{name!r}] must be one number a sample, but is {found}; measure_lengths() measures texts"
         )
     if array.dtype.kind in "iuf":
         numbers = array.astype(np.float64)  # in float16 and float32 the limit itself would be rounded up
@@ -75,10 +72,8 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
         legal = np.fromiter(map(_is_length, array), np.bool_, len(array))
     if not legal.all():
         index = int(np.argmin(legal))
-        raise ConfigError(
-            f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {array[index:].tolist()[0]!r}; "
-            "correct or filter out that sample"
-        )
+        found = array[index:].tolist()[0]
+        raise ConfigError(f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {found!r}")
     return array.astype(np.int32, copy=False)
 
 
@@ -131,14 +126,11 @@ def measure_lengths(
     >>> measure_lengths(["a b", "c"], length_of=lambda text: len(text.split())).tolist()
     [2, 1]
     """
-    if column is not None and not isinstance(column, str):
-        raise ConfigError(f"`column` must be the name of a column, but is {column!r}")
     if length_of is not None and tokenizer is not None:
         raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
     workers = 0 if num_proc is None or check_int("num_proc", num_proc) == 1 else num_proc
-    is_table = hasattr(data, "columns") and hasattr(data, "shape")  # of pandas, polars or pyarrow
-    data = data if _is_hf_dataset(data) else by_position(data, "data", "samples", column)
-    column = None if is_table else column
+    if not _is_hf_dataset(data):
+        data, column = by_position(data, "data", column), None if _is_table(data) else column
     max_length = limit_of(max_length)
     if length_of is not None:
         check_function("length_of", length_of, "from a sample to its length")
@@ -164,13 +156,11 @@ def _bar(data: Sized, unit: str, shown: bool) -> Any:
 
 
 def _values(data: Any, column: str | None) -> Iterator[Any]:
-    for index, sample in enumerate(data):
-        try:
-            yield sample if column is None else sample[column]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"sample {index} must be a mapping with {column!r}, but is {sample!r:.200}; name the field with `column`"
-            ) from error
+    return (sample if column is None else sample[column] for sample in data)
+
+
+def _is_table(data: Any) -> bool:
+    return hasattr(data, "columns") and hasattr(data, "shape")  # of pandas, polars or pyarrow
 
 
 def _is_hf_dataset(data: Any) -> bool:
@@ -203,12 +193,11 @@ def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any
 def _measure_hf(
     data: Any, tokenizer: Callable[..., Any] | None, column: str | None, max_length: int | None, num_proc: int | None
 ) -> ArrayLike:
-    kinds = {name: getattr(kind, "dtype", None) for name, kind in data.features.items()}
-    texts = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
+    texts = [name for name, kind in data.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
     if column is None and tokenizer is not None and len(texts) != 1:
         raise ConfigError(f"the dataset has {len(texts)} text columns ({texts}): name one with `column`")
     name = column or ("input_ids" if tokenizer is None else texts[0])
-    if name not in kinds:
+    if name not in data.column_names:
         raise ConfigError(f"`column` must be one of {data.column_names}, but is {name!r}")
     return _list_lengths(data, name) if tokenizer is None else _map_counts(data, name, tokenizer, max_length, num_proc)
 
@@ -227,7 +216,7 @@ def _map_counts(
     return counted.with_format("numpy")["length"][:] if len(counted) else []
 
 
-def _list_lengths(data: Any, column: str) -> NDArray[np.int64]:
+def _list_lengths(data: Any, column: str) -> NDArray[Any]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -237,13 +226,9 @@ def _list_lengths(data: Any, column: str) -> NDArray[np.int64]:
         is_list = pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)
         if not is_list or pa.types.is_nested(ids.type.value_type) or pa.types.is_string(ids.type.value_type):
             raise ConfigError(
-                f"column {column!r} holds {ids.type}, not lists of ids; give a `tokenizer` for texts; "
-                "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of a chat"
+                f"column {column!r} holds {ids.type}, not lists of ids; give a `tokenizer` for texts; {CHAT}"
             )
-        if ids.null_count:
-            index = sum(map(len, counts)) + int(np.argmax(ids.is_null().to_numpy()))
-            raise ConfigError(f"sample {index} of column {column!r} is None; correct or filter out that sample")
-        counts.append(np.asarray(pc.call_function("list_value_length", [ids]).to_numpy(), np.int64))
+        counts.append(pc.call_function("list_value_length", [ids]).to_numpy())  # of None: nan, which is refused
     return np.concatenate(counts)
 
 
@@ -267,10 +252,8 @@ def _measure_ids(rows: Iterator[Any], bar: Any) -> list[int]:
             _refuse_chat(ids, index)
             count = count_ids(ids)
             if count is None:
-                raise ConfigError(
-                    f"sample {index} must be one row of ids, or a mapping that has one as 'input_ids', but is {ids!r:.200}; name "
-                    "its `column`, give the `tokenizer` that training uses for texts, or `length_of`"
-                )
+                way = "name its `column`, give the `tokenizer` for texts, or `length_of`"
+                raise ConfigError(f"sample {index} must be one row of ids, but is {ids!r:.200}; {way}")
             counts.append(count)
             bar.update()
     return counts
@@ -286,8 +269,7 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, prog
             bar.update(len(chunk))
     if len(found) != len(data):
         raise ConfigError(
-            f"{len(found)} of {len(data)} samples were measured: the dataset or `length_of` raised StopIteration behind them, or "
-            "gives more samples than its len()"
+            f"{len(found)} of {len(data)} samples were measured: `length_of` raised StopIteration, or len() is wrong"
         )
     if not found or not isinstance(found[0], Mapping):
         return found
@@ -308,23 +290,19 @@ def limit_of(max_length: Any) -> int | None:
     return check_int("max_length", max_length)
 
 
-def by_position(values: Any, name: str = "texts", of: str = "texts", column: str | None = None) -> Sequence[Any]:
+def by_position(values: Any, name: str = "texts", column: str | None = None) -> Sequence[Any]:
     """A sequence that an index finds by position, where the labels of a Series of pandas would find others."""
-    kind = type(values).__name__
-    if isinstance(values, (str, bytes)):
-        raise ConfigError(f"`{name}` must be a sequence of {of}, but is one {kind}; put it into a list")
-    if hasattr(values, "columns") and hasattr(values, "shape"):
-        columns = list(getattr(values, "column_names", values.columns))
-        if column is not None and column not in columns:
-            raise ConfigError(f"`column` must be one of {columns}, but is {column!r}")
-        values = {} if column is None else values[column]
-    if isinstance(values, Mapping) or _is_hf_dataset(values):
+    if _is_table(values) and column is not None:
+        values = values[column]
+    if (
+        isinstance(values, (str, bytes, Mapping))
+        or _is_table(values)
+        or _is_hf_dataset(values)
+        or not isinstance(values, Sized)
+    ):
+        kind = type(values).__name__
         raise ConfigError(
-            f"`{name}` must be a sequence of {of}, but is a whole {kind}; give one column of it, e.g. {name}['text']"
-        )
-    if not isinstance(values, Sized):
-        raise ConfigError(
-            f"`{name}` must have a length, but is {kind}; give list({name}), or for a stream use OnlineDataLoader"
+            f"`{name}` must be a list or one column, but is a whole {kind}; for a stream use OnlineDataLoader"
         )
     if hasattr(values, "to_pylist"):  # of pyarrow
         return values.to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
@@ -333,26 +311,16 @@ def by_position(values: Any, name: str = "texts", of: str = "texts", column: str
 
 
 def check_text(text: Any, index: int) -> str:
-    """``text``, if it is one that tokenizers read: a string without lone surrogates, which UTF-8 cannot write."""
+    """``text``, if it is one."""
     _refuse_chat(text, index)
     if not isinstance(text, str):
         raise ConfigError(f"text {index} must be a string, but is {text!r:.200}; correct or filter out that sample")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"text {index} has a lone surrogate at character {error.start} ({text[error.start]!r}), which is no character of "
-            "its own; correct or filter out that sample, e.g. text.encode('utf-8', 'replace').decode()"
-        ) from None
     return text
 
 
 def _refuse_chat(value: Any, index: int) -> None:
     if isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Mapping):
-        raise ConfigError(
-            f"sample {index} is a chat ({value!r:.100}), and a chat's length depends on its template: "
-            "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of it"
-        )
+        raise ConfigError(f"sample {index} is a chat ({value!r:.100}); {CHAT}")
 
 
 class BegunOnce:
@@ -363,12 +331,12 @@ class BegunOnce:
 
     def __call__(self, texts: Sequence[str], **options: Any) -> Mapping[str, list[list[int]]]:
         begun = [bool(self._first) and text.startswith(self._first) for text in texts]
-        if len(set(begun)) < 2:
-            return self._tokenizer(texts, **options, **({"add_special_tokens": False} if any(begun) else {}))
+        if not any(begun):
+            return self._tokenizer(texts, **options)
         found: dict[str, list[list[int]]] = {"input_ids": [[]] * len(texts), "attention_mask": [[]] * len(texts)}
-        for is_begun in (True, False):
+        for is_begun in {*begun}:
             at = [i for i, other in enumerate(begun) if other == is_begun]
-            encoded = self([texts[i] for i in at], **options)
+            encoded = self._tokenizer([texts[i] for i in at], **options, add_special_tokens=not is_begun)
             for name, values in found.items():
                 for i, ids in zip(at, encoded[name], strict=True):
                     values[i] = ids
@@ -379,17 +347,3 @@ class BegunOnce:
         """The first token as it is written, if a text that begins with it would be begun twice; else an empty text."""
         written, number = (getattr(self._tokenizer, name, None) for name in ("bos_token", "bos_token_id"))
         return written if written and self._tokenizer([written])["input_ids"][0][:2] == [number] * 2 else ""
-
-
-def named_tokenizer(name: str) -> Any:
-    """The transformers tokenizer of that name or folder; there is none: ConfigError."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except ImportError:  # a tokenizer's own package: its message says which
-        raise
-    except Exception as error:  # whatever a hub, a folder's files or a tokenizer's own code raise
-        raise ConfigError(
-            f"no tokenizer found for {name!r}; give the name of a transformers tokenizer, or a folder with its files"
-        ) from error

@@ -156,7 +156,7 @@ TOKENIZED = ["--tokenizer", "tokens"]
         ("x.txt", b"", [], "holds no samples"),
         ("x.txt", b"3\nfour\n", [], "say which `--tokenizer`"),
         ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
-        ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no tokenizer found for 'no/such/tokenizer"),
+        ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no/such/tokenizer/here"),
         ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose with `--column A`"),
         ("x.csv", b"a,b\n1,2\n", ["--column", "a,c"], "must be one of ['a', 'b'] in"),
         ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "saw 3"),
@@ -315,7 +315,7 @@ def test_what_is_no_model_is_refused_in_one_line(command, model, folder):
         ("demo --texts nowhere.txt", "No such file"),
         ("demo --texts bytes.txt", "can't decode byte"),
         ("demo --texts texts.txt", "at least 4 texts, but found 2"),
-        ("demo --texts many.txt --tokenizer nosuch", "no tokenizer found for 'nosuch'"),
+        ("demo --texts many.txt --model nosuch", "We couldn't connect"),
         ("demo --texts many.txt --samples 0", "`samples` must be"),
     ],
 )

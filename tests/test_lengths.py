@@ -65,9 +65,9 @@ def test_one_number_a_sample(values):
 def test_streams_have_as_many_samples_and_the_first_is_called_tokens():
     streams = as_streams({"source": [3, 4], "target": [1, 2]})
     assert {name: values.tolist() for name, values in streams.items()} == {"tokens": [3, 4], "target": [1, 2]}
-    with pytest.raises(ConfigError, match=r"{'tokens': 3, 'patches': 2} samples: sample 2 is missing"):
+    with pytest.raises(ConfigError, match=r"{'tokens': 3, 'patches': 2} samples; each needs a length in every stream"):
         as_streams({"tokens": [1, 2, 3], "patches": [1, 2]})
-    with pytest.raises(ConfigError, match="but has no stream"):
+    with pytest.raises(ConfigError, match="by names of streams"):
         as_streams({})
 
 
@@ -177,12 +177,7 @@ CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "tw
     [
         (None, "text 1005 must be a string, but is None"),
         (b"bytes", "text 1005 must be a string, but is b'bytes'"),
-        (["nested"], r"text 1005 must be a string, but is \['nested'\]"),
-        (CHAT, r"sample 1005 is a chat .*apply_chat_template\(messages, tokenize=False\) makes a text of it"),
-        (
-            "one \ud800 two",
-            r"text 1005 has a lone surrogate at character 4 \('\\ud800'\).*encode\('utf-8', 'replace'\)",
-        ),
+        (CHAT, r"sample 1005 is a chat .*apply_chat_template\(messages, tokenize=False\) makes a text"),
     ],
 )
 def test_what_is_no_text_is_named(tokenizer, bad, said):
@@ -212,7 +207,7 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
     for row in NO_ROWS:
         for samples in ([[5, 6], row], [{"input_ids": [5, 6]}, {"input_ids": row}]):
             with pytest.raises(
-                ConfigError, match="sample 1 must be one row of ids, .*give the `tokenizer`.*`length_of`"
+                ConfigError, match="sample 1 must be one row of ids, .*the `tokenizer` for texts, or `length_of`"
             ):
                 measure_lengths(samples)
 
@@ -221,7 +216,7 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
     ("values", "said"),
     [
         *((bad, "not lists of ids; .*apply_chat_template") for bad in ([CHAT], [[], CHAT], [["a"]], [[[5, 6]]], ["x"])),
-        ([[1], None], "sample 1 of column 'a' is None"),
+        ([[1], None], r"\['tokens'\]\[1\] must be a whole number .* is nan"),
     ],
 )
 def test_a_column_that_holds_no_ids_is_not_counted(values, said):
@@ -241,14 +236,11 @@ TWO = Dataset.from_dict({"a": ["x"], "b": ["y"]})
     ("call", "message"),
     [
         (lambda t: measure_lengths([CHAT]), "sample 0 is a chat .*apply_chat_template"),
-        (lambda t: measure_lengths([{"text": "one"}, "one"], t, "text"), "sample 1 must be a mapping with 'text'"),
-        (lambda t: measure_lengths("one text", t), "is one str; put it into a list"),
-        (lambda t: measure_lengths((x for x in TEXTS), t), "must have a length, but is generator.*OnlineDataLoader"),
-        (lambda t: measure_lengths(TABLE, t), "is a whole DataFrame; give one column of it"),
-        (lambda t: measure_lengths(TABLE, t, "b"), r"`column` must be one of \['text', 'n'\], but is 'b'"),
+        (lambda t: measure_lengths("one text", t), "must be a list or one column, but is a whole str"),
+        (lambda t: measure_lengths((x for x in TEXTS), t), "but is a whole generator.*OnlineDataLoader"),
+        (lambda t: measure_lengths(TABLE, t), "but is a whole DataFrame"),
         (lambda t: measure_lengths(TWO, t), r"2 text columns \(\['a', 'b'\]\)"),
         (lambda t: measure_lengths(TEXTS, t, length_of=len), "give one of them"),
-        (lambda t: measure_lengths(TEXTS, t, num_proc=-1), "`num_proc` must be an int of at least 1, but is -1"),
         (lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5), r"\['tokens'\]\[0\] must be a whole number"),
         (lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}), "for sample 1"),
         (lambda t: measure_lengths(list(range(100)), length_of=some_of(70)), "64 of 100 samples were measured"),

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import dynagroup
 from dynagroup.cli.commands import COMMANDS, run
 from dynagroup.cli.inputs import KINDS, tokens
-from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
 
 __all__ = ["main"]
 
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not error.name or error.name.startswith("dynagroup"):
                 raise
             return say(f"the package {error.name} is missing: install dynagroup[hf,viz,parquet]")
-        except (AlignmentError, BudgetError, ConfigError, StateError, OSError, UnicodeError) as error:
+        except (ValueError, OSError) as error:  # a mistake; a file or a model that cannot be read
             return say(str(error).strip() or repr(error))
         except KeyboardInterrupt:
             return 130

@@ -112,12 +112,14 @@ def _chosen(table: Any, args: argparse.Namespace) -> Sequence[str]:
 
 
 def _measured(values: Any, args: argparse.Namespace) -> Any:
-    from dynagroup.lengths import by_position, measure_lengths, named_tokenizer
+    from dynagroup.lengths import by_position, measure_lengths
 
     values = by_position(values)
     first = next(iter(values), 0)
     if isinstance(first, str):
         if args.tokenizer is None:
             raise ConfigError(f"{args.data!r} holds texts; say which `--tokenizer` measures them")
-        return measure_lengths(values, named_tokenizer(args.tokenizer))
+        from transformers import AutoTokenizer
+
+        return measure_lengths(values, AutoTokenizer.from_pretrained(args.tokenizer))
     return measure_lengths(values) if hasattr(first, "__len__") else values

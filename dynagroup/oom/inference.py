@@ -16,7 +16,6 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import named_tokenizer
 from dynagroup.oom.generate import check_options, generate_in_parts, generation_option, is_data
 from dynagroup.oom.jobs import Job, longest_input
 from dynagroup.oom.retry import run_with_oom_retry
@@ -202,11 +201,11 @@ class _Recipe:
 
 def _load(name: str, tokenizer: Any, device: Any) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoTokenizer
 
     place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModel.from_pretrained(name).eval().to(place)
-    return model, tokenizer if tokenizer is not None else named_tokenizer(name)
+    return model, tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name)
 
 
 def _recipe_of(name: str) -> _Recipe:
