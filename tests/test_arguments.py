@@ -75,13 +75,13 @@ SAMPLER = (
     "lengths budget shuffle window seed hardest_first round_batch work samples_per_update order oversize uneven rank "
     "world_size"
 )
-PLANNED = "lengths budget samples_per_update accumulation shuffle seed weigh drop_last plan world"
+PLANNED = "lengths budget samples_per_update accumulation shuffle seed weigh drop_last world"
 ONLINE = (
     "budget length_of batch_sampler shuffle length_hint window samples_per_update drop_last accumulation seed weigh uneven "
     "oversize work window_bytes world"
 )
 FREE: dict[str, Any] = {"samples_per_update": None}
-METHODS = "set_epoch set_samples_per_update num_updates_in samples_after updates_until"
+METHODS = "set_epoch set_samples_per_update samples_after"
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "sampler": (sampler, SAMPLER),
     "planned": (planned, f"{PLANNED} sampler"),
@@ -120,9 +120,6 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda **given: planned(samples_per_update=schedule.linear_ramp(**{"first": 1, "last": 4, "num_updates": 3, **given})),
         "first last num_updates multiple_of",
     ),
-    "doubling": (using(schedule.doubling, first=1, milestones=(1, 2)), "first milestones"),
-    "a milestone": (lambda value: schedule.doubling(2, (value,)), "value"),
-    "adabatch": (using(schedule.adabatch, first=1, interval=1), "first interval growth decay most"),
     "Work": (lambda **given: sampler(work=Work(**given)), "per_step crossover"),
     "Work.fit": (Work.fit, "rows"),
     "Work.fit of a row": (lambda row: Work.fit([row, row, row]), "row"),

@@ -134,8 +134,9 @@ class DynagroupTrainerMixin(Evaluator):
         states, anew = read_states(checkpoint), self.args.ignore_data_skip
         if states:
             loader.load_state_dict(states)
+            self.state.max_steps = self.updates_of_run(loader)  # free updates of other ranks are others
         elif anew:
-            loader.set_epoch(self.state.global_step // loader.num_updates_in(0))
+            loader.set_epoch(self.state.global_step // loader.num_updates)
         else:
             raise StateError(
                 f"{checkpoint} was saved by a Trainer without dynagroup, so it does not say which samples were used; "

@@ -37,9 +37,9 @@ class UpdateItems:
         """For callbacks of the Trainer, which find this object as ``train_dataloader``."""
 
     def __len__(self) -> int:
-        """Updates of the first epoch."""
+        """Updates of the epoch."""
         try:
-            return self.loader.num_updates_in(0)
+            return self.loader.num_updates
         except ConfigError as error:  # what has no length says so by a TypeError
             raise TypeError(str(error)) from error
 

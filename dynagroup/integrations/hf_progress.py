@@ -62,14 +62,12 @@ class Progress(Trainer if TYPE_CHECKING else object):
         num_epochs = self.args.num_train_epochs
         if self.args.max_steps > 0:
             return self.args.max_steps
-        *before, last = [loader.num_updates_in(epoch) for epoch in range(max(math.ceil(num_epochs), 1))]
-        if not all((*before, last)):
+        if not (updates := loader.updates_in(num_epochs)):
             raise ConfigError(
                 f"no update of {self.samples_per_update} samples can be made of {loader.num_samples}; "
                 "use smaller updates or dataloader_drop_last=False"
             )
-        # As the Trainer counts: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20.
-        return sum(before) + math.ceil(num_epochs * last) - len(before) * last
+        return updates
 
     # Collective: with "loss" and "learning_rate" the Trainer itself calls it, on all ranks.
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

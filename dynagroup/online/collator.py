@@ -166,7 +166,7 @@ class RefinementCollator:
 
     def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[dict[str, Any]]]:
         """Planned batches that fit stay, neighbours that both shrank are joined where they fit, all others are cut. With what
-        became of them: see ``group``, ``late`` and ``joined`` of :class:`Refined`."""
+        became of them: see ``group`` and ``late`` of :class:`Refined`."""
         make = partial(cut, budget=self.budget, work=self.work)
         if request.groups is None:
             batches = make(lengths)
@@ -184,12 +184,11 @@ class RefinementCollator:
                 both = np.concatenate([parts[-1].order, members])
                 if self.budget.fits(BatchShape.of_samples({n: v[both] for n, v in lengths.items()}))[0]:
                     parts[-1] = _whole(both)
-                    marks[-1]["joined"] += 1
                     continue
             stays = fits[number] or len(members) == 1
             made = _whole(members) if stays else make({n: v[members] for n, v in lengths.items()}).map(members)
             parts.append(made)
-            marks += [{"group": number, "late": part > 0, "joined": 0} for part in range(len(made))]
+            marks += [{"group": number, "late": part > 0} for part in range(len(made))]
         return Batches.concatenate(parts), marks
 
     def _collate_all(

@@ -128,8 +128,6 @@ class Runner(ABC):
     def close(self) -> None:
         """Let go of the workers, also when the loop was left early."""
         self.feed.close()
-        self.stats.exchanged_bytes += self.exchange.num_bytes
-        self.exchange.num_bytes = 0
 
     def __iter__(self) -> Iterator[Step[Any]]:
         """Reload what a resumed epoch had queued, and compare ranks; an error on one of them reaches all. Then the steps."""
@@ -182,20 +180,17 @@ class Runner(ABC):
         evened = []
         for batch, parts in zip(batches, even_parts(sizes, steps), strict=True):
             evened += [batch] if parts == 1 else self._split(batch, parts)
-        self.stats.splits += len(evened) - len(batches)
         return evened
 
     def _loaded(self) -> Sequence[Refined] | None:
         began = time.perf_counter()
         window = self.feed.take()
         self.stats.wait_s += time.perf_counter() - began
-        self.stats.splits += sum(batch.late for batch in window or ())
-        self.stats.merges += sum(batch.joined for batch in window or ())
         return window
 
     def _agree(self, offer: Offer, failure: BaseException | None, uneven: Uneven) -> Agreement:
         """What all ranks do next."""
-        began, opening = time.perf_counter(), self.feed.opening
+        opening = self.feed.opening
         lacks = int(self.feed.has_nothing and self._smallest is None)
         *highest, first, last, nothing = self.exchange.highest([*offer.to_max(), opening, -opening, lacks], failure)
         if first and first == -last and self.world.size > 1:
@@ -203,8 +198,6 @@ class Runner(ABC):
         agreement = agree(highest, uneven)
         if nothing and agreement.steps:
             self._lend()
-        self.stats.exchange_s += time.perf_counter() - began
-        self.stats.exchanges += 1
         return agreement
 
     def _lend(self) -> None:
@@ -221,9 +214,7 @@ class Runner(ABC):
         if updates:
             weights[0] += self.stands.begun_weight
             samples[0] += self.stands.begun_samples
-        began = time.perf_counter()
         found = self.exchange.total([*weights, *samples, *extra])
-        self.stats.exchange_s += time.perf_counter() - began
         for number, update in enumerate(updates):
             total, count = found[number], round(found[len(updates) + number])
             for place, batch in enumerate(update):

@@ -92,7 +92,6 @@ class Refined:
     late: bool = False  # what splitting a planned batch brought on top waits behind all that was planned
     oversize: bool = False  # a single sample that does not fit even alone
     samples: list[Any] | None = None  # the processed ones, where they were kept, so that it can be split
-    joined: int = 0  # planned batches that were joined to the first of them
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -38,7 +38,7 @@ from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.loss_weight import Weigh
-from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, checked_samples
+from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes
 from dynagroup.validation import check_choice, check_flag, check_int
 
 __all__ = ["KINDS", "EpochOrders", "OnlineConfig", "Order", "Source", "behind", "handed_out"]
@@ -72,7 +72,7 @@ class OnlineConfig:
         if self.window_bytes is not None:
             checked["window_bytes"] = check_int("window_bytes", self.window_bytes)
         if self.samples_per_update is not None and not callable(self.samples_per_update):
-            checked["samples_per_update"] = checked_samples(self.samples_per_update)
+            checked["samples_per_update"] = check_int("samples_per_update", self.samples_per_update)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         check_choice("uneven", self.uneven, ("idle", "stop"))

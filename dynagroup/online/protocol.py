@@ -213,7 +213,7 @@ class Exchange:
 
     def __init__(self, world: World, epoch: int = 0) -> None:
         self.world, self.epoch = world, epoch
-        self.count = self.num_bytes = 0
+        self.count = 0
 
     def highest(self, values: Sequence[int], failure: BaseException | None = None) -> list[int]:
         """Element-wise maximum over ranks. Where one tells a failure instead, it raises that itself, and all others an
@@ -225,7 +225,7 @@ class Exchange:
             return list(values)
         place = (self.epoch << 32) + self.count
         vector = [place, -place, 0 if failure is None else self.world.rank + 1, *values]
-        found = self._max(vector + [0] * (WIDTH - len(vector)))
+        found = self.world.all_max(vector + [0] * (WIDTH - len(vector)))
         if found[2]:
             self._spread(failure, found[2] - 1)
         if found[0] != -found[1]:
@@ -240,7 +240,6 @@ class Exchange:
         """Element-wise sum over ranks, in float64: exact for integers up to 2**53. May follow a MAX only."""
         if self.world.size == 1:
             return [float(value) for value in values]
-        self.num_bytes += 8 * len(values)
         return self.world.all_sum(values)
 
     def lend(self, thing: Any) -> Any:
@@ -254,7 +253,7 @@ class Exchange:
             except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
                 failure = error
         size = self.highest([len(text)], failure)[0]
-        words = self._max(np.frombuffer(text.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist())
+        words = self.world.all_max(np.frombuffer(text.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist())
         return pickle.loads(np.asarray(words, "<u4").tobytes()[:size])
 
     def compare(self, identity: Mapping[str, Any], failure: BaseException | None = None) -> None:
@@ -268,10 +267,6 @@ class Exchange:
         if differing:
             shown = "; ".join(f"{name} (rank {self.world.rank} has {identity[name]!r})" for name in differing)
             raise AlignmentError(f"ranks differ in {shown}; give every rank the same data, seed and settings")
-
-    def _max(self, values: Sequence[int]) -> list[int]:
-        self.num_bytes += 8 * len(values)
-        return self.world.all_max(values)
 
     def _spread(self, failure: BaseException | None, rank: int) -> None:
         """All ranks learn what the failing rank says; with several, the highest is heard."""

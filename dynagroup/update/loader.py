@@ -7,6 +7,7 @@ an epoch's steps come from, and what a place in it is. Epochs, updates, counting
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -22,11 +23,9 @@ from dynagroup.distributed import World, current_world, rank_and_size
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.state import listed, opened, sealed
-from dynagroup.update.schedule import MOST_EPOCHS, Walk
+from dynagroup.update.schedule import Walk
 from dynagroup.update.step import LoaderStats, Step, StepClock
 from dynagroup.validation import check_int
-
-__all__ = ["ENDED_EARLY", "StepLoader", "checked_kwargs"]
 
 B = TypeVar("B")
 
@@ -98,7 +97,7 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _forget(self) -> None:
-        """The next iteration begins its epoch anew: drop the place that was reached or loaded."""
+        """Stand at the beginning of epoch ``self._next``: the place that was reached or loaded is done with."""
 
     @abstractmethod
     def _walk(self) -> Walk:
@@ -141,7 +140,7 @@ class StepLoader(ABC, Generic[B]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. The one that stands chosen again changes nothing, a loaded place included."""
-        self._next = check_int("epoch", epoch, least=0, most=MOST_EPOCHS)
+        self._next = check_int("epoch", epoch, least=0)
         if self._live is None:
             self._choose()
 
@@ -200,21 +199,20 @@ class StepLoader(ABC, Generic[B]):
         Raises:
             ConfigError: it is not known beforehand; the message says what makes it known.
         """
-        return self.num_updates_in(self.epoch)
+        return self._walk().num_updates(self.epoch)
 
-    def num_updates_in(self, epoch: int) -> int:
-        """Updates of any epoch, like :attr:`num_updates`."""
-        return self._walk().num_updates(check_int("epoch", epoch, least=0, most=MOST_EPOCHS))
+    def updates_in(self, epochs: float) -> int:
+        """Updates since training began after which so many epochs are used, the last one by that share of its updates."""
+        whole, walk = max(math.ceil(epochs), 1) - 1, self._walk()
+        last = walk.num_updates(
+            whole
+        )  # as Trainers count: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20
+        return walk.start(whole).update + math.ceil(epochs * last) - whole * last
 
     def samples_after(self, updates: int) -> int:
         """Samples trained on, over all ranks, after so many updates since training began."""
         updates = check_int("updates", updates, least=0)
-        return self._walk().first(lambda cursor: cursor.update >= updates).samples_seen
-
-    def updates_until(self, samples: int) -> int:
-        """Updates since training began after which at least so many samples were trained on."""
-        samples = check_int("samples", samples, least=0)
-        return self._walk().first(lambda cursor: cursor.samples_seen >= samples).update
+        return self._walk().after(updates).samples_seen
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""

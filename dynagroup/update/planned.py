@@ -28,17 +28,15 @@ from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.state import agreed
 from dynagroup.update.loader import ENDED_EARLY, StepLoader, checked_kwargs
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
-from dynagroup.update.schedule import MOST_EPOCHS, BatchSizeSchedule
+from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.step import LoaderStats, Step, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
 from dynagroup.validation import check_flag, check_int, warn_user
 
-__all__ = ["PlannedDataLoader"]
-
 B = TypeVar("B")
-TAKEN = ("batch_size", "batch_sampler", "generator")
+TAKEN = {"batch_size", "batch_sampler", "generator"}
 LARGEST_UPDATE = 1 << 40
-OURS = ("shuffle", "seed", "samples_per_update", "uneven")  # settings of a plan that are arguments here, or follow
+OURS = {"shuffle", "seed", "samples_per_update", "uneven"}  # settings of a plan that are arguments here, or follow
 
 
 class PlannedDataLoader(StepLoader[B]):
@@ -62,10 +60,9 @@ class PlannedDataLoader(StepLoader[B]):
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts), "samples", or a function from a batch to a number.
         drop_last: leave out an epoch's last update where it is smaller than asked; only with ``samples_per_update``.
-        plan: further settings of :class:`~dynagroup.LengthAwareBatchSampler`: ``window``, ``oversize``, ``work`` ...
         world: the ranks that share the data; default: all of ``torch.distributed``.
-        further: such a setting by its own name (``oversize="error"``, not also in ``plan``), or what the inner ``DataLoader``
-            takes: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
+        further: settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work`` ...), and what the
+            inner ``DataLoader`` takes: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
@@ -94,50 +91,36 @@ class PlannedDataLoader(StepLoader[B]):
         seed: int = 0,
         weigh: Weigh = "tokens",
         drop_last: bool = False,
-        plan: Mapping[str, Any] | None = None,
         world: World | None = None,
         **further: Any,
     ) -> None:
         super().__init__(dataset, world=world)
-        shuffle, drop_last = check_flag("shuffle", shuffle), check_flag("drop_last", drop_last)
-        accumulation = check_int("accumulation", accumulation)
-        self._weigh: Weigh = weigh
-        settings, dataloader_kwargs = _sorted_out({} if plan is None else plan, further)
-        settings |= {"seed": check_int("seed", seed, least=0)}
+        free, how = samples_per_update is None, {"drop_last": check_flag("drop_last", drop_last)}
+        how["shuffle"] = check_flag("shuffle", shuffle)
+        accumulation, self._weigh = check_int("accumulation", accumulation), weigh
+        if free and (sampler is not None or drop_last):
+            raise ConfigError(
+                "`sampler` and `drop_last` need `samples_per_update`: free updates are as large as they come"
+            )
+        if not free and accumulation != 1:
+            raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
+        known = {f.name for f in fields(PlanConfig)} - OURS
+        settings = {name: further.pop(name) for name in known & further.keys()}
+        settings |= {"shuffle": how["shuffle"]} if free else {"samples_per_update": LARGEST_UPDATE}
+        planner = _planner(dataset, lengths, budget, PlanConfig(seed=seed, **settings))
         if samples_per_update is None:
-            given = "sampler" if sampler is not None else "drop_last" if drop_last else None
-            if given is not None:
-                raise ConfigError(
-                    f"`{given}` needs `samples_per_update`: free-running updates are as large as they come"
-                )
-            planner = _planner(dataset, lengths, budget, PlanConfig(shuffle=shuffle, **settings))
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
-            if accumulation != 1:
-                raise ConfigError(
-                    f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`"
-                )
-            planner = _planner(dataset, lengths, budget, PlanConfig(samples_per_update=LARGEST_UPDATE, **settings))
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
-            self._plan = PreservedUpdates(planner, samples_per_update, order, shuffle=shuffle, drop_last=drop_last)
-        self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, dataloader_kwargs)
-        self._place: Cursor | None = None
+            self._plan = PreservedUpdates(planner, samples_per_update, order, **how)
+        self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
+        self._place = Cursor()
         """Where the steps that were handed out end."""
         self._resumed: Cursor | None = None
         """Where a loaded state stands; as long as that is the place, the next iteration goes on from it."""
         self._oversize = set(planner.oversize.tolist())
         self._said_unplanned = False
         planner.warn_of_oversize()
-
-    # A copy has no iteration: it goes on where :meth:`state_dict` says that this loader stands.
-    def __getstate__(self) -> dict[str, Any]:
-        begun = self._live is not None or self._next == self._epoch + 1
-        standing = {} if self._place is None or not begun else self._standing(self._place)
-        return {**vars(self), "_live": None, **standing}
-
-    def _standing(self, place: Cursor) -> dict[str, Any]:
-        following = place.epoch + self._walk().is_over(place)
-        return {"_place": place, "_resumed": place, "_epoch": place.epoch, "_next": following}
 
     @property
     def budget(self) -> Budget:
@@ -154,19 +137,16 @@ class PlannedDataLoader(StepLoader[B]):
 
     @property
     def cursor(self) -> Cursor:
-        place = self._here()
-        return next(self._plan.updates(place, 0, self._size)).after if place.begun_rows else place
-
-    @property
-    def _size(self) -> int:
-        return self._rank_and_size()[1]
-
-    def _here(self) -> Cursor:
-        return self._walk().start(self._epoch) if self._place is None else self._place
+        place = self._place
+        return next(self._walk().updates(place, 0)).after if place.begun_rows else place
 
     def _walk(self) -> Updates:
-        self._plan.on_ranks(self._size)
+        self._plan.on_ranks(self._rank_and_size()[1])
         return self._plan
+
+    def _stand(self, place: Cursor, *, resumed: bool = False) -> None:
+        self._place, self._resumed = place, place if resumed else None
+        self._plan.stand(place)
 
     @property
     def plan(self) -> BatchPlan:
@@ -180,12 +160,12 @@ class PlannedDataLoader(StepLoader[B]):
         """
         if self._resumed is None or self._resumed.epoch != self.epoch:
             return self.plan_of(self.epoch)
-        return self._plan.plan(self._resumed, self._size)
+        return self._walk().plan(self._resumed)
 
     def plan_of(self, epoch: int) -> BatchPlan:
         """The steps of a whole epoch on all ranks."""
-        epoch = check_int("epoch", epoch, least=0, most=MOST_EPOCHS)
-        return self._plan.plan(self._walk().start(epoch), self._size)
+        walk = self._walk()
+        return walk.plan(walk.start_of(check_int("epoch", epoch, least=0), Cursor()))
 
     def __len__(self) -> int:
         """Steps of the whole :attr:`epoch`, exact, also after a resume. The optimizer steps :attr:`num_updates` times, which is
@@ -201,16 +181,17 @@ class PlannedDataLoader(StepLoader[B]):
         return self._plan.change(asked, samples)
 
     def _forget(self) -> None:
-        self._place = self._resumed = None
+        self._stand(self._walk().start_of(self._next, self._place))
 
     def _run(self) -> Iterator[Step[B]]:
-        world = self.world
-        if self._place is None or self._place is not self._resumed:
-            self._walk().open_epoch(self._plan.planner.renewed(world), self._epoch)
-            self._place, self._resumed = self._walk().start(self._epoch), None
-        compare_ranks(world, self._plan, self._identity(), self._place)
-        updates = self._plan.updates(self._place, world.rank, world.size)
-        for update, batches, weights, summed in self._feed.open(updates, self._epoch, world):
+        world, plan = self.world, self._walk()
+        if self._place is not self._resumed:
+            plan.renew(plan.planner.renewed(world))
+            self._stand(plan.start_of(self._epoch, self._place))
+        compare_ranks(world, plan, self._identity(), self._place)
+        for update, batches, weights, summed in self._feed.open(
+            plan.updates(self._place, world.rank), self._epoch, world
+        ):
             for number, batch in enumerate(batches):
                 self._look(update, number, batch)
                 self._place = update.behind(number, summed[number + 1])
@@ -218,7 +199,6 @@ class PlannedDataLoader(StepLoader[B]):
                 samples = Share(0 if step.idle else len(step.indices), update.num_samples)
                 scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
                 yield Step(batch, step.indices, samples, weight, scale, ends, step.idle)
-        self._plan.close_epoch(self._here())
 
     def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
         """Count a step as used, and say once if it is not what was planned."""
@@ -228,8 +208,7 @@ class PlannedDataLoader(StepLoader[B]):
             stats.count_update(update.num_samples)
         if step.idle:
             return
-        if len(step.indices) == 1:
-            stats.oversize += step.indices[0] in self._oversize
+        stats.oversize += len(step.indices) == 1 and step.indices[0] in self._oversize
         differs = None if self._said_unplanned else unplanned(batch, len(step.indices), step.streams, self.budget)
         if differs is not None:
             self._said_unplanned = True
@@ -243,39 +222,25 @@ class PlannedDataLoader(StepLoader[B]):
         return {**self._plan.identity, "budget": self.budget.fingerprint, "weigh": described(self._weigh)}
 
     def _state(self) -> dict[str, Any]:
-        place = self._here()
-        return {"cursor": place.state(), **self._walk().state(place)}
+        changes, order = list(map(list, self._plan.changes)), self._plan.order_print(self._place.epoch)
+        return {"cursor": self._place.state(), "changes": changes, "order": order}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """One state says everything; of several ranks' states all must say it."""
         state = agreed(states)
-        place = Cursor.of(state["cursor"])
-        if state["order"] != self._walk().state(place)["order"]:
+        epoch = state["cursor"]["epoch"]
+        if state["order"] != self._plan.order_print(epoch):
             raise StateError(
-                f"`sampler` gives other indices in epoch {place.epoch} than when the state was taken; seed it alike"
+                f"`sampler` gives other indices in epoch {epoch} than when the state was taken; seed it alike"
             )
         return state
 
     def _restore(self, found: Mapping[str, Any]) -> None:
-        place = Cursor.of(found["cursor"])
-        self._plan.planner = self._plan.planner.rebuilt()
-        self._plan.take_over(found, place)
-        vars(self).update(self._standing(place))
-
-
-def _sorted_out(plan: Mapping[str, Any], further: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The plan's settings, wherever they were said, and what is left for the ``DataLoader``."""
-    if not isinstance(plan, Mapping):
-        raise ConfigError(f"`plan` must be a mapping of settings, such as {{'window': 1024}}, but is {plan!r}")
-    known = {f.name for f in fields(PlanConfig)} - set(OURS)
-    if unknown := sorted(set(plan) - known, key=str):
-        raise ConfigError(f"`plan` knows the settings {sorted(known)}, but has {unknown}")
-    if twice := sorted(set(plan) & set(further)):
-        raise ConfigError(f"{twice} are given beside `plan` and in it; say them once")
-    said = {name: value for name, value in further.items() if name in known}
-    if said.get("work", ...) is None:  # what stats.work is after a run too short to tell
-        del said["work"]
-    return {**plan, **said}, {name: value for name, value in further.items() if name not in known}
+        place, walk = Cursor.of(found["cursor"]), self._walk()
+        walk.renew(walk.planner.rebuilt())
+        walk.restore(found["changes"])
+        self._stand(place, resumed=True)
+        self._epoch, self._next = place.epoch, place.epoch + walk.is_over(place)
 
 
 def _planner(dataset: Any, lengths: Any, budget: Budget | int, config: PlanConfig) -> Planner:
@@ -295,14 +260,13 @@ def _planner(dataset: Any, lengths: Any, budget: Budget | int, config: PlanConfi
 # a few floats an update; the update's batches are held at once.
 class _Feed:
     """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. It is the batch
-    sampler of its DataLoader: hands out indices and remembers what they belong to. A copy begins anew, without workers."""
+    sampler of its DataLoader: hands out indices and remembers what they belong to."""
 
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
-        if taken := sorted(set(TAKEN) & set(kwargs)):
+        if taken := sorted(TAKEN & kwargs.keys()):
             raise ConfigError(f"{taken} are decided by PlannedDataLoader: pass `budget`, `sampler` and `seed` instead")
         if kwargs.get("in_order") is False:
             raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
-        self._made_of = dataset, seed, weigh, stats, kwargs
         self._weight_of, self._seed, self._stats = weigher(weigh), seed, stats
         self.asked: deque[PlannedUpdate] = deque()  # from workers, and not collected yet
         self._source: Iterator[PlannedUpdate] = iter(())
@@ -311,15 +275,12 @@ class _Feed:
         how = {"generator": self._generator, **checked_kwargs(kwargs)}
         self._loader: DataLoader[Any] = DataLoader(_SeededDataset(dataset), batch_sampler=self, **how)  # type: ignore[arg-type]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._made_of
-
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         for update in self._source:
             self.asked.append(update)
             before = update.before
-            for row, step in enumerate(update.steps, start=before.begun_rows):
-                yield _seed_of(self._seed, before.epoch, before.update, row), step.indices
+            for row, step in enumerate(update.steps, start=before.steps):
+                yield _seed_of(self._seed, before.epoch, row), step.indices
 
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
@@ -332,8 +293,12 @@ class _Feed:
         batches = iter(self._loader)
         while (loaded := self._loaded(batches, world)) is not None:
             update, collected, weights = loaded
+            found = weights if world.size == 1 else world.all_sum(weights)
+            if any(map(math.isnan, found)):
+                number = update.before.update
+                raise AlignmentError(f"another rank failed while it loaded or weighed update {number}; see its error")
             # Summed from the left, step by step: a run resumed in between gets the same bits.
-            summed = accumulate(self._totals(update, weights, world), initial=update.before.begun_weight)
+            summed = accumulate(found, initial=update.before.begun_weight)
             yield update, collected, weights, list(summed)
 
     def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
@@ -359,21 +324,6 @@ class _Feed:
             raise
         finally:
             self._stats.wait_s += time.perf_counter() - began
-
-    def _totals(self, update: PlannedUpdate, weights: list[float], world: World) -> list[float]:
-        """What each step weighs over all ranks."""
-        if world.size == 1:
-            return weights
-        began = time.perf_counter()
-        found = world.all_sum(weights)
-        self._stats.exchange_s += time.perf_counter() - began
-        self._stats.exchanges += 1
-        self._stats.exchanged_bytes += 8 * len(weights)
-        if any(map(math.isnan, found)):
-            raise AlignmentError(
-                f"another rank failed while it loaded or weighed update {update.before.update}; see its error"
-            )
-        return found
 
 
 class _SeededDataset(Dataset):

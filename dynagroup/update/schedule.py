@@ -7,65 +7,23 @@ planned, on every rank alike; so it must depend on nothing else.
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
-from operator import index
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.validation import check_choice, check_int, check_number
 
-__all__ = ["MOST_EPOCHS", "BatchSizeSchedule", "ScalingRule", "UpdateSizes", "Walk", "adabatch", "checked_samples", "constant",
-           "doubling", "linear_ramp", "next_epoch", "scale_learning_rate"]  # fmt: skip
-
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
 ScalingRule: TypeAlias = Literal["linear", "sqrt", "none"]
-MOST_EPOCHS = 1_000_000
-"""No run has more epochs; what needs more is a slip, or would be counted without end."""
-
-
-def checked_samples(value: Any, *, name: str = "samples_per_update", where: str = "") -> int:
-    """``value`` as a number of samples an update.
-
-    >>> checked_samples(16)
-    16
-    """
-    try:
-        whole = value if isinstance(value, bool) else index(value)  # also of a tensor or array of one integer
-    except TypeError:
-        whole = value
-    return check_int(name, whole, where=where)
-
-
-class _Schedule:
-    """Checks the counts that a schedule is made of."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            if field.type == "int":
-                checked_samples(getattr(self, field.name), name=field.name)
 
 
 @dataclass(frozen=True)
-class constant(_Schedule):  # noqa: N801
-    """The same number of samples in every update.
-
-    >>> constant(64)(1000, 64)
-    64
-    """
-
-    samples: int
-
-    def __call__(self, update: int, current: int | None) -> int:
-        return self.samples
-
-
-@dataclass(frozen=True)
-class linear_ramp(_Schedule):  # noqa: N801
+class linear_ramp:  # noqa: N801
     """From ``first`` to ``last`` samples in a straight line over ``num_updates`` updates, then ``last``. Sizes are rounded down
     to a multiple of ``multiple_of``, but not below it.
 
@@ -78,87 +36,14 @@ class linear_ramp(_Schedule):  # noqa: N801
     num_updates: int
     multiple_of: int = 1
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_int(name, value)
+
     def __call__(self, update: int, current: int | None) -> int:
         done = min(update, self.num_updates)
         samples = self.first + (self.last - self.first) * done // self.num_updates
         return max(samples - samples % self.multiple_of, self.multiple_of)
-
-
-@dataclass(frozen=True)
-class doubling(_Schedule):  # noqa: N801
-    """``first`` samples, twice as many from each milestone (an update number) on.
-
-    >>> [doubling(16, milestones=(10, 20))(update, None) for update in (9, 10, 25)]
-    [16, 32, 64]
-    """
-
-    first: int
-    milestones: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = self.milestones
-        if isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
-            object.__setattr__(self, "milestones", tuple(given))
-            for number, milestone in enumerate(self.milestones):
-                checked_samples(milestone, name=f"milestones[{number}]")
-        if not isinstance(self.milestones, tuple) or list(self.milestones) != sorted(set(self.milestones)):
-            raise ConfigError(f"`milestones` must be growing update numbers from 1 on, but are {given!r}")
-
-    def __call__(self, update: int, current: int | None) -> int:
-        return self.first << sum(update >= milestone for milestone in self.milestones)
-
-
-@dataclass(frozen=True)
-class adabatch(_Schedule):  # noqa: N801
-    """Grow the update by ``growth`` every ``interval`` updates, up to ``most``, and couple the learning rate to it.
-
-    AdaBatch (Devarakonda, Naumov and Garland 2017, arXiv:1712.02029) replaces part of a step-wise decay of the learning
-    rate by growing the batch: growing it by b while multiplying the rate by a acts on the weights like multiplying the
-    rate by a / b at the old batch size. :meth:`learning_rate_factor` is that a, to the power of the growths so far.
-
-    Args:
-        first: samples of update 0.
-        interval: updates between two growths.
-        growth: factor of the samples; 2 in the paper.
-        decay: factor of the learning rate at each growth; 0.75 in the paper's ImageNet runs (with 0.375 at fixed size).
-        most: samples at which growing ends; the learning rate goes on decaying, by ``decay / growth``.
-
-    >>> schedule = adabatch(128, interval=100, most=512)
-    >>> [schedule(update, None) for update in (0, 99, 100, 250, 999)], schedule.learning_rate_factor(100)
-    ([128, 128, 256, 512, 512], 0.75)
-    """
-
-    first: int
-    interval: int
-    growth: int = 2
-    decay: float = 0.75
-    most: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.growth < 2:
-            raise ConfigError(f"`growth` must be at least 2, but is {self.growth!r}")
-        if self.most is not None and checked_samples(self.most, name="most") < self.first:
-            raise ConfigError(f"`most` must be at least `first` ({self.first}), but is {self.most}")
-        check_number("decay", self.decay, most=1.0)
-
-    def __call__(self, update: int, current: int | None) -> int:
-        return self.first * self.growth ** min(update // self.interval, self._growths)
-
-    def learning_rate_factor(self, update: int) -> float:
-        """Factor of the base learning rate at an update."""
-        times = update // self.interval
-        grown = min(times, self._growths)
-        return self.decay**grown * (self.decay / self.growth) ** (times - grown)
-
-    @property
-    def _growths(self) -> int:
-        """How often the batch grows at all; without ``most`` as often as an int64 of samples allows."""
-        limit, growths = self.most or 2**62, 0
-        while self.first * self.growth ** (growths + 1) <= limit:
-            growths += 1
-        return growths
 
 
 def scale_learning_rate(
@@ -186,17 +71,12 @@ def scale_learning_rate(
     return learning_rate * factors[check_choice("rule", rule, tuple(factors))]
 
 
-def next_epoch(end: Cursor) -> Cursor:
-    """The beginning of the epoch behind the one that ends here."""
-    return Cursor(end.epoch + 1, update=end.update, samples_seen=end.samples_seen, current=end.current)
-
-
 class Walk(ABC):
     """The updates of a run, one after another: where each epoch begins, and where each update ends."""
 
     def __init__(self) -> None:
         self._starts: list[Cursor] = [Cursor()]
-        """The beginning of each epoch, as far as the run was walked."""
+        """The beginnings of epochs, one after another, as far as the run was walked."""
 
     @abstractmethod
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
@@ -208,29 +88,31 @@ class Walk(ABC):
         return [start, *self.cursors(start)][-1]
 
     def start(self, epoch: int) -> Cursor:
-        """The beginning of an epoch."""
-        while len(self._starts) <= epoch:
-            self._starts.append(next_epoch(self.end(len(self._starts) - 1)))
-        return self._starts[epoch]
+        """The beginning of an epoch; or of the first that is known."""
+        while (last := self._starts[-1].epoch) < epoch:
+            self._starts.append(begun(last + 1, self.end(last)))
+        return self._starts[max(epoch - self._starts[0].epoch, 0)]
 
     def num_updates(self, epoch: int) -> int:
         """Updates of a whole epoch."""
         return self.start(epoch + 1).update - self.start(epoch).update
 
-    def first(self, reached: Callable[[Cursor], bool]) -> Cursor:
-        """The first place of the run, at the end of an update or at its beginning, that ``reached`` says yes to."""
-        epoch = 0
-        while not reached(self.start(epoch + 1)):
-            if not self.num_updates(epoch):
-                raise ConfigError(
-                    f"epoch {epoch} has no update, so that many are never reached: the dataset is empty, or an "
-                    "update is larger than an epoch and `drop_last` leaves it out"
-                )
-            epoch += 1
-            if epoch == MOST_EPOCHS:
-                raise ConfigError(f"that many are not reached in {MOST_EPOCHS:,} epochs")
+    def after(self, updates: int) -> Cursor:
+        """The place behind so many updates of the run; or the first place that is known."""
+        epoch = next(e for e in count(self._starts[0].epoch) if self.start(e + 1).update >= updates or not self.num_updates(e))
         start = self.start(epoch)
-        return start if reached(start) else next(after for after in self.cursors(start) if reached(after))
+        found = next((place for place in chain([start], self.cursors(start)) if place.update >= updates), None)
+        if found is None:
+            raise ConfigError(
+                f"epoch {epoch} has no update, so that many are never reached: the dataset is empty, or an update is larger "
+                "than an epoch and `drop_last` leaves it out"
+            )
+        return found
+
+
+def begun(epoch: int, done: Cursor) -> Cursor:
+    """The beginning of an epoch in a run that has done so much."""
+    return Cursor(epoch, update=done.update, samples_seen=done.samples_seen, current=done.current)
 
 
 class UpdateSizes(Walk):
@@ -244,7 +126,7 @@ class UpdateSizes(Walk):
         drop_last: leave out an epoch's last update if it is smaller than asked.
 
     Raises:
-        ConfigError: ``schedule`` takes no two arguments; when it is asked, it gives no number of samples.
+        ConfigError: ``schedule`` is, or gives, no number of samples.
 
     >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
     >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
@@ -255,26 +137,21 @@ class UpdateSizes(Walk):
         self, schedule: int | BatchSizeSchedule, num_ordered: Callable[[], int], *, drop_last: bool = False
     ) -> None:
         super().__init__()
-        self.schedule = _takes_two(schedule) if callable(schedule) else constant(checked_samples(schedule))
+        self.schedule = schedule if callable(schedule) else check_int("samples_per_update", schedule)
         self.num_ordered, self.drop_last = num_ordered, drop_last
         self.changes: list[tuple[int, int, int]] = []
         """(epoch, update, samples): set at run time, in force from that update on."""
 
     @property
     def is_constant(self) -> bool:
-        return isinstance(self.schedule, constant) and not self.changes
+        return not callable(self.schedule) and not self.changes
 
     def change(self, cursor: Cursor, samples: int) -> int:
-        """Updates hold ``samples`` from the one behind ``cursor`` on. What an epoch drops stays dropped: behind its last
-        update comes the next epoch's first.
-
-        Returns:
-            The number of that update.
-        """
-        checked_samples(samples, name="samples")
-        over = next(self.spans(cursor), None) is None
+        """Updates hold ``samples`` from the one behind ``cursor`` on, whose number this gives. What an epoch drops stays
+        dropped: behind its last update comes the next epoch's first."""
+        samples, over = check_int("samples", samples), next(self.spans(cursor), None) is None
         when = (cursor.epoch + over, cursor.update)
-        self.changes = [change for change in self.changes if change[:2] < when] + [(*when, int(samples))]
+        self.changes = [change for change in self.changes if change[:2] < when] + [(*when, samples)]
         self._starts = [start for start in self._starts if (start.epoch, start.update) <= when]
         return cursor.update
 
@@ -312,18 +189,7 @@ class UpdateSizes(Walk):
         """Samples that the update behind ``cursor`` is asked to hold."""
         when = (cursor.epoch, cursor.update)
         changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
-        samples = self.schedule(cursor.update, cursor.current) if changed is None else changed
-        return checked_samples(samples, where=f" at update {cursor.update}")
-
-
-def _takes_two(schedule: BatchSizeSchedule) -> BatchSizeSchedule:
-    try:
-        inspect.signature(schedule).bind(0, None)
-    except TypeError as error:
-        raise ConfigError(
-            f"`samples_per_update` must be a number or a function (update, current) -> samples, but {schedule!r} cannot be "
-            f"called with two: {error}"
-        ) from error
-    except ValueError:  # a built-in that does not show its arguments
-        pass
-    return schedule
+        if changed is not None or not callable(self.schedule):
+            return changed or self.schedule
+        asked = self.schedule(cursor.update, cursor.current)
+        return check_int("samples_per_update", asked, where=f" at update {cursor.update}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,14 +17,9 @@ from dynagroup.plan.cost import Work
 from dynagroup.shapes import TOKENS, said
 from dynagroup.update.loss_weight import Share
 
-__all__ = ["LoaderStats", "Step", "StepClock", "pin", "total_of", "unplanned", "width_of"]
-
 B = TypeVar("B")
-SHOWN_IN = {
-    "source": "input_ids",
-    "target": "labels",
-    TOKENS: "input_ids",
-}  # where collators of transformers put streams
+SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}
+"""Where collators of transformers put streams."""
 ENOUGH_UPDATES = 20
 WARM_UP = 3  # updates that are not timed: the first ones compile kernels, fill caches and make the optimizer's state
 
@@ -57,26 +52,19 @@ class Step(Generic[B]):
     ends_update: bool
     idle: bool = False
 
-    def pin_memory(self) -> Step[B]:
-        """The same step with its tensors in pinned memory."""
-        return replace(self, batch=pin(self.batch))
-
     def map(self, fn: Callable[[B], Any]) -> Step[Any]:
         """The same step with ``fn`` applied to its batch, e.g. to move it to a device."""
         return replace(self, batch=fn(self.batch))
 
 
 def pin(batch: Any) -> Any:
-    """A batch with its tensors in pinned memory: tensors, objects with a ``pin_memory`` method, and containers of them, which
-    keep their type (BatchEncoding, named tuples, dataclasses). The batch itself is not changed; anything else is passed on."""
+    """A batch with its tensors in pinned memory: tensors, objects with a ``pin_memory`` method, and mappings, lists and tuples of
+    them, which keep their type (BatchEncoding, named tuples). The batch itself is not changed; anything else is passed on."""
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
-    if isinstance(batch, Mapping):
-        pinned = {key: pin(value) for key, value in batch.items()}
-        if not isinstance(batch, MutableMapping):
-            return pinned
+    if isinstance(batch, MutableMapping):
         copied = copy.copy(batch)
-        copied.update(pinned)
+        copied.update({key: pin(value) for key, value in batch.items()})
         return copied
     if isinstance(batch, tuple):
         values = [pin(value) for value in batch]
@@ -85,8 +73,6 @@ def pin(batch: Any) -> Any:
         copied = copy.copy(batch)
         copied[:] = [pin(value) for value in batch]
         return copied
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{f.name: pin(getattr(batch, f.name)) for f in fields(batch) if f.init})
     return batch
 
 
@@ -143,26 +129,19 @@ class LoaderStats:
     samples: int = 0
     updates: int = 0  # whose last step was taken
     update_samples: int = 0  # of those updates, over all ranks
-    batch_sizes: Counter[int] = field(
-        default_factory=Counter
-    )  # how many batches had so many samples, without idle steps
+    batch_sizes: Counter[int] = field(default_factory=Counter)  # how many batches had so many samples; no idle steps
     real_tokens: int = 0  # of the samples
     padded_tokens: int = 0  # that the device multiplied, idle steps not counted
     padded_squares: int = 0  # the same tokens, each times its sample's padded length: what attention costs
-    splits: int = 0  # batches that came of splitting planned or collated ones
-    merges: int = 0  # planned batches that came out smaller and were joined to another of their window
     oversize: int = 0  # samples that did not fit even alone and were emitted by themselves
     left_samples: int = 0  # that ``uneven="stop"`` left behind
-    exchanges: int = 0  # with the other ranks
-    exchanged_bytes: int = 0  # that this rank gave to all-reduces
     wait_s: float = 0.0  # that the main process waited for workers
-    exchange_s: float = 0.0  # that the main process spent in exchanges, waiting for other ranks included
     times: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)), repr=False, compare=False)
     """Sums over timed updates of the products of (steps, n L, n L^2, seconds), each divided by the update's seconds: all that
     least squares of relative errors needs. The last one counts the updates."""
 
     def __str__(self) -> str:
-        names = {"splits": "split", "merges": "joined", "oversize": "too large even alone", "left_samples": "left"}
+        names = {"oversize": "too large even alone", "left_samples": "left"}
         rare = (f"; {getattr(self, name):,} {what}" for name, what in names.items() if getattr(self, name))
         return (
             f"{self.samples:,} samples in {self.steps:,} steps ({self.idle_steps:,} idle) and {self.updates:,} updates; batches "
@@ -196,16 +175,12 @@ class LoaderStats:
         return max(self.batch_sizes, default=0)
 
     @property
-    def num_timed(self) -> int:
-        """Updates of which the time is known."""
-        return round(float(self.times[3, 3]))
-
-    @property
     def work(self) -> Work | None:
         """The price of a step and the crossover of attention that the loop's own times suggest, after 20 updates of padded
         batches; None before, and where batches do not differ enough to tell. It is never used by itself: a plan would depend
         on the machine's mood. Hand it to the next run: ``work=loader.stats.work``."""
-        return Work.from_moments(self.times[:3, :3], self.times[:3, 3]) if self.num_timed >= ENOUGH_UPDATES else None
+        enough = round(float(self.times[3, 3])) >= ENOUGH_UPDATES
+        return Work.from_moments(self.times[:3, :3], self.times[:3, 3]) if enough else None
 
     def count_step(self, samples: int, *, idle: bool = False, **tokens: int) -> None:
         """Note that a step was taken; ``tokens``: its real_tokens, padded_tokens and padded_squares."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -20,9 +20,7 @@ from dynagroup.plan.epoch import OrderSource, epoch_order
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.shapes import IntArray
-from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, next_epoch
-
-__all__ = ["FreeUpdates", "PlannedStep", "PlannedUpdate", "PreservedUpdates", "Updates", "compare_ranks"]
+from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, begun
 
 COUNTED = {"real_tokens": real_tokens, "padded_tokens": padded_tokens, "padded_squares": padded_squares}
 """What statistics count of a batch."""
@@ -94,49 +92,69 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
 class _Updates(Walk):
     """What both kinds of updates share. They know ranks only by number."""
 
+    planner: Planner
     num_changes: int
     """Grows whenever the number of updates may have changed."""
-
-    def __init__(self, planner: Planner) -> None:
-        super().__init__()
-        self.planner = planner
-        self._remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
+    changes: Sequence[tuple[int, int, int]] = ()
+    """Of the size of updates, see :class:`UpdateSizes`."""
+    _ranks = 1
+    _remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
 
     @abstractmethod
-    def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan: ...
+    def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
+        """What remains of the cursor's epoch, as one rank runs it."""
+
+    @abstractmethod
+    def _plan(self, cursor: Cursor) -> BatchPlan: ...
 
     @property
     def num_samples(self) -> int:
         """Samples of an epoch."""
         return self.planner.num_planned
 
-    def on_ranks(self, world_size: int) -> None:
-        """So many ranks are about to walk its updates."""
+    def start_of(self, epoch: int, done: Cursor) -> Cursor:
+        """The beginning of an epoch, when so much was done."""
+        return begun(epoch, done)
 
-    def open_epoch(self, planner: Planner, epoch: int) -> None:
+    def on_ranks(self, world_size: int) -> None:
+        """So many ranks are about to take its updates."""
+        self._ranks = world_size
+
+    def renew(self, planner: Planner) -> None:
         """An epoch begins, planned by this planner."""
         self.planner = planner
 
-    def close_epoch(self, cursor: Cursor) -> None:
-        """An epoch has ended at this cursor."""
+    def stand(self, place: Cursor) -> None:
+        """The run goes on from here."""
+
+    def restore(self, changes: Iterable[Iterable[int]]) -> None:
+        """Take over another run's changes."""
+
+    def facts(self, place: Cursor) -> dict[str, bytes]:
+        """What ranks must have alike, besides settings and place."""
+        return {}
+
+    def order_print(self, epoch: int) -> int | None:
+        """Of a sampler's indices."""
+        return None
 
     def is_over(self, cursor: Cursor) -> bool:
         """Whether nothing of its epoch remains."""
         return not cursor.begun_rows and next(self.cursors(cursor), None) is None
 
-    def plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
+    def plan(self, cursor: Cursor) -> BatchPlan:
         """What remains of the cursor's epoch on all ranks. Remembered until something changes."""
         place = replace(cursor, update=0, samples_seen=0, current=None)
-        key = (place, world_size, self.num_changes, self.planner)
+        key = (place, self._ranks, self.num_changes, self.planner)
         if self._remembered is None or self._remembered[0] != key:
-            self._remembered = key, self._plan(cursor, world_size)
+            self._remembered = key, self._plan(cursor)
         return self._remembered[1]
 
 
 # An epoch's order is cut into spans, and each span is planned by itself, as if it were an epoch of one window: rows of batches
 # that fit, of like cost. So what an update holds depends on order and schedule alone, not on budget or ranks; only its division
 # does. Cost: one plan of so many samples an update, when its turn comes.
-class PreservedUpdates(_Updates, UpdateSizes):
+class PreservedUpdates(UpdateSizes, _Updates):
     """Updates of exactly as many samples as ``schedule`` says, drawn as fixed batches would draw them: in the user's ``order``,
     or one that is seeded, or without ``shuffle`` the dataset's. ``drop_last`` leaves out an epoch's last, if it is smaller."""
 
@@ -150,8 +168,7 @@ class PreservedUpdates(_Updates, UpdateSizes):
         drop_last: bool,
     ) -> None:
         UpdateSizes.__init__(self, schedule, self._num_ordered, drop_last=drop_last)
-        self.planner, self._remembered = planner, None
-        self._said, self._order, self._shuffle = described(schedule), order, shuffle
+        self.planner, self._order, self._shuffle = planner, order, shuffle
         self._kept: dict[int, int] = {}
         """Samples that every epoch of a sampler keeps, by how many are left out."""
 
@@ -174,7 +191,10 @@ class PreservedUpdates(_Updates, UpdateSizes):
     @property
     def identity(self) -> dict[str, Any]:
         own = {"drop_last": self.drop_last, "shuffle": self._shuffle, "sampler": self._order is not None}
-        return {**self.planner.identity, "samples_per_update": self._said, **own}
+        return {**self.planner.identity, "samples_per_update": described(self.schedule), **own}
+
+    def start_of(self, epoch: int, done: Cursor) -> Cursor:
+        return self.start(epoch)
 
     def order_of(self, epoch: int) -> IntArray:
         """Dataset indices in the epoch's order."""
@@ -196,15 +216,15 @@ class PreservedUpdates(_Updates, UpdateSizes):
             )
         return kept
 
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
-        for window, before, after in self._windows(cursor, world_size):
+    def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
+        for window, before, after in self._windows(cursor):
             yield PlannedUpdate(list(steps_of(window, self.planner, rank)), before, after)
 
-    def _windows(self, cursor: Cursor, world_size: int) -> Iterator[tuple[BatchPlan, Cursor, Cursor]]:
+    def _windows(self, cursor: Cursor) -> Iterator[tuple[BatchPlan, Cursor, Cursor]]:
         """What remains of each update, where it goes on, and where it ends."""
         ordered = self.order_of(cursor.epoch)
         for start, stop, after in self.spans(cursor):
-            window = next(self.planner.steps_from(cursor, world_size, ordered[start:stop]), None)
+            window = next(self.planner.steps_from(cursor, self._ranks, ordered[start:stop]), None)
             if window is None or not len(window.table):
                 raise BudgetError(
                     f"no sample of update {cursor.update} fits the budget even alone; filter such samples out beforehand, "
@@ -214,32 +234,29 @@ class PreservedUpdates(_Updates, UpdateSizes):
             yield window, cursor, after
             cursor = after
 
-    def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
-        windows = [window for window, *_ in self._windows(cursor, world_size)]
-        return self.planner.joined(windows, cursor, world_size)
+    def _plan(self, cursor: Cursor) -> BatchPlan:
+        windows = [window for window, *_ in self._windows(cursor)]
+        return self.planner.joined(windows, cursor, self._ranks)
 
-    def state(self, cursor: Cursor) -> dict[str, Any]:
-        order = None if self._order is None else self._order.checksum(cursor.epoch)
-        return {"walk": [list(change) for change in self.changes], "order": order}
+    def facts(self, place: Cursor) -> dict[str, bytes]:
+        sizes = [stop for _, stop, _ in self.spans(place)]
+        return {"order of samples": self.order_of(place.epoch).tobytes(), "samples_per_update": repr(sizes).encode()}
 
-    def take_over(self, state: Mapping[str, Any], cursor: Cursor) -> None:
-        self.restore(state["walk"])
+    def order_print(self, epoch: int) -> int | None:
+        return None if self._order is None else self._order.checksum(epoch)
 
 
 # The plan's rows, window after window, so many to an update. How many an epoch has depends on the number of ranks and on what the
-# budget has learned, so an epoch that was begun keeps the beginning that it had; those to come are planned for as many ranks as
-# ask, and anew where that changes.
+# budget has learned, so the run is counted from where it stands: every update but an epoch's last has as many rows, so a place
+# says where its epoch began.
 class FreeUpdates(_Updates):
     """Every ``accumulation`` rows of the plan are an update: batches as large as fit, updates as large as they come. Only an
     epoch's last update may have fewer rows."""
 
     def __init__(self, planner: Planner, *, accumulation: int) -> None:
-        super().__init__(planner)
-        self.accumulation, self.num_changes = accumulation, 0
-        self._num_begun, self._ranks = 1, 0
-        """Epochs whose beginning is settled, and ranks for which those behind them were planned."""
-        self._resumed: Cursor | None = None
-        """Where the epoch goes on that was begun by another run: it has the rest of this plan, not all of it."""
+        super().__init__()
+        self.planner, self.accumulation, self.num_changes = planner, accumulation, 0
+        self._place = Cursor()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -247,25 +264,20 @@ class FreeUpdates(_Updates):
 
     def on_ranks(self, world_size: int) -> None:
         if self._ranks != world_size:
-            self._settle(self._starts[: self._num_begun])
-            self._ranks = world_size
+            self._ranks, self._starts = world_size, self._starts[:1]
 
-    def open_epoch(self, planner: Planner, epoch: int) -> None:
-        self.start(epoch)
+    def renew(self, planner: Planner) -> None:
         self.num_changes += planner is not self.planner
-        self.planner, self._resumed = planner, None
-        self._settle(self._starts[: epoch + 1])
+        self.planner = planner
 
-    def close_epoch(self, cursor: Cursor) -> None:
-        self._settle([*self._starts[: cursor.epoch + 1], next_epoch(cursor)])
+    def stand(self, place: Cursor) -> None:
+        updates = place.update + (place.begun_rows - place.steps) // self.accumulation
+        seen = place.samples_seen - place.samples_used
+        self._place, self._starts = place, [Cursor(place.epoch, update=updates, samples_seen=seen)]
 
-    def _settle(self, begun: list[Cursor]) -> None:
-        """These epochs were begun; those to come may be planned otherwise than before."""
-        self._starts, self._num_begun = begun, len(begun)
-
-    def updates(self, cursor: Cursor, rank: int, world_size: int) -> Iterator[PlannedUpdate]:
+    def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
         before, taken = cursor, list[PlannedStep]()
-        for window in self.planner.steps_from(cursor, world_size):
+        for window in self.planner.steps_from(cursor, self._ranks):
             for step in steps_of(window, self.planner, rank):
                 taken.append(step)
                 if before.begun_rows + len(taken) == self.accumulation:
@@ -275,41 +287,23 @@ class FreeUpdates(_Updates):
             yield _update_of(taken, before)
 
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
-        return (update.after for update in self.updates(cursor, 0, self._ranks))
+        return (update.after for update in self.updates(cursor, 0))
 
     def end(self, epoch: int) -> Cursor:
-        if self._resumed is not None and self._resumed.epoch == epoch:
-            return [self._resumed, *self.cursors(self._resumed)][-1]
-        start, samples = self.start(epoch), self.num_samples
-        updates = -(-self.plan(Cursor(epoch), self._ranks).num_steps // self.accumulation)
-        return replace(
-            start, update=start.update + updates, samples_used=samples, samples_seen=start.samples_seen + samples
-        )
+        if epoch != self._place.epoch:
+            return super().end(epoch)
+        return [self._place, *self.cursors(self._place)][-1]
 
-    def _plan(self, cursor: Cursor, world_size: int) -> BatchPlan:
-        windows = list(self.planner.steps_from(cursor, world_size))
-        plan = self.planner.joined(windows, cursor, world_size)
+    def _plan(self, cursor: Cursor) -> BatchPlan:
+        plan = self.planner.joined(list(self.planner.steps_from(cursor, self._ranks)), cursor, self._ranks)
         if not plan.num_steps:
             return plan
         update = (np.arange(plan.num_steps) + cursor.begun_rows) // self.accumulation
         counts = np.where(plan.loss_scale > 0, plan.batches.sizes[plan.table], 0)
         totals = np.bincount(update, weights=counts.sum(axis=1))
         totals[0] += cursor.begun_samples
-        loss_scale = counts * world_size / np.maximum(totals, 1)[update][:, None]
+        loss_scale = counts * self._ranks / np.maximum(totals, 1)[update][:, None]
         return replace(plan, update_ends=np.diff(update, append=-1) != 0, loss_scale=loss_scale)
-
-    def state(self, cursor: Cursor) -> dict[str, Any]:
-        begun = [self.start(epoch) for epoch in range(cursor.epoch + 1)]
-        return {"walk": [[start.update, start.samples_seen, start.current] for start in begun], "order": None}
-
-    def take_over(self, state: Mapping[str, Any], cursor: Cursor) -> None:
-        self._resumed = cursor
-        self._settle(
-            [
-                Cursor(epoch, update=update, samples_seen=seen, current=current)
-                for epoch, (update, seen, current) in enumerate(state["walk"])
-            ]
-        )
 
 
 def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
@@ -329,9 +323,7 @@ def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], plac
     if world.size == 1:
         return
     facts = {"lengths, budget or settings": repr(identity).encode(), "place in the epoch": repr(place).encode()}
-    if isinstance(plan, PreservedUpdates):
-        facts["order of samples"] = plan.order_of(place.epoch).tobytes()
-        facts["samples_per_update"] = repr([stop for _, stop, _ in plan.spans(place)]).encode()
+    facts |= plan.facts(place)
     marks = [zlib.crc32(fact) for fact in facts.values()]
     found = world.all_max([*marks, *(-mark for mark in marks)])
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]

@@ -15,7 +15,6 @@ from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer
 from dynagroup.integrations.hf_data import host_order, sample_lengths, work_of
 from dynagroup.plan.cost import Work
-from dynagroup.update.schedule import doubling
 from tests.integrations import toys
 from tests.integrations.jobs import MODELS, arguments, parameters, train_both, trained_on, trainer
 
@@ -98,7 +97,7 @@ def test_so_they_are_with(kind, changes, ours, apart, tmp_path):
 @pytest.mark.parametrize("mode", ["offline", "workers", "online", "scheduled"])
 def test_a_resumed_run_ends_with_the_same_parameters(mode, tmp_path):
     """Within epoch 0, at its end, within epoch 1; with dropout, random processing, and updates whose size was changed."""
-    scheduled = {"samples_per_update": doubling(6, milestones=(2,))} if mode == "scheduled" else {}
+    scheduled = {"samples_per_update": toys.doubling(6, 2)} if mode == "scheduled" else {}
     config = {**(ONLINE if mode in ("online", "scheduled") else {}), **scheduled}
 
     def run(folder, resume=None):
@@ -220,7 +219,7 @@ class Resize(TrainerCallback):
 @pytest.mark.parametrize(
     ("changes", "sizes"),
     [
-        ({"config": {"samples_per_update": doubling(8, milestones=(3,))}}, [8] * 3 + [16] * 4 + [8] + [16] * 6),
+        ({"config": {"samples_per_update": toys.doubling(8, 3)}}, [8] * 3 + [16] * 4 + [8] + [16] * 6),
         ({"callbacks": [Resize(2, 32)]}, [16, 16] + [32] * 5),
         ({"callbacks": [Resize(2, 4)], "num_train_epochs": 1}, [16, 16] + [4] * 16),
         ({"callbacks": [Resize(2, 32)], "max_steps": 12}, [16, 16] + [32] * 10),  # past the epochs that it began with

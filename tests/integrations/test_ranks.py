@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from dynagroup import TokenBudget
-from dynagroup.update.schedule import doubling
 from tests.integrations import test_accelerate, toys
 from tests.integrations.jobs import parameters, train, train_both, trainer
 from tests.integrations.test_hf_evaluation import predicted, same
@@ -58,7 +57,7 @@ def with_idle_steps(folder: Any) -> dict[Any, tuple[torch.Tensor, int]]:
 def agreeing(folder: Any) -> dict[str, list[torch.Tensor]]:
     """Parameters that are to be the same: of fixed batches and of batches that fit; of two ways to a schedule."""
     longer = {**COMMON, "max_steps": 8}
-    schedule = {"samples_per_update": doubling(7, milestones=(2, 5))}
+    schedule = {"samples_per_update": toys.doubling(7, 2, 5)}
     pairs = {
         "clipped": train_both("causal", f"{folder}/a", {**longer, "max_grad_norm": 0.3}),
         "seq2seq": train_both("seq2seq", f"{folder}/b", longer),

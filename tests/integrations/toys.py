@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from tokenizers import Tokenizer
@@ -42,6 +44,11 @@ def classifier():
     torch.manual_seed(0)
     config = models.bert(vocab=VOCAB, layers=1, max_position_embeddings=128, num_labels=3, attn_implementation="eager")
     return BertForSequenceClassification(config).double()
+
+
+def doubling(first: int, *milestones: int) -> Any:
+    """A schedule: twice as many samples from each of these updates on."""
+    return lambda update, current: first << sum(update >= milestone for milestone in milestones)
 
 
 def samples(kind: str, count: int = 64, seed: int = 0) -> list[dict]:

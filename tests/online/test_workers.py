@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections import UserDict
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,8 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Weigh
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.testing import assert_resumes_exactly, run_ranks
-from dynagroup.update.loss_weight import Share
-from dynagroup.update.step import Step
+from dynagroup.update.step import pin
 from tests.online.helpers import Tokens, all_ids, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(120, seed=3)
@@ -170,12 +168,6 @@ class Pinnable:
         return new
 
 
-@dataclass
-class Record:
-    part: Any
-    text: str = "x"
-
-
 @pytest.mark.parametrize(
     ("make", "reach"),
     [
@@ -183,11 +175,10 @@ class Record:
         (lambda p: UserDict(a=[p]), lambda v: v["a"][0]),
         (lambda p: (1, p), lambda v: v[1]),
         (lambda p: Pair(p, "abc"), lambda v: v.input_ids),
-        (Record, lambda v: v.part),
     ],
 )
 def test_pinning_keeps_containers_and_changes_no_original(make: Any, reach: Any) -> None:
     original = make(Pinnable())
-    pinned = Step(original, [0], Share(1, 1), Share(1, 1), 1.0, True).pin_memory().batch
+    pinned = pin(original)
     assert type(pinned) is type(original)
     assert (reach(pinned).pinned, reach(original).pinned) == (True, False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -137,25 +135,6 @@ def test_a_state_is_of_its_epoch_and_at_an_epochs_end_of_the_next(make, sizes):
     assert epochs_of(resumed, 1) == epochs_of(loader, 1)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_a_copy_goes_on_as_the_loader_does(make, sizes, copied):
-    """Fresh, within an epoch, between two, and loaded within an update: what its state says."""
-    loader = make(**sizes)
-    fresh, came = copied(loader), []
-    for step in loader:
-        came.append(samples_of(step))
-        if len(came) == 2:
-            within, state = copied(loader), loader.state_dict()
-    assert [samples_of(step) for step in fresh] == came
-    assert [samples_of(step) for step in within] == came[2:]
-    fresh.load_state_dict(state)
-    assert [samples_of(step) for step in copied(fresh)] == came[2:]
-    between = copied(loader)
-    assert between.epoch == loader.epoch == 1
-    assert [samples_of(step) for step in between] == [samples_of(step) for step in loader]
-    assert between.cursor == loader.cursor
-
-
 def test_iterating_leaves_the_global_random_state_alone(make):
     """So that a resumed training draws the dropout masks that an uninterrupted one draws."""
     before = torch.get_rng_state()
@@ -174,18 +153,17 @@ def test_iterating_leaves_the_global_random_state_alone(make):
 def test_updates_are_counted_exactly(make, name, drop_last):
     def run(world: Any) -> None:
         loader = make(world, **SIZES[name], drop_last=drop_last)
-        announced = [loader.num_updates_in(epoch) for epoch in range(3)]
+        announced = [loader.updates_in(epochs) for epochs in (1, 2, 3)]
         done = samples = 0
         for epoch in range(3):
-            assert loader.num_updates == announced[epoch]
+            assert loader.num_updates == announced[epoch] - done
             for update in loader.updates():
                 assert [step.ends_update for step in update] == [False] * (len(update) - 1) + [True]
                 size, done = int(update[0].samples.total), done + 1
                 samples, cursor = samples + size, loader.cursor
                 assert (cursor.epoch, cursor.update, cursor.samples_seen) == (epoch, done, samples)
                 assert loader.samples_after(done) == samples
-                assert loader.updates_until(samples) == loader.updates_until(samples - size + 1) == done
-            assert done == sum(announced[: epoch + 1])
+            assert done == announced[epoch]
         assert (loader.stats.updates, loader.stats.update_samples) == (done, samples)
 
     run_ranks(2, run)
@@ -223,7 +201,7 @@ def test_what_is_never_reached_is_an_error(make, lengths):
     assert loader.num_updates == 0
     assert list(loader) == []
     with pytest.raises(ConfigError, match="epoch 0 has no update"):
-        loader.updates_until(1)
+        loader.samples_after(1)
 
 
 def test_books_go_on_after_resuming_on_other_ranks(make, sizes):
@@ -342,7 +320,6 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
         {"num_workers": 1, "timeout": "soon"},
         {"num_workers": 1, "multiprocessing_context": "thread"},
         {"num_worker": 1},
-        {"samples_per_update": lambda update: 4},
     ],
     ids=", ".join,
 )

@@ -3,18 +3,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup import ConfigError
-from dynagroup.update.schedule import UpdateSizes, adabatch, constant, doubling, linear_ramp, scale_learning_rate
+from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: constant(0), "`samples` must be an int of at least 1, but is 0"),
         (lambda: linear_ramp(8, 16, num_updates=0), "`num_updates` must be"),
-        (lambda: doubling(8, milestones=(4, 4)), "`milestones` must be growing"),
-        (lambda: adabatch(8, interval=10, growth=1), "`growth` must be at least 2"),
-        (lambda: adabatch(8, interval=10, most=4), "`most` must be at least `first`"),
-        (lambda: adabatch(8, interval=10, decay=0), "`decay` must be"),
         (lambda: scale_learning_rate(1, samples_per_update=0, base_samples_per_update=1), "must be greater than 0"),
         (
             lambda: scale_learning_rate(1, samples_per_update=1, base_samples_per_update=1, rule="cubic"),
@@ -36,12 +31,6 @@ def test_rules_of_the_learning_rate(rule, expected):
 def test_a_ramp_keeps_to_its_multiple_and_goes_down_too():
     assert [linear_ramp(8, 32, num_updates=4, multiple_of=8)(u, None) for u in range(5)] == [8, 8, 16, 24, 32]
     assert [linear_ramp(32, 8, num_updates=3)(u, None) for u in range(5)] == [32, 24, 16, 8, 8]
-
-
-def test_adabatch_decays_on_when_it_cannot_grow():
-    schedule = adabatch(8, interval=1, growth=2, decay=0.5, most=16)
-    assert [schedule(u, None) for u in range(4)] == [8, 16, 16, 16]
-    assert [schedule.learning_rate_factor(u) for u in range(4)] == [1.0, 0.5, 0.125, 0.03125]
 
 
 @settings(max_examples=50)
