@@ -99,7 +99,9 @@ class Walk(ABC):
 
     def after(self, updates: int) -> Cursor:
         """The place behind so many updates of the run; or the first place that is known."""
-        epoch = next(e for e in count(self._starts[0].epoch) if self.start(e + 1).update >= updates or not self.num_updates(e))
+        epoch = next(
+            e for e in count(self._starts[0].epoch) if self.start(e + 1).update >= updates or not self.num_updates(e)
+        )
         start = self.start(epoch)
         found = next((place for place in chain([start], self.cursors(start)) if place.update >= updates), None)
         if found is None:
