@@ -201,7 +201,7 @@ def _generation(machine: Machine) -> dict[str, Any]:
     whole, enough = limited.unlimited(lambda: limited.model.generate(**batch, **options))
     limited.limit(enough)
     got = generate_with_oom_retry(limited.model, batch, learned=learned, **options)
-    equal = float((got.sequences == whole).float().mean())
+    equal = float((got.output == whole).float().mean())
     return {"num_splits": got.num_splits, "tokens_equal": equal, "out_of_memory_errors": learned.report.num_ooms}
 
 

@@ -17,7 +17,7 @@ from benchmarks.data import word_tokenizer
 from benchmarks.faults.case import Case
 from benchmarks.faults.processes import KILLED, forked
 from benchmarks.machine import build
-from dynagroup import StateError, TokenBudget, generate_dataset
+from dynagroup import TokenBudget, generate_dataset
 
 NEW = 3
 
@@ -118,20 +118,13 @@ def killed_while_writing(case: Case) -> list[str]:
 
 
 def journal_damaged(case: Case) -> list[str]:
-    """What a killed process left behind is cut in half, cut anywhere, zeroed or changed: done again, or refused by name."""
+    """What a killed process left behind is cut in half, cut anywhere, zeroed or changed: done again."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wrong = _killed(case, folder)
         for path in folder.glob("out.jsonl*/*"):
             path.write_bytes(_damaged(path.read_bytes(), case.rng))
-        try:
-            return wrong + _again(Job(case, folder), None)
-        except StateError as error:
-            named = [path for path in folder.glob("out.jsonl*/*") if str(path) in str(error)]
-            if not named or "remove" not in str(error):
-                return [*wrong, f"the refusal names no file to remove: {error}"]
-            named[0].unlink()
-            return wrong + _again(Job(case, folder), None)
+        return wrong + _again(Job(case, folder), None)
 
 
 def _damaged(data: bytes, rng: random.Random) -> bytes:

@@ -35,20 +35,15 @@ class OomReport:
     Args:
         num_ooms: attempts that failed.
         num_retries: parts that were run in their place.
-        num_skipped: samples left out by mode "skip".
         wasted_s: seconds spent in attempts that failed.
     """
 
     num_ooms: int = 0
     num_retries: int = 0
-    num_skipped: int = 0
     wasted_s: float = 0.0
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_ooms} out-of-memory errors, {self.num_retries} parts run again, {self.num_skipped} samples "
-            f"skipped, {self.wasted_s:.1f} s wasted"
-        )
+        return f"{self.num_ooms} out-of-memory errors, {self.num_retries} parts run again, {self.wasted_s:.1f} s wasted"
 
 
 @dataclass
@@ -175,7 +170,7 @@ class LearningBudget(Budget):
         self._move(min(limit, BACKOFF * cost), min(wall, cost))
 
     def record_waste(self, **more: float) -> None:
-        """Count what recovery cost: ``num_ooms``, ``num_retries``, ``num_skipped``, ``wasted_s``."""
+        """Count what recovery cost: ``num_ooms``, ``num_retries``, ``wasted_s``."""
         for name, value in more.items():
             setattr(self._lessons.report, name, getattr(self._lessons.report, name) + value)
 

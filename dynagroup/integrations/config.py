@@ -11,7 +11,6 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
-from dynagroup.oom.train import OomMode
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.validation import check_choice, warn_user
 
@@ -42,8 +41,7 @@ class DynagroupConfig:
         length_of: with mode="online": processed sample -> tokens, or -> {stream: units}. None: the length of its ``input_ids``.
         weigh: what a loss that is a mean is a mean of: "auto" (labels that are predicted, if labels have a token dimension,
             else samples), "samples", or a function from a batch to a number. Losses divided by ``num_items_in_batch`` need none.
-        out_of_memory: a batch that runs out of memory is run in parts ("retry", the same gradient), left out ("skip"), or an
-            error (None).
+        out_of_memory: a batch that runs out of memory is run in parts ("retry", the same gradient), or an error (None).
         splitter: how such a batch is cut; names the batch dimension of inputs that are not text.
         plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even alone),
             ``{"window": 4096}`` (samples sorted together) with updates="free"; ``{"work": Work(...)}``: predicted time of a
@@ -65,7 +63,7 @@ class DynagroupConfig:
     lengths: Any = None
     length_of: Callable[[Any], Any] | None = None
     weigh: Literal["auto", "samples"] | Callable[[Any], float] = "auto"
-    out_of_memory: OomMode = None
+    out_of_memory: Literal["retry"] | None = None
     splitter: Splitter[Any] | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     world: World | None = None
@@ -74,7 +72,7 @@ class DynagroupConfig:
         object.__setattr__(self, "budget", as_budget(self.budget))
         check_choice("mode", self.mode, ("offline", "online"))
         check_choice("updates", self.updates, ("preserved", "free"))
-        check_choice("out_of_memory", self.out_of_memory, ("retry", "skip", None))
+        check_choice("out_of_memory", self.out_of_memory, ("retry", None))
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError("`samples_per_update` needs updates='preserved': free updates are as large as they come")
 

@@ -159,7 +159,7 @@ class UpdateRunner(Progress):
                 f"{type(self).__name__} may exchange data between ranks; leave it None"
             )
         return OomSafeBackward(
-            model, mode=config.out_of_memory, weigh=self._weigh if mean else "sum", splitter=config.splitter,
+            model, weigh=self._weigh if mean else "sum", splitter=config.splitter,
             world=loader.world, learned=loader.budget.learner, backward=self.accelerator.backward,
         )  # fmt: skip
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.retry import Parts
-from dynagroup.oom.split import BatchSplitter, Trim, VisionTokens, first_dim, is_cache, longest_of, take_cache
+from dynagroup.oom.split import BatchSplitter, Trim, VisionTokens, longest_of
 from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Generated", "check_options", "generate_in_parts", "generate_with_oom_retry", "generation_option", "is_data"]
-
-OutputPart: TypeAlias = "tuple[int, int, Any]"
-"""(first sample, the one behind the last, what the model gave for them)."""
 
 # Options whose effect depends on padding tokens in the prompt (they look at token ids, or count positions from the left), and
 # the values without effect: with one of them a part keeps its batch's width, so that it generates what the whole would have.
@@ -33,28 +26,15 @@ _SEES_PADDING = {
     "begin_suppress_tokens": None,
 }  # fmt: skip
 _CALLABLES = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate", "assistant_model")
-_REFUSED = {
-    "streamer": "tokens of a failed attempt cannot be taken back from a stream",
-    "synced_gpus": "ranks that generate in step cannot repeat a part alone",
-    "output_attentions": "attentions of parts of different widths cannot be put together",
-    "output_hidden_states": "hidden states of parts of different widths cannot be put together",
-}
+_REFUSED = ("streamer", "synced_gpus", "return_dict_in_generate", "past_key_values", "encoder_outputs")
 _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 
 class Generated(NamedTuple):
-    """What ``generate`` gives for the whole batch, and how often the batch was split for it.
+    """The token ids that ``generate`` gives for the whole batch, and how often the batch was split for it."""
 
-    >>> output, num_splits = Generated(output=[1, 2], num_splits=0)
-    """
-
-    output: Any
+    output: torch.Tensor
     num_splits: int
-
-    @property
-    def sequences(self) -> torch.Tensor:
-        """The token ids, with or without ``return_dict_in_generate``."""
-        return getattr(self.output, "sequences", self.output)
 
 
 def generate_with_oom_retry(
@@ -78,20 +58,21 @@ def generate_with_oom_retry(
 
     Raises:
         BudgetError: a part that cannot be cut further does not fit; names the samples and their shapes.
-        ConfigError: options that cannot be honoured in parts: a streamer, ``synced_gpus``, attentions, hidden states.
+        ConfigError: what cannot be honoured in parts: a streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
 
     >>> output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=64)  # doctest: +SKIP
     """
-    check_options(model, generate_kwargs)
+    data = {**batch} if isinstance(batch, Mapping) else {"input_ids": batch}
+    check_options(model, {**data, **generate_kwargs})
     if pad_token_id is not None:
         generate_kwargs["pad_token_id"] = pad_token_id
     if learned is None:
         learned = _learned_by_model.setdefault(model, LearningBudget())
-    return generate_in_parts(model, batch, generate_kwargs, learned=learned, indices=indices, min_samples=min_samples)
+    return generate_in_parts(model, data, generate_kwargs, learned=learned, indices=indices, min_samples=min_samples)
 
 
 def generate_in_parts(
-    model: Any, batch: Any, kwargs: Mapping[str, Any], *,
+    model: Any, batch: Mapping[str, Any], kwargs: Mapping[str, Any], *,
     learned: LearningBudget, indices: Sequence[int] = (), min_samples: int = 1, pad_to_multiple_of: int = 1,
 ) -> Generated:  # fmt: skip
     """The same, with options that are checked; parts stay as wide as a multiple of ``pad_to_multiple_of``."""
@@ -103,34 +84,22 @@ def generate_in_parts(
 class _Whole(Parts[Any]):
     """One batch to generate for: how it splits, what each part is given, and how the parts' outputs fit together."""
 
-    doing = "generating for"
-
     def __init__(
-        self, model: Any, batch: Any, kwargs: Mapping[str, Any], pad_to_multiple_of: int, learned: LearningBudget,
-        min_samples: int, indices: Sequence[int],
+        self, model: Any, batch: Mapping[str, Any], kwargs: Mapping[str, Any], pad_to_multiple_of: int,
+        learned: LearningBudget, min_samples: int, indices: Sequence[int],
     ) -> None:  # fmt: skip
         self.model, self._watch = model, watch_of(model)
-        self.batch: dict[str, Any] = {**batch} if isinstance(batch, Mapping) else {"input_ids": batch}
-        self.batch |= {name: value for name, value in kwargs.items() if is_data(value)}
+        self.batch = {**batch, **{name: value for name, value in kwargs.items() if is_data(value)}}
         self.kwargs = {name: value for name, value in kwargs.items() if not is_data(value)}
         self.is_causal = not model.config.is_encoder_decoder
-        self.num_samples = BatchSplitter().num_samples(self.batch)
         self.num_beams = self._option("num_beams") or 1
         self.num_sequences = self._option("num_return_sequences") or 1
         vision = VisionTokens.from_config(model.config)
         self._fields = BatchSplitter(trim=self._trim(), pad_to_multiple_of=pad_to_multiple_of, vision=vision)
-        super().__init__(self.batch, self._fields, learned, min_samples, indices)
+        super().__init__(model.generate, self.batch, self._fields, learned, min_samples, indices)
 
     def measured(self) -> tuple[int | None, int | None]:
         return (None, None) if self._watch is None else self._watch.new_peak()
-
-    def part(self, start: int, stop: int) -> dict[str, Any]:
-        if stop - start < self.num_samples:
-            return super().part(start, stop)
-        # An attempt extends the cache it is given: it gets a copy, so that the next finds the cache as it was.
-        # So does an encoder's output, whose rows beams repeat in place.
-        whole = {k: copy.copy(v) if isinstance(v, Mapping) else v for k, v in self.batch.items()}
-        return {k: take_cache(v, start, stop) if is_cache(v) and first_dim(v) else v for k, v in whole.items()}
 
     def run(self, start: int, stop: int) -> Any:
         kwargs, allowed = self.kwargs, self.kwargs.get("prefix_allowed_tokens_fn")
@@ -159,41 +128,8 @@ class _Whole(Parts[Any]):
     def _option(self, name: str) -> Any:
         return generation_option(name, self.model, self.kwargs)
 
-    def merged(self, parts: Sequence[OutputPart]) -> Any:
-        """Tensors of token ids, or ``ModelOutput`` objects with scores, of consecutive parts as the whole's."""
-        first = parts[0][2]
-        if hasattr(first, "untyped_storage"):
-            return self._merged_sequences(parts)
-        merged = {"sequences": self._merged_sequences([(a, b, output.sequences) for a, b, output in parts])}
-        for name in first.keys() - {"sequences", "past_key_values"}:
-            merged[name] = self._merged_field(name, [(a, b, output[name]) for a, b, output in parts])
-        return type(first)(**merged)
-
-    def _merged_field(self, name: str, parts: list[OutputPart]) -> Any:
-        import torch
-
-        first = parts[0][2]
-        if name == "sequences_scores":
-            return torch.cat([scores for _, _, scores in parts])
-        if name == "beam_indices":  # rows of the whole batch
-            return _stacked([torch.where(i >= 0, i + start * self.num_beams, i) for start, _, i in parts], -1)
-        if not isinstance(first, tuple) or not all(getattr(step, "ndim", 0) == 2 for step in first):
-            raise ConfigError(f"`{name}` of a split batch cannot be put together; call model.generate for it")
-        num_steps = max(len(steps) for _, _, steps in parts)
-        return tuple(torch.cat([self._step(steps, at) for _, _, steps in parts]) for at in range(num_steps))
-
-    def _step(self, steps: tuple[torch.Tensor, ...], at: int) -> torch.Tensor:
-        """Scores (rows, vocabulary) of one step. A part that had ended is certain of the padding token."""
-        import torch
-
-        if at < len(steps):
-            return steps[at]
-        ended = torch.full_like(steps[0], -math.inf)
-        ended[:, self._pad_token_id()] = 0
-        return ended
-
-    def _merged_sequences(self, parts: Sequence[OutputPart]) -> torch.Tensor:
-        """Outputs of a causal model begin with the prompt: a trimmed one becomes the whole batch's again."""
+    def merged(self, parts: Sequence[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+        """Token ids of consecutive parts as the whole's. Those of a causal model begin with the whole batch's prompt."""
         import torch
 
         prompt = self.batch.get("input_ids") if self.is_causal else None
@@ -203,8 +139,9 @@ class _Whole(Parts[Any]):
                 first, last = self._fields.columns(self.batch, start, stop)
                 own = prompt[start:stop].repeat_interleave(self.num_sequences, dim=0).to(sequences.device)
                 rows[at] = torch.cat([own, sequences[:, last - first :]], dim=1)
-        uneven = len({part.shape[1] for part in rows}) > 1
-        return _stacked(rows, self._pad_token_id() if uneven else 0)
+        width = max(part.shape[1] for part in rows)
+        fill = self._pad_token_id() if any(part.shape[1] < width for part in rows) else 0
+        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in rows])
 
     def _pad_token_id(self) -> int:
         pad, eos = self._option("pad_token_id"), self._option("eos_token_id")
@@ -213,16 +150,18 @@ class _Whole(Parts[Any]):
             pad = first_eos  # transformers' beam search takes a padding token 0 for none
         if pad is None:
             raise ConfigError(
-                "parts ended after different numbers of tokens, but no padding token is known; give `pad_token_id`"
+                "parts have different numbers of tokens, but no padding token is known; give `pad_token_id`"
             )
         return int(pad)
 
 
-def check_options(model: Any, kwargs: Mapping[str, Any]) -> None:
+def check_options(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse what cannot be honoured in parts, also where the model's own generation config asks for it."""
-    for name, why in _REFUSED.items():
-        if generation_option(name, model, kwargs):
-            raise ConfigError(f"`{name}` cannot be used with out-of-memory retry: {why}; call model.generate for it")
+    for name in _REFUSED:
+        if generation_option(name, model, given) not in (None, False):
+            raise ConfigError(
+                f"`{name}` cannot be used with out-of-memory retry, which puts together token ids alone; call model.generate"
+            )
 
 
 def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -236,13 +175,4 @@ def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def is_data(value: Any) -> bool:
     """Whether a keyword of ``generate`` has an entry per sample, and belongs to the batch."""
-    tensor = hasattr(value, "untyped_storage") and value.ndim > 0
-    return is_cache(value) or tensor or hasattr(value, "last_hidden_state")
-
-
-def _stacked(parts: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
-    """Rows of several widths below each other, filled on the right."""
-    import torch
-
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in parts])
+    return hasattr(value, "untyped_storage") and value.ndim > 0

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["average_gradients", "broadcast_buffers", "find_ddp", "local_gradients"]
-
 BUCKET_BYTES = 2**20
 """Smaller gradients travel together; a larger one travels in the tensor that holds it, without a copy."""
 _MAX_TRAVELLING = 32  # bounds the memory of buckets on their way
@@ -40,14 +38,13 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     for module in modules:
         if _SHARDED & {cls.__name__ for cls in type(module).__mro__}:
             raise ConfigError(
-                f"`model` contains {type(module).__name__}, whose ranks exchange parameters inside forward and backward: one "
-                "rank cannot repeat a step alone; use DistributedDataParallel, or mode=None (out_of_memory=None in a "
-                "DynagroupConfig) with a smaller budget"
+                f"`model` contains {type(module).__name__}, whose ranks exchange parameters inside forward: one rank cannot "
+                "repeat a step alone; use DistributedDataParallel, or a plain backward pass with a smaller budget"
             )
         if ddp is not None and (isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)):
             raise ConfigError(
-                f"`model` contains {type(module).__name__} that exchanges data inside forward (SyncBatchNorm), or cannot skip an "
-                "exchange (static_graph=True); use another normalisation, and static_graph=False"
+                f"`model` contains {type(module).__name__}, whose ranks cannot run a step alone (SyncBatchNorm, "
+                "static_graph=True); use another normalisation, and static_graph=False"
             )
     return ddp
 

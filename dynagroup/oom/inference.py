@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.generate import check_options, generate_in_parts, generation_option, is_data
-from dynagroup.oom.jobs import Job, longest_input
+from dynagroup.oom.jobs import Job, Task
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.storage import TEXTS
@@ -25,10 +24,7 @@ from dynagroup.validation import check_choice, check_int
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "classify_dataset", "embed_dataset", "encode", "generate_dataset", "iter_classify", "iter_embed", "iter_generate",
-]  # fmt: skip
+    from typing_extensions import Unpack
 
 Pooling: TypeAlias = Literal["mean", "first", "last"]
 
@@ -36,14 +32,32 @@ Pooling: TypeAlias = Literal["mean", "first", "last"]
 _POOLINGS: dict[str, Pooling] = {"cls_token": "first", "mean_tokens": "mean", "lasttoken": "last"}
 _POOLINGS |= {"cls": "first", "mean": "mean"}
 _NEW_TOKENS = 128
-_OF_A_BATCH = {"inputs", "input_ids", "attention_mask", "inputs_embeds", "position_ids", "past_key_values"}
+_OF_A_BATCH = {"inputs", "input_ids", "attention_mask", "inputs_embeds", "position_ids"}
+
+
+class Options(TypedDict, total=False):
+    """What every job may be told.
+
+    Args:
+        batch_size: samples of the longest kind that fit the device; other batches hold more (:class:`~dynagroup.MemoryBudget`);
+            default: 16.
+        budget: what fits, instead of ``batch_size``.
+        max_length: longer texts are truncated to so many tokens; default, but for generation: to what model and tokenizer are
+            made for (how many texts that shortens is logged).
+        progress: show tokens a second, and the time left; default: True.
+        learned: what to learn into; its report says what running out of memory has cost.
+    """
+
+    batch_size: int | None
+    budget: Budget | None
+    max_length: int | None
+    progress: bool
+    learned: LearningBudget | None
 
 
 def generate_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
-    batch_size: int | None = None, budget: Budget | None = None, output: str | Path | None = None,
-    max_length: int | None = None, max_new_tokens: int | None = None, progress: bool = True,
-    world: World | None = None, learned: LearningBudget | None = None, **generate_kwargs: Any,
+    output: str | Path | None = None, max_new_tokens: int | None = None, world: World | None = None, **options: Any,
 ) -> list[Any]:  # fmt: skip
     """Generate for every text: what a loop over ``model.generate`` gives, in fewer and fuller batches.
 
@@ -52,19 +66,13 @@ def generate_dataset(
 
     Args:
         model: a transformers model that generates, where it is to run.
-        batch_size: samples of the longest kind that fit the device; other batches hold more (:class:`~dynagroup.MemoryBudget`);
-            default: 16.
-        budget: what fits, instead of ``batch_size``.
-        output: a ``.jsonl`` or ``.parquet`` file, one row a text in input order. Finished samples are kept beside it as
-            they come, so that the same call after a crash does only the rest, and once all is done gives it back. Needed on
-            several ranks.
-        max_length: longer texts are truncated to so many tokens.
+        output: a ``.jsonl`` file, one row a text in input order. Finished samples are kept beside it as they come, so that the
+            same call after a crash does only the rest, and once all is done gives it back. Needed on several ranks.
         max_new_tokens: tokens generated for a text, at most; default: the generation config's, else 128.
-        progress: show samples and tokens a second, and the time left.
         world: ranks that share the work; default: all of ``torch.distributed``, which then wait for each other however
             long it takes.
-        learned: what to learn into; its report says what running out of memory has cost.
-        generate_kwargs: further arguments of ``generate``; none that belongs to one batch.
+        options: ``batch_size``, ``budget``, ``max_length``, ``progress``, ``learned`` (see :class:`Options`); further
+            arguments of ``generate``, none that belongs to one batch.
 
     Returns:
         The generated texts without their prompts, in input order; lists of them with ``num_return_sequences`` above 1.
@@ -76,55 +84,43 @@ def generate_dataset(
 
     >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
     """
-    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Generation(*given, learned, max_new_tokens=max_new_tokens, kwargs=generate_kwargs).whole(output, world)
+    return _generation(model, tokenizer, texts, max_new_tokens, options).whole(output, world)
 
 
 def iter_generate(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
-    batch_size: int | None = None, budget: Budget | None = None, max_length: int | None = None,
-    max_new_tokens: int | None = None, progress: bool = True, skip: Collection[int] = (),
-    learned: LearningBudget | None = None, **generate_kwargs: Any,
+    max_new_tokens: int | None = None, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
     """(index, result) as they come, longest texts first, without those to ``skip``; nothing is kept.
 
     Other arguments as for :func:`generate_dataset`.
     """
-    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Generation(*given, learned, max_new_tokens=max_new_tokens, kwargs=generate_kwargs).as_they_come(skip)
+    return _generation(model, tokenizer, texts, max_new_tokens, options).as_they_come(skip)
 
 
 def embed_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
-    pooling: Pooling = "mean", normalize: bool = False, batch_size: int | None = None,
-    budget: Budget | None = None, output: str | Path | None = None, max_length: int | None = None,
-    progress: bool = True, world: World | None = None,
+    pooling: Pooling = "mean", normalize: bool = False, output: str | Path | None = None, world: World | None = None,
+    **options: Unpack[Options],
 ) -> np.ndarray:  # fmt: skip
     """One vector a text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
-
-    Arguments as for :func:`generate_dataset`; ``output`` may also be a ``.npy`` file.
 
     Args:
         model: an encoder, or a causal model; of one with a head the part before it (``model.base_model``) is run.
         pooling: "mean" over the text's tokens, or the "first" or "last" of them.
         normalize: scale vectors to length 1.
-        max_length: longer texts are truncated to so many tokens; default: to what model and tokenizer are made for (how many
-            texts that shortens is logged).
-
-    Raises:
-        ConfigError: as there; or the model gives no hidden states.
+        output: a ``.npy`` file; else as for :func:`generate_dataset`, as are ``world``, what is raised, and
+        options: ``batch_size``, ``budget``, ``max_length``, ``progress``, ``learned``.
 
     >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
     (1000, 384)
     """
-    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Embedding(*given, pooling=pooling, normalize=normalize).whole(output, world)
+    return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).whole(output, world)
 
 
 def iter_embed(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
-    pooling: Pooling = "mean", normalize: bool = False, batch_size: int | None = None,
-    budget: Budget | None = None, max_length: int | None = None, progress: bool = True, skip: Collection[int] = (),
+    pooling: Pooling = "mean", normalize: bool = False, skip: Collection[int] = (), **options: Unpack[Options],
 ) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
     """(index, float32 vector) as they come, longest texts first, without those to ``skip``; nothing is kept.
 
@@ -132,28 +128,22 @@ def iter_embed(
 
     >>> vectors = {index: vector for index, vector in iter_embed(model, tokenizer, texts)}  # doctest: +SKIP
     """
-    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Embedding(*given, pooling=pooling, normalize=normalize).as_they_come(skip)
+    return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).as_they_come(skip)
 
 
 def classify_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
-    batch_size: int | None = None, budget: Budget | None = None, output: str | Path | None = None,
-    max_length: int | None = None, progress: bool = True, world: World | None = None,
+    output: str | Path | None = None, world: World | None = None, **options: Unpack[Options],
 ) -> np.ndarray:  # fmt: skip
     """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`embed_dataset`."""
-    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Classification(*given).whole(output, world)
+    return Job(_classification(model), tokenizer, texts, **options).whole(output, world)
 
 
 def iter_classify(
-    model: Any, tokenizer: Any, texts: Sequence[str], *,
-    batch_size: int | None = None, budget: Budget | None = None, max_length: int | None = None,
-    progress: bool = True, skip: Collection[int] = (),
-) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
+    model: Any, tokenizer: Any, texts: Sequence[str], *, skip: Collection[int] = (), **options: Unpack[Options]
+) -> Iterator[tuple[int, np.ndarray]]:
     """(index, float32 logits) as they come, longest texts first; nothing is kept. Arguments as for :func:`iter_embed`."""
-    given = (model, tokenizer, texts, batch_size, budget, max_length, progress)
-    return Classification(*given).as_they_come(skip)
+    return Job(_classification(model), tokenizer, texts, **options).as_they_come(skip)
 
 
 def encode(
@@ -180,23 +170,15 @@ def encode(
     >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
     (1000, 384)
     """
-    said = _Recipe()
+    how: dict[str, Any] = {"pooling": "mean", "normalize": False, "max_length": None}
     if isinstance(model, (str, Path)):
-        said = _recipe_of(str(model))
+        how |= _recipe_of(str(model))
         model, tokenizer = _load(str(model), tokenizer, device)
     if tokenizer is None:
         raise ConfigError("`tokenizer` is needed with a model that is loaded already")
-    return embed_dataset(
-        model, tokenizer, texts, pooling=pooling or said.pooling, output=output, batch_size=batch_size, progress=progress,
-        normalize=said.normalize if normalize is None else normalize, max_length=max_length or said.max_length,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    pooling: Pooling = "mean"
-    normalize: bool = False
-    max_length: int | None = None
+    given = {"pooling": pooling, "normalize": normalize, "max_length": max_length}
+    how |= {name: value for name, value in given.items() if value is not None}
+    return embed_dataset(model, tokenizer, texts, output=output, batch_size=batch_size, progress=progress, **how)
 
 
 def _load(name: str, tokenizer: Any, device: Any) -> tuple[Any, Any]:
@@ -208,11 +190,9 @@ def _load(name: str, tokenizer: Any, device: Any) -> tuple[Any, Any]:
     return model, tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name)
 
 
-def _recipe_of(name: str) -> _Recipe:
-    """What a folder of sentence-transformers says; the default for any other."""
+def _recipe_of(name: str) -> dict[str, Any]:
+    """What a folder of sentence-transformers says; nothing of any other."""
     modules = _read(name, "modules.json")
-    if modules is None:
-        return _Recipe()
     kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
     unknown = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
     if unknown:
@@ -220,9 +200,12 @@ def _recipe_of(name: str) -> _Recipe:
             f"{name!r} puts {', '.join(unknown)} after its model, which encode() does not run; use sentence-transformers, or "
             "embed_dataset() and do it yourself"
         )
-    limit = (_read(name, "sentence_bert_config.json") or {}).get("max_seq_length")
-    pooling = _pooling(name, _read(name, f"{kinds['Pooling']}/config.json") or {}) if "Pooling" in kinds else "mean"
-    return _Recipe(pooling, "Normalize" in kinds, limit)
+    recipe: dict[str, Any] = {"normalize": "Normalize" in kinds}
+    if modules:
+        recipe["max_length"] = _read(name, "sentence_bert_config.json").get("max_seq_length")
+    if "Pooling" in kinds:
+        recipe["pooling"] = _pooling(name, _read(name, f"{kinds['Pooling']}/config.json"))
+    return recipe
 
 
 def _pooling(name: str, config: dict[str, Any]) -> Pooling:
@@ -236,49 +219,49 @@ def _pooling(name: str, config: dict[str, Any]) -> Pooling:
 
 
 def _read(name: str, file: str) -> Any:
+    """What a JSON file of a model's folder says; nothing if there is none."""
     from transformers.utils.hub import cached_file
 
     path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    return {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-class Generation(Job):
-    """New tokens, as texts. ``given``: what every job is given, the model first."""
-
-    kind, mode = TEXTS, "generate"
-
-    def __init__(self, *given: Any, max_new_tokens: int | None, kwargs: dict[str, Any]) -> None:
-        super().__init__(*given)
-        model, self._kwargs = self.model, kwargs
-        if not callable(getattr(model, "generate", None)):
-            raise ConfigError(f"`model` must be one that generates, but a {type(model).__name__} has no generate()")
-        check_options(model, kwargs)
-        wrong = [name for name, value in kwargs.items() if name in _OF_A_BATCH or is_data(value)]
-        if wrong:
-            raise ConfigError(f"`{wrong[0]}` belongs to one batch, and a job makes its batches itself; leave it out")
-        new = max_new_tokens if max_new_tokens is not None else self._option("max_new_tokens")
-        self.new_tokens = check_int("max_new_tokens", _NEW_TOKENS if new is None else new)
-        self._each = self._option("num_return_sequences") or 1
-        self.copies = max(self._option("num_beams") or 1, self._each)
-        self._is_causal = not model.config.is_encoder_decoder
-        self.padding_side = "left" if self._is_causal else "right"
-        told = {"max_length": self.max_length, "max_new_tokens": self.new_tokens}
-        self.settings = {"task": "generate", **told, "arguments": kwargs}
-
-    def _option(self, name: str) -> Any:
-        return generation_option(name, self.model, self._kwargs)
-
-    def process(self, batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
-        options = _with_new_tokens(self._kwargs, self.new_tokens)
-        if self._option("stop_strings"):
-            options["tokenizer"] = self.tokenizer
-        multiple = self.budget.pad_to_multiple_of
-        done = generate_in_parts(
-            self.model, batch, options, learned=self.learned, indices=indices, pad_to_multiple_of=multiple
+def _generation(
+    model: Any, tokenizer: Any, texts: Sequence[str], max_new_tokens: int | None, options: dict[str, Any]
+) -> Job:
+    """New tokens, as texts. ``options``: those of a job, and those of ``generate``."""
+    of_job: Any = {name: options[name] for name in Options.__annotations__.keys() & options}
+    kwargs = {name: value for name, value in options.items() if name not in of_job}
+    if not callable(getattr(model, "generate", None)):
+        raise ConfigError(
+            f"`model` must be a loaded model that generates, but a {type(model).__name__} has no generate()"
         )
-        tokens = done.sequences[:, batch["input_ids"].shape[1] :] if self._is_causal else done.sequences
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return texts if self._each == 1 else [texts[i : i + self._each] for i in range(0, len(texts), self._each)]
+    check_options(model, kwargs)
+    wrong = [name for name, value in kwargs.items() if name in _OF_A_BATCH or is_data(value)]
+    if wrong:
+        raise ConfigError(f"`{wrong[0]}` belongs to one batch, and a job makes its batches itself; leave it out")
+    option = lambda name: generation_option(name, model, kwargs)  # noqa: E731
+    new = max_new_tokens if max_new_tokens is not None else option("max_new_tokens")
+    new_tokens, each = (
+        check_int("max_new_tokens", _NEW_TOKENS if new is None else new),
+        option("num_return_sequences") or 1,
+    )
+    is_causal = not model.config.is_encoder_decoder
+    how = _with_new_tokens(kwargs, new_tokens) | ({"tokenizer": tokenizer} if option("stop_strings") else {})
+
+    def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
+        multiple = job.budget.pad_to_multiple_of
+        done = generate_in_parts(model, batch, how, learned=job.learned, indices=indices, pad_to_multiple_of=multiple)
+        tokens = done.output[:, batch["input_ids"].shape[1] :] if is_causal else done.output
+        found = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return found if each == 1 else [found[i : i + each] for i in range(0, len(found), each)]
+
+    task = Task(
+        model=model, process=process, kind=TEXTS, shortens=False, mode="generate", new_tokens=new_tokens,
+        settings={"task": "generate", "max_new_tokens": new_tokens, "arguments": kwargs},
+        padding_side="left" if is_causal else "right", copies=max(option("num_beams") or 1, each),
+    )  # fmt: skip
+    return Job(task, tokenizer, texts, **of_job)
 
 
 def _with_new_tokens(kwargs: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
@@ -290,72 +273,58 @@ def _with_new_tokens(kwargs: dict[str, Any], max_new_tokens: int) -> dict[str, A
     return {**kwargs, "generation_config": config}
 
 
-class Forward(Job):
-    """A forward pass without gradients; one row of ``outputs`` a text."""
+def _forward(model: Any, name: str, way_out: str, rows_of: Callable[[torch.Tensor, Any], Any], **settings: Any) -> Task:
+    """A forward pass without gradients; a row a text, made of one field of the model's output and the attention mask."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._shorten_to(longest_input(self.model, self.tokenizer))
-        self.settings = {"task": "classify", "max_length": self.max_length}
-
-    def outputs(self, batch: dict[str, Any]) -> torch.Tensor:
-        """(samples, features) on the model's device."""
-        raise NotImplementedError
-
-    def process(self, batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:
-        import torch
-
-        splitter = BatchSplitter(trim="right", pad_to_multiple_of=self.budget.pad_to_multiple_of)
-        run_whole = lambda part: self.outputs(part).cpu()  # noqa: E731
-        with torch.inference_mode():
-            rows = run_with_oom_retry(run_whole, batch, split=splitter, learned=self.learned, indices=indices)
-        return torch.cat(rows).float().numpy()
-
-    def _field(self, batch: dict[str, Any], name: str, way_out: str) -> Any:
-        """What is needed of the model's output."""
-        output = self.model(**batch)
+    def outputs(batch: dict[str, Any]) -> torch.Tensor:
+        output = model(**batch)
         found = getattr(output, name, None)
         if found is None:
             has = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
             raise ConfigError(f"this task takes a model whose output has `{name}`, but it has {has}: {way_out}")
-        return found
+        return rows_of(found, batch["attention_mask"]).float().cpu()
 
-
-class Embedding(Forward):
-    """Hidden states, pooled over a text's tokens."""
-
-    def __init__(self, model: Any, *given: Any, pooling: Pooling, normalize: bool) -> None:
-        check_choice("pooling", pooling, ("mean", "first", "last"))
-        self._pooling: Pooling = pooling
-        self._normalize = normalize
-        inner = _without_head(model)
-        if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder"):
-            raise ConfigError(
-                f"`model` is a {type(model).__name__}, whose hidden states are its decoder's: use its encoder "
-                "(model.get_encoder())"
-            )
-        super().__init__(inner, *given)
-        self.settings |= {"task": f"embed {pooling}", "normalize": int(normalize)}
-
-    def outputs(self, batch: dict[str, Any]) -> torch.Tensor:
+    def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:
         import torch
 
-        states = self._field(batch, "last_hidden_state", "give the model without its head, as AutoModel loads it")
-        pooled = _pool(states, batch["attention_mask"], self._pooling)
-        return torch.nn.functional.normalize(pooled, dim=1) if self._normalize else pooled
+        splitter = BatchSplitter(trim="right", pad_to_multiple_of=job.budget.pad_to_multiple_of)
+        with torch.inference_mode():
+            rows = run_with_oom_retry(outputs, batch, split=splitter, learned=job.learned, indices=indices)
+        return torch.cat(rows).numpy()
+
+    return Task(model=model, process=process, settings=settings)
 
 
-class Classification(Forward):
-    """The logits of a sequence classifier."""
+def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
+    check_choice("pooling", pooling, ("mean", "first", "last"))
+    inner = _without_head(model)
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder"):
+        raise ConfigError(
+            f"`model` is a {type(model).__name__}, whose hidden states are its decoder's: use its encoder "
+            "(model.get_encoder())"
+        )
 
-    def outputs(self, batch: dict[str, Any]) -> torch.Tensor:
-        way_out = "give the model with a head, as AutoModelForSequenceClassification loads it"
-        logits = self._field(batch, "logits", way_out)
+    def rows_of(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        pooled = _pool(states, mask, pooling)
+        return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled
+
+    way_out = "give the model without its head, as AutoModel loads it"
+    return _forward(inner, "last_hidden_state", way_out, rows_of, task=f"embed {pooling}", normalize=int(normalize))
+
+
+def _classification(model: Any) -> Task:
+    way_out = "give the model with a head, as AutoModelForSequenceClassification loads it"
+
+    def rows_of(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if logits.ndim != 2:
             raise ConfigError(
                 f"a classifier's `logits` are (samples, classes), but this model's are {tuple(logits.shape)}: {way_out}"
             )
-        return logits.float()
+        return logits
+
+    return _forward(model, "logits", way_out, rows_of, task="classify")
 
 
 def _without_head(model: Any) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,10 +35,6 @@ from dynagroup.validation import check_int
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Job", "evaluating", "identity_of", "longest_input"]
-
-Results: TypeAlias = "Iterator[tuple[list[int], Any]]"
-
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 30 * 24 * 3600.0  # ranks wait for each other's batches; one that died is noticed: its connections close
 _BATCH_SIZE = 16
@@ -54,48 +49,53 @@ _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, 
 _memory_by_model: WeakKeyDictionary[Any, dict[tuple[str, int], MemoryRegressor]] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is done with a batch, and what a text becomes by it."""
+
+    model: Any
+    process: Callable[[Job, dict[str, Any], Sequence[int]], Any]
+    """(job, padded batch, indices of its samples) -> a result for every sample."""
+    settings: Mapping[str, Any]
+    """What results depend on beside model, tokenizer, texts and their longest."""
+    kind: Kind = VECTORS
+    shortens: bool = True
+    """Whether texts that the model is not made for are truncated where the user has said nothing."""
+    mode: Mode = "forward"
+    padding_side: Literal["left", "right"] = "right"
+    copies: int = 1
+    new_tokens: int = 0
+
+
 class Job:
     """Texts through a model in planned batches, longest first; once memory has run out, the rest is planned again."""
 
-    kind: ClassVar[Kind] = VECTORS
-    mode: ClassVar[Mode] = "forward"
-    settings: dict[str, Any]
-    """What results depend on beside model, tokenizer and texts."""
-    padding_side = "right"
-    copies, new_tokens = 1, 0  # what every text becomes while it is processed
-
     def __init__(
-        self, model: Any, tokenizer: Any, texts: Any, batch_size: int | None, budget: Budget | None,
-        max_length: int | None, progress: bool, learned: LearningBudget | None = None,
+        self, task: Task, tokenizer: Any, texts: Any, *,
+        batch_size: int | None = None, budget: Budget | None = None, max_length: int | None = None,
+        progress: bool = True, learned: LearningBudget | None = None,
     ) -> None:  # fmt: skip
-        if not callable(getattr(model, "parameters", None)):
-            raise ConfigError(f"`model` must be a loaded model, but is {model!r:.80}; from_pretrained loads one")
+        if not callable(getattr(task.model, "parameters", None)):
+            raise ConfigError(f"`model` must be a loaded model, but is {task.model!r:.80}; from_pretrained loads one")
         if getattr(budget, "layout", "padded") == "packed":
             raise ConfigError(f"`budget` is {budget!r}, but these batches are padded: give it layout='padded'")
         if batch_size is not None and budget is not None:
             raise ConfigError(
                 f"`batch_size` ({batch_size!r}) and `budget` ({budget!r}) both say what fits; give one of them"
             )
-        self.model, self.tokenizer, self.texts, self.max_length = (
-            model,
-            tokenizer,
-            by_position(texts),
-            limit_of(max_length),
-        )
-        self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
-        self._given_budget, self._progress, self._says_max_length = budget, progress, False
-        self.learned = learned if learned is not None else LearningBudget()
         if getattr(tokenizer, "pad_token_id", None) is None:
             raise ConfigError(
                 "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
             )
-        self._tokens = BegunOnce(tokenizer)
+        self.task, self.tokenizer, self.texts = task, tokenizer, by_position(texts)
+        self._tokens, self._given_budget, self._progress = BegunOnce(tokenizer), budget, progress
+        self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
+        self.learned = learned if learned is not None else LearningBudget()
+        given = limit_of(max_length)
+        self._says_limit = given is None and task.shortens
+        self._max_length = _longest_input(task.model, tokenizer) if self._says_limit else given
 
-    def process(self, batch: dict[str, Any], indices: Sequence[int]) -> Any:
-        """A result for every sample of a padded batch."""
-        raise NotImplementedError
-
-    def as_they_come(self, skip: Collection[int]) -> Iterator[tuple[int, Any]]:
+    def as_they_come(self, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
         """(index, result), longest texts first."""
         done = {int(index) for index in skip}
         wrong = [index for index in sorted(done) if not 0 <= index < len(self.texts)]
@@ -104,10 +104,10 @@ class Job:
                 f"`skip` names text {wrong[0]}, but there are {len(self.texts)}: 0 to {len(self.texts) - 1}"
             )
         self._prepare()
-        batches = self._results(self._without(done), shown=self._progress)
+        batches = self._results(self._without(done))
         return ((index, result) for indices, results in batches for index, result in zip(indices, results, strict=True))
 
-    def whole(self, output: str | Path | None, world: World | None) -> Any:
+    def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
         """All results in input order, from ``output`` where it is finished already.
 
         Raises:
@@ -115,40 +115,37 @@ class Job:
             StateError: what is there is of another job, or damaged.
         """
         world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
-        shown = self._progress and world.rank == 0
         if output is None:
             if world.size > 1:
                 raise ConfigError("on several ranks `output` must name a file that all of them can reach")
-            self._prepare()
-            found = {
-                i: row for batch in self._results(self._without(()), shown=shown) for i, row in zip(*batch, strict=True)
-            }
-            return self.kind.gather((found[i] for i in range(len(found))), len(found))
-        identity = identity_of(self.model, self.tokenizer, self.texts, self.settings)
-        out = Output(Path(output), identity, len(self.texts), self.kind)
+            return self.task.kind.gather(
+                [result for _, result in sorted(self.as_they_come(), key=lambda pair: pair[0])]
+            )
+        settings = {**self.task.settings, "max_length": self._max_length}
+        identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
+        out = Output(Path(output), identity, len(self.texts), self.task.kind)
         _same_job_everywhere(identity, world)
         if not _on_all(world, out.is_finished):
             self._prepare()
-            with closing(out.journal):
-                self._finish(out, world, shown)
+            with closing(out):
+                self._finish(out, world)
         if world.rank == 0:
-            out.journal.remove()  # also of a run that was killed just before it did
+            out.clear()  # also after a run that was killed just before it did
         return out.read()
 
-    # Ranks that share a job meet when all hold their journals, when each knows what was finished before (then any may add to
-    # it), when all have finished (then one writes the output), when the output is there. An error before any of them is raised
-    # on every rank. Each sample is in one rank's share, so in one journal; which rank that was does not matter to the next run.
-    # Journals are held until the output is there, so that another process either is refused, or finds all of it.
-    def _finish(self, out: Output, world: World, shown: bool) -> None:
-        _on_all(world, lambda: out.journal.open(world.rank))
-        if _on_all(world, out.is_finished):  # by another process, meanwhile
+    # Ranks that share a job meet when the first has claimed it, when each knows what was finished before (then any may add to
+    # it), when all have finished (then the first writes the output), when the output is there. An error before any of them is
+    # raised on every rank. Each sample is in one rank's share; which rank that was does not matter to the next run. The claim
+    # is held until the output is there, so that another process either is refused, or finds all of it.
+    def _finish(self, out: Output, world: World) -> None:
+        if _on_all(world, lambda: world.rank == 0 and out.claim()):  # another process has finished it meanwhile
             return
         finished: set[int] = set()
-        _on_all(world, lambda: finished.update(out.journal.finished()))
-        for indices, results in self._results(self._without(finished), world.rank, world.size, shown):
+        _on_all(world, lambda: finished.update(out.finished()))
+        for indices, results in self._results(self._without(finished), world.rank, world.size):
             out.append(indices, results)
         world.all_max([0])
-        _on_all(world, out.publish if world.rank == 0 else lambda: None)
+        _on_all(world, lambda: out.publish() if world.rank == 0 else None)
 
     def _without(self, done: Collection[int]) -> list[int]:
         return [i for i in range(len(self.texts)) if i not in done]
@@ -156,7 +153,7 @@ class Job:
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of every text, truncated."""
-        return measure_lengths(self.texts, self._tokens, max_length=self.max_length, progress=self._progress)
+        return measure_lengths(self.texts, self._tokens, max_length=self._max_length, progress=self._progress)
 
     @cached_property
     def budget(self) -> Budget:
@@ -164,55 +161,38 @@ class Job:
         if self._given_budget is not None:
             return self._given_budget.bind({TOKENS: self.lengths})
         one_batch = len(self.texts) <= self._batch_size  # known to fit: no reason to look at the model
-        known = PaddedTokens() if one_batch else _memory_of(self.model, self.mode, self.new_tokens)
+        known = PaddedTokens() if one_batch else _memory_of(self.task)
         return MemoryBudget(self._batch_size, model=known).bind({TOKENS: self.lengths})
-
-    @cached_property
-    def _work(self) -> Work:
-        """Every new token is a step of its own, which costs what any step costs; every copy costs its tokens."""
-        work = Work.of_known(self.model, device=next(self.model.parameters()).device)
-        return replace(work, per_step=work.per_step * (1 + self.new_tokens) / self.copies)
-
-    def _shorten_to(self, limit: int | None) -> None:
-        """Truncate to what the model takes, where the user asked for nothing; how many texts that concerns is said."""
-        self._says_max_length = self.max_length is None
-        self.max_length = self.max_length or limit
 
     def _prepare(self) -> None:
         """Measure the texts, before anything is run or written. A position that is not there ends the process on a GPU."""
-        lengths, last = self.lengths, _last_position(self.model)
-        new = self.new_tokens if self.padding_side == "left" else 0
-        if last is not None and (lengths + new > last).any():
-            over = np.flatnonzero(lengths + new > last)
-            more = f" and {new} new ones" if new else ""
+        lengths, last = self.lengths, _last_position(self.task.model)
+        new = self.task.new_tokens if self.task.padding_side == "left" else 0
+        over = np.flatnonzero(lengths + new > (np.inf if last is None else last))
+        if last is not None and len(over):
             raise ConfigError(
                 f"{len(over)} texts are too long for the model, which has {last} positions: text {over[0]} has "
-                f"{lengths[over[0]]} tokens{more}; truncate with max_length={max(last - new, 1)}, or leave them out"
+                f"{lengths[over[0]]} tokens and {new} new ones; truncate with max_length={max(last - new, 1)}, or leave them out"
             )
-        num_full = int((lengths == self.max_length).sum()) if self._says_max_length else 0
+        num_full = int((lengths == self._max_length).sum()) if self._says_limit else 0
         if num_full:
             _log.warning(
                 "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen",
-                num_full, len(self.texts), self.max_length,
+                num_full, len(lengths), self._max_length,
             )  # fmt: skip
 
-    def _results(self, samples: Sequence[int], rank: int = 0, size: int = 1, shown: bool = False) -> Results:
+    def _results(self, samples: Sequence[int], rank: int = 0, size: int = 1) -> Iterator[tuple[list[int], Any]]:
         """(indices, their results) of this rank's share of ``samples`` as they come. Shares depend on lengths alone: ranks may
         have learned different things, and have other budgets."""
         from tqdm.auto import tqdm
 
         share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
-        before = f"{len(self.texts) - len(samples)} done before" if len(samples) < len(self.texts) else None
-        total, left, began = int(self.lengths[share].sum()), len(share), time.perf_counter()
-        bar = tqdm(total=total, unit="tok", unit_scale=True, disable=not shown, desc=before)  # time follows tokens
-        with evaluating(self.model), bar:
+        shown, total = self._progress and rank == 0, int(self.lengths[share].sum())  # time follows tokens
+        with evaluating(self.task.model), tqdm(total=total, unit="tok", unit_scale=True, disable=not shown) as bar:
             batches = self._batches(share)
             while batches:
                 known, indices = self.learned.limits, batches.pop(0)
-                yield indices, self.process(self._encode(indices), indices)
-                left -= len(indices)
-                rate = (len(share) - left) / max(time.perf_counter() - began, 1e-9)
-                bar.set_postfix_str(f"{len(share) - left}/{len(share)} samples, {rate:.1f} samples/s", refresh=False)
+                yield indices, self.task.process(self, self._encode(indices), indices)
                 bar.update(int(self.lengths[indices].sum()))
                 if self.learned.limits != known:
                     batches = self._batches([i for batch in batches for i in batch])
@@ -220,19 +200,22 @@ class Job:
     def _batches(self, samples: Sequence[int]) -> list[list[int]]:
         if not len(samples):
             return []
+        # Every new token is a step of its own, which costs what any step costs; every copy costs its tokens.
+        work = Work.of_known(self.task.model, device=next(self.task.model.parameters()).device)
+        work = replace(work, per_step=work.per_step * (1 + self.task.new_tokens) / self.task.copies)
         known = self.budget & _Learned(self) if self.learned.has_learned else self.budget
-        sampler = LengthAwareBatchSampler(self.lengths[list(samples)], known, work=self._work, rank=0, world_size=1)
+        sampler = LengthAwareBatchSampler(self.lengths[list(samples)], known, work=work, rank=0, world_size=1)
         return [[samples[i] for i in batch] for batch in sampler]
 
     def _encode(self, indices: list[int]) -> dict[str, Any]:
-        short = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
+        short = {} if self._max_length is None else {"truncation": True, "max_length": self._max_length}
         encoded = self._tokens([self.texts[i] for i in indices], **short)
         # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
         width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
-        width |= {"padding_side": self.padding_side, "pad_to_multiple_of": self.budget.pad_to_multiple_of}
+        width |= {"padding_side": self.task.padding_side, "pad_to_multiple_of": self.budget.pad_to_multiple_of}
         wanted = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         padded = self.tokenizer.pad(wanted, **width, return_tensors="pt")
-        return {name: padded[name].to(next(self.model.parameters()).device) for name in wanted}
+        return {name: padded[name].to(next(self.task.model.parameters()).device) for name in wanted}
 
 
 class _Learned(Budget):
@@ -242,8 +225,9 @@ class _Learned(Budget):
         self._job = job
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        copies, longest = shape.num_samples * self._job.copies, shape.longest[TOKENS] + self._job.new_tokens
-        return self._job.learned.allows(BatchShape.of(copies, longest))
+        task = self._job.task
+        grown = BatchShape.of(shape.num_samples * task.copies, shape.longest[TOKENS] + task.new_tokens)
+        return self._job.learned.allows(grown)
 
 
 def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
@@ -263,20 +247,20 @@ def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
 
 def _same_job_everywhere(identity: Mapping[str, Any], world: World) -> None:
     numbers = [int(hashed(repr(value), 12), 16) for value in identity.values()]
-    highest, lowest = world.all_max(numbers), [-n for n in world.all_max([-n for n in numbers])]
-    differing = [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != b]
+    highest, lowest = world.all_max(numbers), world.all_max([-n for n in numbers])
+    differing = [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != -b]
     if differing:
         raise ConfigError(f"ranks were given different jobs: {', '.join(differing)} differ; give all ranks the same")
 
 
-def _memory_of(model: Any, mode: Mode, max_new_tokens: int) -> MemoryRegressor:
+def _memory_of(task: Task) -> MemoryRegressor:
     """What is known of a model's memory. Looking takes seconds, so it is done once a model."""
-    known, key = _memory_by_model.setdefault(model, {}), (mode, max_new_tokens)
+    known, key = _memory_by_model.setdefault(task.model, {}), (task.mode, task.new_tokens)
     if key not in known:
         try:
-            workload = Workload.from_model(model, mode, max_new_tokens=max_new_tokens)
+            workload = Workload.from_model(task.model, task.mode, max_new_tokens=task.new_tokens)
         except ConfigError:  # not a model of transformers
-            workload = Workload(mode=mode, max_new_tokens=max_new_tokens or None)
+            workload = Workload(mode=task.mode, max_new_tokens=task.new_tokens or None)
         known[key] = MemoryRegressor.pretrained(workload)
     return known[key]
 
@@ -294,7 +278,7 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def longest_input(model: Any, tokenizer: Any) -> int | None:
+def _longest_input(model: Any, tokenizer: Any) -> int | None:
     """Tokens that model and tokenizer were made for, the least of what they say; None if they say nothing."""
     said = [getattr(tokenizer, "model_max_length", None), _stated_positions(model), _last_position(model)]
     return min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from dynagroup.budget.learning import LearningBudget
@@ -16,8 +17,6 @@ from dynagroup.errors import BudgetError
 from dynagroup.oom.split import BatchSplitter, Splitter, describe, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.validation import check_int
-
-__all__ = ["Outcome", "Parts", "attempt", "free_memory", "halves", "run_with_oom_retry"]
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -109,18 +108,14 @@ def run_with_oom_retry(
     [[2, 4], [6], [8, 10]]
     """
     splitter = split if split is not None else BatchSplitter()
-    parts = _Calls(
-        batch, splitter, learned if learned is not None else LearningBudget(), min_samples, indices, retry_on
-    )
-    parts.fn = fn
-    if parts.learned.has_learned:
-        waiting = [(0, splitter.num_samples(batch))]
-    else:
-        whole = attempt(lambda: fn(batch), retry_on)  # what fits need not be a batch that can be counted or cut
-        if whole.error is None:
-            return [whole.value]  # type: ignore[list-item]
-        waiting = parts.failed(0, splitter.num_samples(batch), whole)
-    return [value for _, _, value in parts.run_all(waiting)]
+    learned = learned if learned is not None else LearningBudget()
+    parts = Parts(fn, batch, splitter, learned, min_samples, indices, retry_on)
+    if learned.has_learned:
+        return [value for _, _, value in parts.run_all([(0, parts.num_samples)])]
+    whole = attempt(lambda: fn(batch), retry_on)  # what fits need not be a batch that can be counted or cut
+    if whole.error is None:
+        return [whole.value]  # type: ignore[list-item]
+    return [value for _, _, value in parts.run_all(parts.failed(0, parts.num_samples, whole))]
 
 
 class Parts(Generic[T]):
@@ -130,21 +125,24 @@ class Parts(Generic[T]):
     that it does not allow is cut without being run.
     """
 
-    doing = "at"
-
     def __init__(
-        self, batch: Any, splitter: Splitter[Any], learned: LearningBudget, min_samples: int, indices: Sequence[int],
-        retry_on: Callable[[BaseException], bool] = is_out_of_memory,
+        self, fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, min_samples: int,
+        indices: Sequence[int], retry_on: Callable[[BaseException], bool] = is_out_of_memory,
     ) -> None:  # fmt: skip
-        self.batch, self.splitter, self.learned = batch, splitter, learned
+        self.fn, self.batch, self.splitter, self.learned = fn, batch, splitter, learned
         self._min_samples, self._indices, self._retry_on = check_int("min_samples", min_samples), indices, retry_on
+
+    @cached_property
+    def num_samples(self) -> int:
+        return self.splitter.num_samples(self.batch)
 
     def run(self, start: int, stop: int) -> T:
         """The result of a range."""
-        raise NotImplementedError
+        return self.fn(self.part(start, stop))
 
     def part(self, start: int, stop: int) -> Any:
-        return self.splitter.take(self.batch, start, stop)
+        whole = stop - start == self.num_samples
+        return self.batch if whole else self.splitter.take(self.batch, start, stop)
 
     def shape(self, start: int, stop: int) -> BatchShape:
         """What its memory grows with."""
@@ -179,17 +177,15 @@ class Parts(Generic[T]):
     def failed(self, start: int, stop: int, outcome: Outcome[T]) -> list[tuple[int, int]]:
         """Learn from a range that failed; its halves."""
         shown = describe(self.part(start, stop))
-        _log.warning("out of memory %s %s; going on in halves. %s", self.doing, shown, outcome.error)
+        _log.warning("out of memory at %s; going on in halves. %s", shown, outcome.error)
         self.learned.record_oom(self.shape(start, stop), wasted_s=outcome.seconds)
         if stop - start >= 2 * self._min_samples:
             return halves(start, stop)
-        whose = "" if len(self._indices) else " of the batch"
-        names = ", ".join(
-            str(int(i)) for i in (self._indices[start:stop] if len(self._indices) else range(start, stop))
-        )
-        who = f"sample {names}{whose} does not fit even alone"
+        known = self._indices if len(self._indices) else range(self.num_samples)
+        names = ", ".join(str(int(i)) for i in known[start:stop])
+        who = f"sample {names} does not fit even alone"
         if stop - start > 1:
-            who = f"samples {names}{whose} do not fit together, and `min_samples` forbids cutting further"
+            who = f"samples {names} do not fit together, and `min_samples` forbids cutting further"
         raise BudgetError(
             f"{who} ({shown}); truncate or filter out such samples, or free memory on the device. "
             f"The allocator said: {outcome.error}"
@@ -198,12 +194,3 @@ class Parts(Generic[T]):
     def _allowed(self, start: int, stop: int) -> bool:
         smallest = stop - start < 2 * self._min_samples
         return smallest or not self.learned.has_learned or bool(self.learned.allows(self.shape(start, stop))[0])
-
-
-class _Calls(Parts[Any]):
-    """Of a function."""
-
-    fn: Callable[[Any], Any]
-
-    def run(self, start: int, stop: int) -> Any:
-        return self.fn(self.part(start, stop))

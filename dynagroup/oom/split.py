@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -19,11 +17,8 @@ from dynagroup.validation import check_choice
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BatchSplitter", "Splitter", "describe", "longest_of", "packed_borders", "shape_of"]
-
 B = TypeVar("B")
 Trim: TypeAlias = Literal["both", "left", "right", "none"]
-KeyRule: TypeAlias = Callable[[Any, Any, int, int], Any]
 Fields: TypeAlias = "dict[Any, Any]"
 
 # One entry per token of the sample; trimmed together with `attention_mask`.
@@ -39,7 +34,6 @@ _SIZED_BY = (
 _IGNORED_LABEL = -100
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
-_LAYERS = ("past_key_values", "hidden_states", "attentions")  # sequences of layers, not of samples
 
 
 class Splitter(Protocol[B]):
@@ -56,9 +50,9 @@ class Splitter(Protocol[B]):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSplitter:
-    """Splits dicts, ``BatchEncoding`` and ``ModelOutput``, tuples, tensors, arrays, lists and caches.
+    """Splits dicts, ``BatchEncoding``, tuples, tensors, arrays and lists.
 
-    Mappings, tuples and dataclasses hold fields of one entry per sample, and so do lists of tensors of one first dimension
+    Mappings and tuples hold fields of one entry per sample, and so do lists of tensors of one first dimension
     (``default_collate``); other lists hold samples. Numbers and strings go to every part. What fits no rule is refused with
     its key. A packed batch, one row with ``cu_seq_lens_q`` or with ``position_ids`` that start again, is split between its
     samples.
@@ -67,8 +61,6 @@ class BatchSplitter:
         trim: sides on which a part loses its padding columns, as its ``attention_mask`` shows them. On the left this
             moves the positions of a model that is given no ``position_ids``; ``generate`` derives them from the mask.
         pad_to_multiple_of: trimmed widths are rounded up to a multiple of this, at most to the batch's own width.
-        token_keys: further keys with one entry per token, to be trimmed alike.
-        shared_keys: further keys that go whole to every part.
         rules: key -> ``rule(value, batch, start, stop)``, for values that only you know how to cut.
         vision: token ids of images and videos, where ``pixel_values`` of all samples are concatenated
             (``image_grid_thw``); not needed when the batch has ``mm_token_type_ids``.
@@ -82,9 +74,7 @@ class BatchSplitter:
 
     trim: Trim = "both"
     pad_to_multiple_of: int = 1
-    token_keys: frozenset[str] = frozenset()
-    shared_keys: frozenset[str] = frozenset()
-    rules: Mapping[str, KeyRule] = field(default_factory=dict)
+    rules: Mapping[str, Callable[[Any, Any, int, int], Any]] = field(default_factory=dict)
     vision: VisionTokens | None = None
 
     def __post_init__(self) -> None:
@@ -92,9 +82,9 @@ class BatchSplitter:
 
     def num_samples(self, batch: Any, /) -> int:
         """Samples in the batch, from its first dimension."""
-        if holds_samples(batch):
+        if _holds_samples(batch):
             return len(batch)
-        fields = fields_of(batch)
+        fields = _fields_of(batch)
         if fields is None:
             raise ConfigError(f"a {type(batch).__name__} as batch cannot be split; give `split` an object that can")
         borders = packed_borders(fields)
@@ -103,46 +93,45 @@ class BatchSplitter:
         for key in _SIZED_BY:
             if fields.get(key) is not None and key not in self.rules:
                 return len(fields[key])
-        own = {*self.rules, *self.shared_keys, *SHARED_KEYS, *VISION_KEYS}
-        sizes = {str(key): first_dim(value) for key, value in fields.items() if key not in own}
-        known = {size for size in sizes.values() if size is not None}
-        if len(known) != 1:
+        own = {*self.rules, *SHARED_KEYS, *VISION_KEYS}
+        sizes = {str(key): len(value) for key, value in fields.items() if key not in own and _is_sized(value)}
+        if len(set(sizes.values())) != 1:
             raise ConfigError(
                 f"how many samples the batch holds is not clear from the first dimensions of its fields: {sizes}; "
-                "give `split` an object with `num_samples` and `take`, or BatchSplitter(rules=..., shared_keys=...)"
+                "give `split` an object with `num_samples` and `take`, or BatchSplitter(rules=...)"
             )
-        return known.pop()
+        return next(iter(sizes.values()))
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Samples ``start`` to ``stop - 1``, trimmed. Tensors are views of the batch's."""
         num_samples = self.num_samples(batch)
         if not 0 <= start < stop <= num_samples:
             raise ConfigError(f"`start`:`stop` must lie within {num_samples} samples, but is {start}:{stop}")
-        fields = fields_of(batch)
-        if fields is None or holds_samples(batch):
+        fields = _fields_of(batch)
+        if fields is None or _holds_samples(batch):
             return batch[start:stop]
         borders = packed_borders(fields)
         parts: Fields = {}
         for key, value in fields.items():
             if key in self.rules:
                 parts[key] = self.rules[key](value, batch, start, stop)
-            elif key in SHARED_KEYS or key in self.shared_keys:
+            elif key in SHARED_KEYS:
                 parts[key] = value
             elif borders is not None:
-                parts[key] = take_packed(key, value, borders, start, stop)
+                parts[key] = _take_packed(key, value, borders, start, stop)
             else:
                 parts[key] = self._take_padded(fields, key, num_samples, start, stop)
         if borders is None:
             self._trim(parts, fields, num_samples, start, stop)
-        return rebuild(batch, parts, start, stop)
+        return _rebuild(batch, parts, start, stop)
 
     def columns(self, batch: Any, start: int, stop: int, /) -> tuple[int, int]:
         """Token columns of the batch that a part keeps: ``first, last + 1``."""
-        fields = fields_of(batch) or {}
+        fields = _fields_of(batch) or {}
         mask = fields.get("attention_mask")
-        if not is_array(mask) or mask.ndim != 2:
+        if not _is_array(mask) or mask.ndim != 2:
             named = (fields.get(key) for key in ("input_ids", "inputs_embeds"))
-            return 0, next((int(value.shape[1]) for value in named if is_array(value) and value.ndim > 1), 0)
+            return 0, next((int(value.shape[1]) for value in named if _is_array(value) and value.ndim > 1), 0)
         width = int(mask.shape[1])
         if self.trim == "none" or not self._may_trim(fields, self.num_samples(batch), width):
             return 0, width
@@ -153,7 +142,7 @@ class BatchSplitter:
         value = fields[key]
         if key in VISION_KEYS and ("image_grid_thw" in fields or "video_grid_thw" in fields):
             return take_vision(fields, key, start, stop, self.vision)
-        if key == "position_ids" and is_array(value):
+        if key == "position_ids" and _is_array(value):
             if value.ndim == 3 and value.shape[1] == num_samples:  # one plane each for time, height, width
                 return value[:, start:stop]
             if value.ndim == 1 or value.shape[0] == 1:
@@ -162,20 +151,21 @@ class BatchSplitter:
 
     def _may_trim(self, fields: Fields, num_samples: int, width: int) -> bool:
         """Every field as wide as the mask is known to hold one entry per token, so all of them can be trimmed alike."""
-        known = TOKEN_KEYS | self.token_keys | self.rules.keys() | self.shared_keys | SHARED_KEYS
-        if fields.get("past_key_values") is not None or any(map(is_cache, fields.values())):
-            return False
-        return not any(_as_wide(value, num_samples, width) for key, value in fields.items() if key not in known)
+        known = TOKEN_KEYS | self.rules.keys() | SHARED_KEYS
+        covers_more = fields.get("past_key_values") is not None
+        return not covers_more and not any(
+            _as_wide(value, num_samples, width) for key, value in fields.items() if key not in known
+        )
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
         """Cut columns off all that has one entry per token, in place."""
         mask = fields.get("attention_mask")
-        if not is_array(mask) or mask.ndim != 2:
+        if not _is_array(mask) or mask.ndim != 2:
             return
         width, (first, last) = mask.shape[1], self.columns(fields, start, stop)
-        for key in parts.keys() & (TOKEN_KEYS | self.token_keys):
+        for key in parts.keys() & TOKEN_KEYS:
             value = fields[key]
-            if not is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
+            if not _is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
                 continue
             if key == "position_ids" and value.shape[-1] == width:
                 parts[key] = _whole(parts[key][..., first:last])
@@ -183,7 +173,7 @@ class BatchSplitter:
                 parts[key] = _whole(parts[key][:, first:last])
 
     def _span(self, mask: Any, width: int) -> tuple[int, int]:
-        used = np.flatnonzero(to_numpy((mask != 0).any(0)))
+        used = np.flatnonzero(_to_numpy((mask != 0).any(0)))
         if not len(used):
             return 0, width
         first = int(used[0]) if self.trim in ("both", "left") else 0
@@ -201,82 +191,71 @@ def _whole(value: Any) -> Any:
 def _labels_allow(fields: Fields, start: int, stop: int, first: int, last: int) -> bool:
     """Whether no label is lost. Labels as wide as the mask may also be a target side of the same width by accident."""
     labels, width = fields.get("labels"), fields["attention_mask"].shape[1]
-    if not is_array(labels) or tuple(labels.shape[1:]) != (width,) or "decoder_input_ids" in fields:
+    if not _is_array(labels) or tuple(labels.shape[1:]) != (width,) or "decoder_input_ids" in fields:
         return True
     rows = labels[start:stop]
     return all(bool((side == _IGNORED_LABEL).all()) for side in (rows[:, :first], rows[:, last:]))
 
 
 def _as_wide(value: Any, num_samples: int, width: int) -> bool:
-    if is_array(value):
+    if _is_array(value):
         return tuple(value.shape[:2]) == (num_samples, width)
-    fields = fields_of(value) or {}
-    return any(_as_wide(part, num_samples, width) for part in fields.values())
+    return any(_as_wide(part, num_samples, width) for part in (_fields_of(value) or {}).values())
 
 
-def is_array(value: Any) -> TypeGuard[Any]:
+def _is_array(value: Any) -> TypeGuard[Any]:
     """A tensor or an array (both slice, compare and reduce alike)."""
     return isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")
 
 
-def to_numpy(value: torch.Tensor | np.ndarray) -> np.ndarray:
+def _is_sized(value: Any) -> bool:
+    return value.ndim > 0 if _is_array(value) else isinstance(value, (list, tuple))
+
+
+def _to_numpy(value: torch.Tensor | np.ndarray) -> np.ndarray:
     return value if isinstance(value, np.ndarray) else value.cpu().numpy()
 
 
-def fields_of(value: Any) -> Fields | None:
-    """What a container holds by key, position or name; None for what is none."""
-    if isinstance(value, Mapping):
-        return dict(value)
+def _fields_of(value: Any) -> Fields | None:
+    """What a container holds by key or position; None for what is none."""
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return None
+    return dict(value) if isinstance(value, Mapping) else None
 
 
-def holds_samples(batch: Any) -> bool:
+def _holds_samples(batch: Any) -> bool:
     """Whether a batch is an array, or a list of samples: not one of tensors of one first dimension."""
     if not isinstance(batch, list):
-        return is_array(batch)
-    return not batch or not all(is_array(v) and v.ndim for v in batch) or len({len(v) for v in batch}) > 1
-
-
-def first_dim(value: Any) -> int | None:
-    if is_cache(value):
-        layers = getattr(getattr(value, "self_attention_cache", value), "layers", [])
-        value = next((layer.keys for layer in layers if getattr(layer, "keys", None) is not None), None)
-    sized = value.ndim > 0 if is_array(value) else isinstance(value, (list, tuple))
-    return len(value) if sized else None
+        return _is_array(batch)
+    return not batch or not all(_is_array(v) and v.ndim for v in batch) or len({len(v) for v in batch}) > 1
 
 
 def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
     """One field's entries of the samples ``start`` to ``stop - 1``."""
-    if value is None or isinstance(value, (str, bytes, int, float, complex, np.generic)):
+    if (
+        value is None
+        or isinstance(value, (str, bytes, int, float, np.generic))
+        or (_is_array(value) and not value.ndim)
+    ):
         return value
-    if is_cache(value):
-        return take_cache(value, start, stop)
-    if is_array(value):
-        if not value.ndim:
-            return value
-        if len(value) == num_samples:
-            return value[start:stop]
-    elif isinstance(value, (list, tuple)) and len(value) == num_samples and not name.endswith(_LAYERS):
-        return rebuild(value, dict(enumerate(value[start:stop])), start, stop)
-    elif (fields := fields_of(value)) is not None:
+    if _is_sized(value) and len(value) == num_samples:
+        return (
+            value[start:stop] if _is_array(value) else _rebuild(value, dict(enumerate(value[start:stop])), start, stop)
+        )
+    fields = _fields_of(value)
+    if fields is not None:
         parts = {key: _cut(part, f"{name}.{key}", num_samples, start, stop) for key, part in fields.items()}
-        return rebuild(value, parts, start, stop)
+        return _rebuild(value, parts, start, stop)
     raise ConfigError(
         f"`{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples} and cannot be split; "
-        f"give BatchSplitter(rules={{{name!r}: lambda value, batch, start, stop: ...}}) or shared_keys={{{name!r}}}"
+        f"give BatchSplitter(rules={{{name!r}: lambda value, batch, start, stop: ...}})"
     )
 
 
-def rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
+def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
     """The same kind of container with other contents."""
     if isinstance(like, (tuple, list)):
         return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
-    if dataclasses.is_dataclass(like):  # ModelOutput too
-        return cast(Any, type(like))(**parts)
     encodings = getattr(like, "encodings", None)
     if encodings is not None:  # BatchEncoding of a fast tokenizer: offsets and words per sample
         return type(like)(parts, encoding=encodings[start:stop], n_sequences=like.n_sequences)
@@ -287,36 +266,11 @@ def rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
     return new
 
 
-def is_cache(value: Any) -> bool:
-    """Whether this is a cache of ``transformers``; without its module there is none."""
-    module = sys.modules.get("transformers.cache_utils")
-    return module is not None and isinstance(value, (module.Cache, module.EncoderDecoderCache))
-
-
-def take_cache(cache: Any, start: int, stop: int) -> Any:
-    """Some samples of a cache as one of their own: layers are copied, then told to select; the given one stays as it is."""
-    import torch
-    from transformers.cache_utils import EncoderDecoderCache
-
-    if isinstance(cache, EncoderDecoderCache):
-        parts = (take_cache(c, start, stop) for c in (cache.self_attention_cache, cache.cross_attention_cache))
-        return type(cache)(*parts)
-    part = copy.copy(cache)
-    part.layers = [copy.copy(layer) for layer in cache.layers]
-    if not all(hasattr(layer, "batch_select_indices") for layer in part.layers):
-        raise ConfigError(
-            f"a {type(cache).__name__} is written in place and cannot be split; pass a DynamicCache, or none and let "
-            "`generate` make its own"
-        )
-    part.batch_select_indices(torch.arange(start, stop))
-    return part
-
-
 def longest_of(batch: Any) -> int:
     """Width of a padded batch: its token columns, else the second dimension of its first tensor that has one, else 1."""
-    fields = {} if is_array(batch) else fields_of(batch) or {}
+    fields = {} if _is_array(batch) else _fields_of(batch) or {}
     named = (fields.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
-    wide = (value for value in (*named, batch, *fields.values()) if is_array(value) and value.ndim >= 2)
+    wide = (value for value in (*named, batch, *fields.values()) if _is_array(value) and value.ndim >= 2)
     return next((int(value.shape[1]) for value in wide), 1)
 
 
@@ -330,7 +284,7 @@ def shape_of(batch: Any, num_samples: int) -> BatchShape:
 
 def describe(batch: Any) -> str:
     """The shapes in a batch, short enough for a message."""
-    if is_array(batch):
+    if _is_array(batch):
         return str(tuple(batch.shape))
     if isinstance(batch, Mapping):
         return ", ".join(f"{name}: {describe(value)}" for name, value in list(batch.items())[:6])
@@ -352,11 +306,11 @@ def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
     places, tokens = batch.get("position_ids"), int(row.shape[1])
     if places is None or tuple(places.shape) != (1, tokens) or batch.get("attention_mask") is not None:
         return None
-    starts = np.flatnonzero(np.diff(to_numpy(places[0])) != 1) + 1
+    starts = np.flatnonzero(np.diff(_to_numpy(places[0])) != 1) + 1
     return [0, *starts.tolist(), tokens]
 
 
-def take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:
+def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:
     """What samples ``start`` to ``stop - 1`` of a packed batch have of one field."""
     tokens, num_samples, first, last = borders[-1], len(borders) - 1, borders[start], borders[stop]
     if key in _BORDERS:
@@ -364,7 +318,7 @@ def take_packed(key: str, value: Any, borders: list[int], start: int, stop: int)
     if key in _LONGEST:
         longest = int(np.diff(borders[start : stop + 1]).max())
         return longest if isinstance(value, int) else value * 0 + longest
-    if not is_array(value) or value.ndim == 0:
+    if not _is_array(value) or value.ndim == 0:
         return value[start:stop] if isinstance(value, (list, tuple)) and len(value) == num_samples else value
     if value.ndim >= 2 and tuple(value.shape[-2:]) == (tokens, tokens):
         return value[..., first:last, first:last]

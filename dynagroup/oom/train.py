@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -19,15 +18,11 @@ from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of, s
 from dynagroup.shapes import BatchShape
 from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
 from dynagroup.update.step import Step
-from dynagroup.validation import check_choice, check_int
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BackwardResult", "OomMode", "OomSafeBackward", "Update"]
-
 ComputeLoss: TypeAlias = "Callable[[Any], torch.Tensor]"
-OomMode: TypeAlias = Literal["retry", "skip"] | None
 
 _log = logging.getLogger(__name__)
 
@@ -37,16 +32,14 @@ class BackwardResult:
     """What became of one batch.
 
     Args:
-        loss: the batch's loss as ``compute_loss`` gives it for the whole batch, detached; NaN if it was skipped.
-        num_parts: parts it was run in; 1 if it fitted, 0 if it was skipped.
+        loss: the batch's loss as ``compute_loss`` gives it for the whole batch, detached.
+        num_parts: parts it was run in; 1 if it fitted, 0 of an idle one.
         num_ooms: attempts that failed on this rank.
-        skipped: it was left out, on all ranks alike.
     """
 
     loss: torch.Tensor
     num_parts: int
     num_ooms: int
-    skipped: bool
 
 
 @dataclass(slots=True)
@@ -103,8 +96,8 @@ class Update:
     num_calls: int = 0
     num_ooms: int = 0
     failed_cost: float = math.inf
-    verdict: tuple[int, int, int] | None = None
-    """What cannot be helped: the first sample's index in the dataset if known, how many there are, and their longest."""
+    verdict: tuple[int, int] | None = None
+    """The sample that does not fit even alone: its index in the dataset if known, and its tokens."""
 
     @classmethod
     def begin(cls, model: torch.nn.Module) -> Update:
@@ -143,11 +136,9 @@ class OomSafeBackward:
 
     Args:
         model: the model, plain or in ``DistributedDataParallel``. FSDP and DeepSpeed are refused.
-        mode: "retry" in parts; "skip" the batch, on all ranks alike; None: no protection, DDP as usual.
         weigh: what the loss is a mean of: "tokens" (labels other than -100), "samples", a function of a batch; or "sum":
             the loss is already divided by a number that does not depend on the part.
         splitter: how to count and cut a batch; default: right padding is trimmed, since left trimming moves positions.
-        min_samples: a part of fewer than twice as many samples is not cut any more.
         world: ranks that train together; default: those of the ``DistributedDataParallel`` in ``model``.
         learned: a budget to teach; batches that it has learned not to fit are split before they fail.
         backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``; default: ``Tensor.backward``.
@@ -164,13 +155,10 @@ class OomSafeBackward:
 
     def __init__(
         self, model: torch.nn.Module, *,
-        mode: OomMode = "retry", weigh: Weigh | Literal["sum"] = "tokens", splitter: Splitter[Any] | None = None,
-        min_samples: int = 1, world: World | None = None, learned: LearningBudget | None = None,
-        backward: Callable[[torch.Tensor], None] | None = None,
+        weigh: Weigh | Literal["sum"] = "tokens", splitter: Splitter[Any] | None = None, world: World | None = None,
+        learned: LearningBudget | None = None, backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        self._mode = check_choice("mode", mode, ("retry", "skip", None))
-        self._min_samples = check_int("min_samples", min_samples)
-        self._model, self._ddp = model, None if mode is None else find_ddp(model)
+        self._model, self._ddp = model, find_ddp(model)
         if world is None:
             world = SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
         self._world = world
@@ -184,7 +172,6 @@ class OomSafeBackward:
         self._update: Update | None = None
         self.learned = learned if learned is not None else LearningBudget()
         """What running out of memory has taught so far, with its report."""
-        self.skipped_indices: list[int] = []
 
     def step(self, compute_loss: ComputeLoss, step: Step[Any]) -> BackwardResult:
         """Run a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step costs nothing."""
@@ -212,64 +199,23 @@ class OomSafeBackward:
         """
         import torch
 
-        if self._mode is None:
-            return self._unprotected(compute_loss, batch, loss_scale, ends_update)
-        stop = 0 if idle else self._splitter.num_samples(batch)
         self._update = update = self._update or Update.begin(self._model)
         update.num_calls, update.num_ooms = update.num_calls + 1, 0
-        whole = None if idle else Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop)
-        with self._errors_end(update):
-            skipped = self._mode == "skip" and self._skipped(update, whole)
-            if self._mode == "retry" and whole is not None:
-                update.waiting.append(whole)
+        try:
+            if not idle:
+                stop = self._splitter.num_samples(batch)
+                update.waiting.append(Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop))
                 self._run_waiting(update)
+        except BaseException:  # who clears gradients and goes on, or begins anew, begins an update
+            self._update = None
+            update.end(keep=True)
+            raise
         if ends_update or (update.verdict is not None and self._world.size == 1):
             self._update = None
             self._finish(update)
         parts = [part for part in update.done if part.call == update.num_calls]
         loss: Any = sum(part.loss * part.share for part in parts) if parts else torch.zeros((), device=self._device)
-        if skipped or update.verdict is not None:
-            loss = torch.full_like(loss, math.nan)
-        return BackwardResult(loss, len(parts), update.num_ooms, skipped)
-
-    @contextmanager
-    def _errors_end(self, update: Update) -> Iterator[None]:
-        """What passes through leaves in ``.grad`` what a plain loop would have there, and nothing to run again: a user who
-        clears gradients and goes on, or begins anew, begins an update."""
-        try:
-            yield
-        except BaseException:
-            self._update = None
-            update.end(keep=True)
-            raise
-
-    def _skipped(self, update: Update, whole: Part | None) -> bool:
-        """Mode "skip": if a batch fails on any rank, no rank counts its batch of this step."""
-        failed = whole is not None and not self._attempt(update, whole)
-        skip = bool(self._world.all_max([int(failed)])[0])
-        if whole is None:
-            return skip
-        if not skip:
-            update.done.append(whole)
-            return False
-        if not failed or self._began:
-            update.undo()
-            self._run_waiting(update)
-        _set_rng_state(self._device, whole.rng)
-        self.skipped_indices += list(whole.indices)
-        self.learned.record_waste(num_skipped=whole.num_samples)
-        named = list(whole.indices) or "indices not given"
-        _log.warning("skipped a batch of %d samples on this rank: %s", whole.num_samples, named)
-        return True
-
-    def _unprotected(
-        self, compute_loss: ComputeLoss, batch: Any, loss_scale: float, ends_update: bool
-    ) -> BackwardResult:
-        no_sync = None if ends_update else getattr(self._model, "no_sync", None)
-        with nullcontext() if no_sync is None else no_sync():
-            loss = compute_loss(batch)
-            self._backward(loss * loss_scale)
-        return BackwardResult(loss.detach(), 1, 0, False)
+        return BackwardResult(loss, len(parts), update.num_ooms)
 
     # Gradients under out-of-memory. A backward pass that fails has added to some gradients and not to others, and no copy of
     # them is kept. So all gradients of the update are dropped, and everything that gave them runs again, each part from the
@@ -284,9 +230,9 @@ class OomSafeBackward:
             if may_fit and self._attempt(update, part):
                 update.done.append(part)
                 continue
-            if part.num_samples < 2 * self._min_samples:
-                first = int(part.indices[part.start] if len(part.indices) > part.start else part.start)
-                update.verdict = first, part.num_samples, longest_of(part.samples(self._splitter))
+            if part.num_samples == 1:
+                index = int(part.indices[part.start] if len(part.indices) > part.start else part.start)
+                update.verdict = index, longest_of(part.samples(self._splitter))
             else:
                 update.waiting[:0] = part.cut(self._splitter, self._weigh)
             if may_fit and self._began and update.verdict is None:
@@ -295,7 +241,7 @@ class OomSafeBackward:
     def _may_fit(self, update: Update, part: Part) -> bool:
         """Nothing speaks against it, neither what was learned nor what has failed in this update; or it cannot be cut."""
         known = self.learned.has_learned or math.isfinite(update.failed_cost)
-        if not known or part.num_samples < 2 * self._min_samples:
+        if not known or part.num_samples == 1:
             return True
         shape = part.shape(self._splitter)
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
@@ -328,9 +274,8 @@ class OomSafeBackward:
 
     def _note(self, update: Update, part: Part, error: str, seconds: float) -> None:
         update.num_ooms += 1
-        shown = describe(part.samples(self._splitter))
-        _log.warning("out of memory at %s; going on in parts or without it. %s", shown, error)
-        self.learned.record_waste(num_ooms=1, num_retries=2 if self._mode == "retry" else 0, wasted_s=seconds)
+        _log.warning("out of memory at %s; going on in parts. %s", describe(part.samples(self._splitter)), error)
+        self.learned.record_waste(num_ooms=1, num_retries=2, wasted_s=seconds)
         cost = float(self.learned.cost(part.shape(self._splitter))[0])
         if self._world.size == 1:
             self.learned.record_failed_cost(cost)
@@ -355,19 +300,16 @@ class OomSafeBackward:
             self.learned.record_failed_cost(-cost / COST_UNIT)
         update.end(keep=rank < 0)
         if rank >= 0:
-            own = update.verdict if update.verdict is not None and self._world.rank == rank else (-1, -1, -1)
-            raise BudgetError(self._verdict(rank, *self._world.all_max(own)))
+            own = update.verdict if update.verdict is not None and self._world.rank == rank else (-1, -1)
+            index, tokens = self._world.all_max(own)
+            raise BudgetError(
+                f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone; truncate or filter out such "
+                "samples, or free memory on the device"
+            )
         if self._ddp is not None:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
             average_gradients(used, self._ddp.process_group)
             broadcast_buffers(self._ddp)
-
-    def _verdict(self, rank: int, index: int, num_samples: int, longest: int) -> str:
-        what = f"sample {index} does" if num_samples == 1 else f"{num_samples} samples from sample {index} on do"
-        return (
-            f"{what} not fit on rank {rank} even alone (longest: {longest} tokens, min_samples={self._min_samples}); "
-            "truncate or filter out such samples, or free memory on the device"
-        )
 
 
 def _rng_state(device: torch.device) -> tuple[Any, Any]:

@@ -35,7 +35,6 @@ from dynagroup.oom import (
     iter_generate,
     jobs,
 )
-from dynagroup.oom.inference import Generation
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.allocator import Allocator
@@ -86,6 +85,10 @@ def states(model: Any, limit: int = 99) -> list[torch.Tensor]:
         return [model(input_ids=row).last_hidden_state[0] for row in ids]
 
 
+def nothing_runs(*args: Any, **options: Any) -> Any:
+    raise AssertionError
+
+
 def same(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, np.asarray(torch.stack(list(want)).detach()), rtol=1e-4, atol=1e-5)
     assert got.dtype == np.float32
@@ -98,9 +101,7 @@ def test_results_are_those_of_one_text_at_a_time_in_input_order(
         assert generate_dataset(model, tokenizer, TEXTS, **{**NEW, "budget": None, **size}) == expected
     assert len(set(expected)) > 20
     assert tokenizer.padding_side == "right"  # what we were given is left as it was
-    shown = capsys.readouterr().err
-    assert "40/40 samples" in shown
-    assert "tok/s" in shown
+    assert "tok/s" in capsys.readouterr().err
     assert generate_dataset(model, tokenizer, [], **NEW) == []
     assert len(generate_dataset(model, tokenizer, ["", "w1"], **NEW)) == 2
 
@@ -122,25 +123,26 @@ def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(
     remove()
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_finished_job_called_again_gives_its_results_back(
-    suffix: str, model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
+    model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    path = tmp_path / f"out{suffix}"
+    path = tmp_path / "out.jsonl"
     call = lambda texts=TEXTS, **more: generate_dataset(model, tokenizer, texts, output=path, **NEW, **more)  # noqa: E731
     assert call() == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]  # the journal is gone
-    monkeypatch.setattr(Generation, "process", None)  # nothing is run again
+    monkeypatch.setattr(type(model), "generate", nothing_runs)
     assert call() == expected
-    with pytest.raises(StateError, match=r"belongs to another run; texts: '40 texts #\w+' then, '39 .*remove both"):
+    with pytest.raises(
+        StateError, match=r"belongs to another run; texts: '40 texts #\w+' then, '39 .*remove out.jsonl.job"
+    ):
         call(TEXTS[1:])
     with pytest.raises(StateError, match="arguments: '{}' then, \"{'num_beams': 2}\" now"):
         call(num_beams=2)
     path.write_bytes(path.read_bytes() + b"\n")
-    with pytest.raises(StateError, match=f"out{suffix} has changed since its job was finished"):
+    with pytest.raises(StateError, match="out.jsonl has changed since its job was finished"):
         call()
     (tmp_path / f"{path.name}.job").unlink()
-    with pytest.raises(ConfigError, match=f"out{suffix} exists, and no 'out{suffix}.job' beside it says which job"):
+    with pytest.raises(ConfigError, match="out.jsonl exists, and no 'out.jsonl.job' beside it says which job"):
         call()
 
 
@@ -154,7 +156,7 @@ def test_the_same_job_finished_by_another_before_the_journal_is_opened_is_not_ru
     def meanwhile(*args: Any, **options: Any) -> Any:
         monkeypatch.setattr(jobs, "measure_lengths", measure)
         others.append(call())
-        monkeypatch.setattr(Generation, "process", None)  # nothing is run again
+        monkeypatch.setattr(type(model), "generate", nothing_runs)
         return measure(*args, **options)
 
     monkeypatch.setattr(jobs, "measure_lengths", meanwhile)
@@ -192,10 +194,10 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"texts": [[{"role": "user", "content": "w1"}]]}, "sample 0 is a chat .*apply_chat_template"),
     (ALL, {"texts": ["w1", None]}, "text 1 must be a string, but is None; correct or filter out that sample"),
     (ALL, {"budget": TokenBudget(64, layout="packed")}, "these batches are padded"),
-    (ALL, {"model": "some/folder"}, "`model` must be a loaded model, but is 'some/folder'"),
+    (ALL, {"model": "some/folder"}, "`model` must be a loaded model"),
     (ALL, {"batch_size": 3}, r"`batch_size` \(3\) and `budget` .* both say what fits; give one of them"),
     (ALL, {"batch_size": 0, "budget": None}, "`batch_size` must be an int of at least 1"),
-    (ALL, {"output": "out.csv"}, "must end in .jsonl"),
+    (ALL, {"output": "out.csv"}, "must end in .(jsonl|npy), but"),
     (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "on several ranks `output` must name a file"),
     ((iter_generate, iter_embed, iter_classify), {"skip": [0, 2]}, "`skip` names text 2, but there are 2: 0 to 1"),
     (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` belongs to one batch"),
@@ -402,7 +404,7 @@ def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(
     got = embed_dataset(model, tokenizer, texts, **SMALL)
     assert "1 of 2 texts have the 8 tokens that the model takes, or more" in caplog.text
     np.testing.assert_array_equal(got, embed_dataset(model, tokenizer, texts, max_length=8, **SMALL))
-    with pytest.raises(ConfigError, match="1 texts are too long .* 8 positions: text 0 has 9 tokens; .*max_length=8"):
+    with pytest.raises(ConfigError, match="1 texts are too long .* 8 positions: text 0 has 9 tokens .*max_length=8"):
         embed_dataset(model, tokenizer, texts, max_length=9, **SMALL)
     generating = small("GPT2LMHeadModel", n_positions=16)
     with pytest.raises(ConfigError, match="16 positions: text .* has 13 tokens and 4 new ones; .*max_length=12"):

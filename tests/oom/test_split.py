@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom import BatchSplitter, VisionTokens
-from tests import models
 from tests.oom.texts import small_tokenizer
 
 take = BatchSplitter().take
@@ -19,12 +17,6 @@ Pair = namedtuple("Pair", "x y")
 
 def mask_of(*rows: str) -> torch.Tensor:
     return torch.tensor([[int(c) for c in row] for row in rows])
-
-
-@dataclass
-class Batch:
-    x: torch.Tensor
-    extra: dict[str, Any]
 
 
 def test_every_usual_kind_of_batch_is_cut_and_keeps_its_kind() -> None:
@@ -37,9 +29,8 @@ def test_every_usual_kind_of_batch_is_cut_and_keeps_its_kind() -> None:
     assert take(Pair(x, y), 1, 2).y.tolist() == [[2, 3]]
     collated = torch.utils.data.default_collate([(1, 2), (3, 4), (5, 6)])  # a list, by default_collate's convention
     assert [part.tolist() for part in take(collated, 0, 2)] == [[1, 3], [2, 4]]
-    part = take(Batch(torch.arange(4), {"names": ["a", "b", "c", "d"], "scale": 2.0}), 2, 4)
-    assert isinstance(part, Batch)
-    assert (part.x.tolist(), part.extra) == ([2, 3], {"names": ["c", "d"], "scale": 2.0})
+    part = take({"x": torch.arange(4), "extra": {"names": ["a", "b", "c", "d"], "scale": 2.0}}, 2, 4)
+    assert (part["x"].tolist(), part["extra"]) == ([2, 3], {"names": ["c", "d"], "scale": 2.0})
     mapping = OrderedDict(
         input_ids=torch.zeros(4, 4), cache_position=torch.arange(4), num_items_in_batch=torch.tensor(7)
     )
@@ -83,8 +74,6 @@ def test_what_would_lose_something_is_not_trimmed() -> None:
     assert (part["labels"].tolist(), part["input_ids"].shape) == ([[5, 6, 7, 8]], (1, 4))
     tagged = {**batch, "tags": torch.ones(2, 4)}
     assert take(tagged, 0, 1)["input_ids"].shape == (1, 4)
-    part = BatchSplitter(token_keys=frozenset({"tags"})).take(tagged, 0, 1)
-    assert part["input_ids"].shape == part["tags"].shape == (1, 2)
     assert take({"input_values": torch.ones(2, 5), "labels": torch.ones(2, 5)}, 0, 1)["labels"].shape == (1, 5)
 
 
@@ -137,31 +126,15 @@ def test_images_that_cannot_be_told_apart_are_refused() -> None:
         BatchSplitter(vision=VisionTokens(image_token_id=9, merge_size=1)).take(IMAGES, 0, 1)
 
 
-def test_batch_encodings_model_outputs_and_caches() -> None:
-    from transformers import BatchEncoding, DynamicCache, EncoderDecoderCache, StaticCache
-    from transformers.modeling_outputs import BaseModelOutput
+def test_a_batch_encoding_stays_one_and_a_cache_is_refused() -> None:
+    from transformers import BatchEncoding, DynamicCache
 
     part = take(small_tokenizer()(["w1 w2 w1", "w2", "w1 w2"], padding=True, return_tensors="pt"), 1, 3)
     assert isinstance(part, BatchEncoding)
     assert part["input_ids"].tolist() == [[6, 0], [5, 6]]
     assert part.word_ids(1)[:2] == [0, 1]
-    whole = BaseModelOutput(torch.arange(6.0).reshape(3, 2, 1), hidden_states=(torch.zeros(3, 2),) * 3)
-    output = take(whole, 2, 3)
-    assert isinstance(output, BaseModelOutput)
-    assert output.last_hidden_state.tolist() == [[[4.0], [5.0]]]
-    assert [h.shape[0] for h in output.hidden_states] == [1, 1, 1]  # three layers, three samples: still layers
-    cache, keys = DynamicCache(), torch.arange(3.0).reshape(3, 1, 1, 1)
-    cache.update(keys, keys, 0)
-    given: dict[str, Any] = {"input_ids": torch.ones(3, 1), "attention_mask": mask_of("01", "11", "11")}
-    part = take({**given, "past_key_values": cache}, 0, 1)
-    assert part["attention_mask"].shape == (1, 2)  # it covers the cache: not to be trimmed
-    part["past_key_values"].update(keys[:1], keys[:1], 0)
-    assert cache.get_seq_length() == 1  # an attempt on a part leaves the whole as it was
-    both = take((torch.ones(3), EncoderDecoderCache(cache, cache)), 1, 2)[1]
-    assert both.cross_attention_cache.layers[0].keys.flatten().tolist() == [1.0]
-    static = StaticCache(config=models.llama(vocab=8, width=8, layers=1), max_cache_len=4)
-    with pytest.raises(ConfigError, match="a StaticCache is written in place and cannot be split"):
-        take({**given, "past_key_values": static}, 0, 1)
+    with pytest.raises(ConfigError, match=r"`past_key_values` \(DynamicCache\) has no entry per sample"):
+        take({"input_ids": torch.ones(3, 1), "past_key_values": DynamicCache()}, 0, 1)
 
 
 def test_trimmed_columns_are_in_one_piece_as_losses_that_view_them_need() -> None:

@@ -21,18 +21,18 @@ def main(output: str, die_after: int) -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-    append, count = storage.Journal.append, 0
+    append, count = storage.Output.append, 0
 
-    def dying(self: storage.Journal, indices: list[int], results: list[str]) -> None:
+    def dying(self: storage.Output, indices: list[int], results: list[str]) -> None:
         nonlocal count
         count += 1
         if count == die_after and rank == 0:
-            self._file.write(b"\x07\x00\x00\x00\x01\x02")  # killed in the middle of a write
-            self._file.flush()
+            with next(self.journal.glob("*.journal")).open("ab") as file:  # killed in the middle of a write
+                file.write(b"\x07\x00\x00\x00\x01\x02")
             os.kill(os.getpid(), signal.SIGKILL)
         append(self, indices, results)
 
-    storage.Journal.append = dying  # type: ignore[method-assign]
+    storage.Output.append = dying  # type: ignore[method-assign]
     results = generate_dataset(
         small_llama(), small_tokenizer(), TEXTS, budget=TokenBudget(40), output=output, max_new_tokens=4, progress=False
     )
