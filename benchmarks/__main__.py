@@ -1,8 +1,8 @@
 """``python scripts/bench.py COMMAND [PART...]``: one command for every figure.
 
-Each part prints what it found and writes ``benchmarks/results/<name>.json`` with hardware, versions and date; rivals run in
-the same process, in turns, where they are installed (extra ``bench``), and their absence is said. The parts of ``gpu`` need one
-(``--device cuda``), end within ``--minutes`` each and save every row as it comes; ``--dry`` tries them on the CPU.
+Each part is handed a machine (``--device``) and writes ``benchmarks/results/<name>.json`` with hardware, versions and date;
+rivals run in the same process, in turns, where they are installed. The parts of ``gpu`` need one, end within ``--minutes`` each
+and save every row as it comes; ``--dry`` tries them on the CPU.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
+import subprocess
+import sys
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from benchmarks.machine import Machine
 from benchmarks.record import RESULTS, save
@@ -28,24 +28,16 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "rival": ("plan", "rival", "plan_rival"),
         "growth": ("plan", "growth", "growth"),
         "padding": ("predicted", "padding", "plan_padding"),
-        "cut": ("predicted", "cuts", "cut"),
-        "shards": ("predicted", "shards", "shards"),
         "pack": ("predicted", "packs", "pack"),
-        "streams": ("predicted", "streams", "streams"),
     },
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
-    "loader": {
-        "speed": ("loader", "speed", "loader_speed"),
-        "fill": ("loader", "fill", "loader_fill"),
-        "overhead": ("loader", "overhead", "loader_overhead"),
-        "balance": ("loader", "balance", "loader_balance"),
-    },
-    "ranks": {"windows": ("ranks", "many_ranks", "loader_ranks"), "train": ("ranks", "train", "loader_train")},
+    "loader": {"speed": ("loader", "speed", "loader_speed"), "overhead": ("loader", "overhead", "loader_overhead")},
+    "ranks": {"windows": ("ranks", "windows", "loader_ranks"), "train": ("ranks", "train", "loader_train")},
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
-        "trainer": ("trainer", "adapter", "trainer"),
-        "quality": ("train", "quality", "quality"),
         "objective": ("train", "objective", "objective"),
+        "quality": ("train", "quality", "quality"),
+        "trainer": ("trainer", "adapter", "trainer"),
     },
     "generate": {
         "wrapper": ("recovery", "wrapper", "oom_wrapper"),
@@ -58,14 +50,15 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "work": ("price", "run", "gpu_work"),
         "memory": ("memory", "measured", "gpu_memory"),
         "fits": ("memory", "fits", "gpu_fits"),
-        "train": ("train", "run", "gpu_train"),
+        "train": ("train", "rivals", "gpu_train"),
         "train_large": ("train", "large", "gpu_train_large"),
         "oom": ("recovery", "run", "gpu_oom"),
         "generate": ("infer", "generate", "gpu_generate"),
-        "embed": ("infer", "embed_random", "gpu_embed"),
+        "embed": ("infer", "embed", "gpu_embed"),
     },
 }
-"""Command -> part -> (module, function, name of its result). Parts of ``gpu`` take a machine and yield figures as they come."""
+"""Command -> part -> (module, function, name of its result). A function takes a machine; it gives figures back, or yields them as
+they come."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,79 +67,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "collect":
         print(collected(given.out))
         return 0
-    logging.disable(logging.WARNING)
-    failed = []
-    with warnings.catch_warnings():
+    if given.command == "pages":
+        import_module("benchmarks.pages").write()
+        return 0
+    if given.command == "all":
+        failed = [
+            name for name, words in everything(given.out).items() if name not in given.skip and not _ran(name, words)
+        ]
+    else:
+        logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        for command, part in _chosen(given):
-            machine = partial(Machine, given.device, given.dry, given.minutes) if command == "gpu" else None
-            if not _run(*COMMANDS[command][part], given.out, machine):
-                failed.append(part)
+        failed = [part for part in given.parts or COMMANDS[given.command] if not _run(given, part)]
     print(f"done; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    about = "Every figure, rivals in the same run; `all` is what needs no GPU, `collect` shows what a GPU gave."
+    about = "`all`: every figure that needs no GPU; `collect` shows what a GPU gave; `pages` writes figures into README and docs."
     parser = argparse.ArgumentParser(prog="bench.py", description=about)
-    parser.add_argument("command", choices=[*COMMANDS, "all", "collect"])
+    parser.add_argument("command", choices=[*COMMANDS, "all", "collect", "pages"])
     parser.add_argument("parts", nargs="*", help="; ".join(f"{name}: {', '.join(COMMANDS[name])}" for name in COMMANDS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what the parts of `gpu` run on")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--minutes", type=float, default=8.5, help="most minutes of a part of `gpu` (default: 8.5)")
     parser.add_argument(
         "--dry", action="store_true", help="parts of `gpu`, tiny, on the CPU; needs an --out of its own"
     )
+    parser.add_argument("--skip", nargs="*", default=[], help='with `all`: such as "plan growth" "faults"')
     given = parser.parse_args(arguments)
     given.device = "cpu" if given.dry else given.device
-    unknown = sorted(set(given.parts) - {part for _, part in _chosen(given, every=True)})
-    if unknown:
-        parser.error(f"{given.command} has no part {unknown[0]!r}; it has {', '.join(COMMANDS.get(given.command, {}))}")
+    known = COMMANDS.get(given.command, {})
+    if unknown := sorted(set(given.parts) - set(known)) or sorted(set(given.skip) - set(everything(given.out))):
+        parser.error(f"{given.command} has no part {unknown[0]!r}; it has {', '.join(known or everything(given.out))}")
     if given.dry and given.out == RESULTS:
         parser.error("--dry needs an --out of its own: its figures mean nothing")
-    if given.command == "gpu" and given.device == "cpu" and not given.dry:
-        parser.error("gpu needs --device cuda, or --dry and an --out to try it on the CPU")
+    if (given.command == "gpu") != (given.device == "cuda" or given.dry):
+        parser.error("gpu, and nothing else, needs --device cuda, or --dry and an --out to try it on the CPU")
     return given
 
 
-def _chosen(given: argparse.Namespace, every: bool = False) -> list[tuple[str, str]]:
-    names = [name for name in COMMANDS if name != "gpu"] if given.command == "all" else [given.command]
-    parts = [(name, part) for name in names for part in COMMANDS.get(name, {})]
-    return [(name, part) for name, part in parts if every or not given.parts or part in given.parts]
-
-
-def _run(module: str, function: str, name: str, folder: Path, machine: Callable[[], Machine] | None) -> bool:
-    """Whether it came to its end; what a part on a machine had found is saved either way."""
-    found = import_module(f"benchmarks.{module}")
-    if machine is None:
-        return _save(name, folder, getattr(found, function)())
-    made, whole = machine(), True
+def _run(given: argparse.Namespace, part: str) -> bool:
+    """Whether it came to its end; what it had found is saved either way."""
+    module, function, name = COMMANDS[given.command][part]
+    machine, whole = Machine(given.device, given.dry, given.minutes), True
     try:
-        for figures in getattr(found, function)(made):
-            save(folder, name, figures, dry=made.dry)
-    except Exception:  # the other parts still run; what was saved stays
+        found = getattr(import_module(f"benchmarks.{module}"), function)(machine)
+        for figures in found if isinstance(found, Iterator) else [found]:
+            save(given.out, name, figures, dry=given.dry)
+    except Exception:  # the other parts still run
         traceback.print_exc()
         whole = False
-    made.free()  # outside the except block: its traceback kept models alive
-    print(f"   {name}.json, {made.minutes * 60 - made.left_s():.0f} s", flush=True)
+    machine.free()  # outside the except block: its traceback kept models alive
+    print(f"   {name}.json, {machine.minutes * 60 - machine.left_s():.0f} s", flush=True)
     return whole
 
 
-def _save(name: str, folder: Path, figures: Mapping[str, Any]) -> bool:
-    assert not any(isinstance(value, float) and math.isnan(value) for value in figures.values()), figures
-    if "skipped" in figures:  # what was measured elsewhere stays
-        print(f"{name}: {figures['skipped']}", flush=True)
-        return True
-    print(name, json.dumps(figures, indent=1), sep="\n", flush=True)
-    print("written:", save(folder, name, figures).name)
-    return True
+def everything(out: Path) -> dict[str, list[str]]:
+    """What needs no GPU: name -> what follows ``python -m``."""
+    parts = [(command, part) for command in COMMANDS if command != "gpu" for part in COMMANDS[command]]
+    found = {f"{command} {part}": ["benchmarks", command, part, "--out", str(out.resolve())] for command, part in parts}
+    found["demo"] = ["scripts.doc_pictures", "demo"]
+    return {**found, "faults": ["benchmarks.faults", "--save"]}
 
 
-def collected(folder: Path, parts: Iterable[str] = COMMANDS["gpu"]) -> str:
+def _ran(name: str, words: list[str]) -> bool:
+    """In a process of its own: one that fails, or changes its process, costs the others nothing."""
+    began = time.monotonic()
+    failed = subprocess.run([sys.executable, "-m", *words], cwd=RESULTS.parents[1]).returncode
+    print(f"{name}: {'FAILED' if failed else 'done'}, {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
+    return not failed
+
+
+def collected(folder: Path) -> str:
     """What a GPU gave, one section a part; says which parts are missing, and which files came of a dry run."""
     sections = []
-    for part in parts:
-        module, _, name = COMMANDS["gpu"][part]
+    for part, (module, _, name) in COMMANDS["gpu"].items():
         path = folder / f"{name}.json"
         if not path.exists():
             sections.append(f"{part}: not measured (bash scripts/gpu_campaign.sh {part})")

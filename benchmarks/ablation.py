@@ -1,25 +1,27 @@
 """What gets worse without each mechanism above a hundred lines: one switched off at a time, or the law that would fall.
 
 A mechanism earns its lines by 1 % of predicted time on some length file, by a law, by 1.3 times the speed, or by a promise of the
-pages. All is counted or predicted; a clock is read where nothing else runs alone.
+pages. All is counted or predicted; a clock is read where nothing else runs.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
-from benchmarks.data import CV_ONE, FILES, lengths_of, lognormal, pairs_of
+from benchmarks.data import FILES, lengths_of, lognormal, pairs_of
 from benchmarks.loader import row_costs
-from benchmarks.machine import build, config_of
+from benchmarks.machine import Machine, build, config_of
 from benchmarks.methods import METHODS, Job, planned
-from benchmarks.predicted import PACKED, shards
+from benchmarks.predicted import PACKED, shares_of_time
 from benchmarks.ranks import simulated
 from benchmarks.recovery import asked_of_a_model
 from dynagroup import LearningBudget, MemoryBudget, TokenBudget
@@ -50,43 +52,28 @@ def without_order(units: Any) -> Any:
     return longest_first({"tokens": units[0], **{str(n): u for n, u in enumerate(units[1:])}}, ("tokens",))
 
 
-class Mechanism(NamedTuple):
-    """Its layout, and what stands in for it."""
-
-    layout: str
-    owner: Any
-    name: str
-    instead: Any
-
-
-MECHANISMS = {
-    "rows by dynamic programming (ranks)": Mechanism("padded", ranks, "_cheapest", without_rows),
-    "uneven rows cut again (ranks)": Mechanism("padded", ranks, "_levelled", as_they_are),
-    "the exact cut by a convex hull trick (padded)": Mechanism("padded", padded, "by_queue", padded.one_by_one),
-    "greedy runs in large windows (padded)": Mechanism("large", padded, "EXACT_UP_TO", 1 << 30),
-    "an order alike in all streams (multistream)": Mechanism("pairs", padded, "alike_order", without_order),
-    "rows by dynamic programming, two streams (ranks)": Mechanism("pairs", ranks, "_cheapest", without_rows),
-    "rows filled up to their longest sample (packed)": Mechanism(
-        "packed", packed, "_paces", lambda dearest, rows, multiple: [1.0] * rows
+MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
+    "rows by dynamic programming (ranks)": ("padded", ranks, "_cheapest", without_rows),
+    "uneven rows cut again (ranks)": ("padded", ranks, "_levelled", as_they_are),
+    "the exact cut by a convex hull trick (padded)": ("padded", padded, "by_queue", padded.one_by_one),
+    "greedy runs in large windows (padded)": ("large", padded, "EXACT_UP_TO", 1 << 30),
+    "an order alike in all streams (multistream)": ("pairs", padded, "alike_order", without_order),
+    "rows by dynamic programming, two streams (ranks)": ("pairs", ranks, "_cheapest", without_rows),
+    "rows filled up to their longest sample (packed)": (
+        "packed",
+        packed,
+        "_paces",
+        lambda _, rows, multiple: [1.0] * rows,
     ),
 }
-
-
-@contextmanager
-def switched_off(mechanism: Mechanism) -> Iterator[None]:
-    before = getattr(mechanism.owner, mechanism.name)
-    setattr(mechanism.owner, mechanism.name, mechanism.instead)
-    try:
-        yield
-    finally:
-        setattr(mechanism.owner, mechanism.name, before)
+"""Name -> the layout it is for, its module, what it is called there, and what stands in for it."""
 
 
 def cases(layout: str) -> dict[str, Callable[[], Any]]:
     """Name -> a plan to make."""
     if layout == "large":
         lengths = {"tokens": lognormal(200_000)}
-        return {"200,000 lognormal": lambda: planned(lengths, TokenBudget(32_768), 8, shuffle=True)}
+        return {"200,000 lognormal": partial(planned, lengths, TokenBudget(32_768), 8, shuffle=True)}
     found: dict[str, Callable[[], Any]] = {}
     for name in FILES:
         lengths = pairs_of(name, SAMPLES) if layout == "pairs" else {"tokens": lengths_of(name, SAMPLES)}
@@ -95,13 +82,8 @@ def cases(layout: str) -> dict[str, Callable[[], Any]]:
         most = sum(int(values.max()) for values in lengths.values())
         cap = max(4 * int(np.quantile(sum(lengths.values()), 0.99)), most)
         budget = TokenBudget(PACKED[name], layout="packed") if layout == "packed" else TokenBudget(cap)
-        for update, how in UPDATES.items():
-            for num_ranks in (1, 8):
-                found[f"{name}/{update}/{num_ranks}"] = (
-                    lambda lengths=lengths, budget=budget, ranks=num_ranks, how=how: planned(
-                        lengths, budget, ranks, **how
-                    )
-                )
+        for (update, how), num_ranks in product(UPDATES.items(), (1, 8)):
+            found[f"{name}/{update}/{num_ranks}"] = partial(planned, lengths, budget, num_ranks, **how)
     return found
 
 
@@ -127,29 +109,26 @@ def made(plan_of: Callable[[], Any]) -> Planned:
     return Planned(plan.predicted_time, int((apart & (dearest <= mean)).sum()), int((dearest <= mean).sum()), seconds)
 
 
-def ablation() -> dict[str, Any]:
+def ablation(_machine: Machine) -> dict[str, Any]:
     """Planning without each of its mechanisms; the other rooms, measured; and which law or promise rests on the rest."""
-    rooms = {
-        what: {"lines": sum(map(_count, _paths(files))), **measure()} for what, (files, measure) in MEASURED.items()
-    }
+    measured = {what: {"lines": _count(_paths(files)), **measure()} for what, (files, measure) in MEASURED.items()}
     held, named = [], set()
-    for what, files, why, test in sorted(HELD, key=lambda row: "*" in row[1]):
+    for what, files, why, test in HELD:
         assert (ROOT / test).exists(), f"{test}, which holds {what}, is gone"
-        paths = set(_paths(files)) - named
+        paths = _paths(files) - named
         named |= paths
-        held.append({"mechanism": what, "lines": sum(map(_count, paths)), "files": files, "holds": why, "test": test})
-    named |= {path for files, _ in MEASURED.values() for path in _paths(files)}
-    silent = [path for path in ROOT.glob("dynagroup/**/*.py") if _count(path) > 100 and path not in named]
-    assert not silent or [path.name for path in silent] == ["__init__.py"], f"nothing is said of {silent}"
-    return {"planning": planning(), "rooms": rooms, "held": held}
+        held.append({"mechanism": what, "lines": _count(paths), "files": files, "holds": why, "test": test})
+    return {"planning": planning(), "rooms": measured, "held": held}
 
 
-def _paths(files: str) -> list[Path]:
-    return [path for name in files.split() for path in ROOT.glob(f"dynagroup/{name}")]
+def _paths(files: str) -> set[Path]:
+    found = {path for name in files.split() for path in ROOT.glob(f"dynagroup/{name}.py")}
+    assert found, f"{files} are gone"
+    return found
 
 
-def _count(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
+def _count(paths: set[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
 def planning() -> dict[str, Any]:
@@ -158,10 +137,10 @@ def planning() -> dict[str, Any]:
     Real lengths, updates of 64, 256 and 1,024 samples and plain windows, 1 and 8 ranks.
     """
     found, quiet = {}, os.getloadavg()[0] < 1.5
-    for name, mechanism in MECHANISMS.items():
-        plans = cases(mechanism.layout)
+    for name, (layout, module, called, instead) in MECHANISMS.items():
+        plans = cases(layout)
         now = {case: made(plan_of) for case, plan_of in plans.items()}
-        with switched_off(mechanism):
+        with mock.patch.object(module, called, instead):
             then = {case: made(plan_of) for case, plan_of in plans.items()}
         more = {case: then[case].time / now[case].time - 1 for case in plans}
         worst = max(more, key=lambda case: more[case])
@@ -170,11 +149,9 @@ def planning() -> dict[str, Any]:
             "more_time_mean": round(float(np.mean(list(more.values()))), 5),
             "more_time_worst": round(more[worst], 5),
             "worst": worst,
-            "uneven_rows": [sum(plan.uneven for plan in made_.values()) for made_ in (now, then)],
-            "rows": [sum(plan.rows for plan in made_.values()) for made_ in (now, then)],
-            "planning_s": [round(sum(plan.seconds for plan in made_.values()), 2) for made_ in (now, then)]
-            if quiet
-            else None,
+            "uneven_rows": [sum(plan.uneven for plan in plans_.values()) for plans_ in (now, then)],
+            "rows": [sum(plan.rows for plan in plans_.values()) for plans_ in (now, then)],
+            "planning_s": quiet and [sum(plan.seconds for plan in plans_.values()) for plans_ in (now, then)],
         }
     return found
 
@@ -187,19 +164,19 @@ def _compared(unit: str, now: float, without: float, instead: str) -> dict[str, 
 
 
 def micro_batches() -> dict[str, Any]:
-    over = [1 / one["critical_path"] for one in shards().values()]
+    over = [1 / share for share in shares_of_time()]
     instead = f"largest differencing over ranks, then over micro-batches (worst file {max(over):.3f})"
     return _compared("predicted time of a rollout's update", 1.0, float(np.mean(over)), instead)
 
 
 def hand_out() -> dict[str, Any]:
-    found = simulated(CV_ONE, 64, 16_000)
+    found = simulated(64)
     above, fixed = 1 + found["above_all_batches_over_ranks"], 1 + found["above_with_fixed_shards"]
     return _compared("steps over all batches / ranks, 64 ranks", above, fixed, "shards fixed beforehand")
 
 
 def queues() -> dict[str, Any]:
-    found = simulated(CV_ONE, 64, 16_000)
+    found = simulated(64)
     above, aligned = 1 + found["above_all_batches_over_ranks"], 1 + found["above_with_alignment_of_every_window"]
     return _compared("steps over all batches / ranks, 64 ranks", above, aligned, "every window aligned by itself")
 
@@ -216,9 +193,8 @@ def learned_limits() -> dict[str, Any]:
         has_learned = property(lambda self: False)  # type: ignore[assignment]
 
     learned, forgot = (asked_of_a_model(TokenBudget(800), budget) for budget in (LearningBudget(), Forgets()))
-    return _compared(
-        "failed passes of 74 batches", learned["failures"], forgot["failures"], "halving whenever it fails"
-    )
+    failures = learned["failures"], forgot["failures"]
+    return _compared("failed passes of 74 batches", *failures, "halving whenever it fails")
 
 
 def tracing() -> dict[str, Any]:
@@ -234,12 +210,8 @@ def tracing() -> dict[str, Any]:
             shares.append([np.asarray(budget.largest(lengths)) for budget in budgets])
     traced, sizes, unknown = np.array(shares, float).transpose(1, 0, 2)
     instead = f"its sizes, not its trace (knowing neither: {float((unknown / traced).mean()):.2f})"
-    return _compared(
-        "samples allowed beside a hardest batch of decoders, of those a trace allows",
-        1.0,
-        float((sizes / traced).mean()),
-        instead,
-    )
+    unit = "samples allowed beside a hardest batch of decoders, of those a trace allows"
+    return _compared(unit, 1.0, float((sizes / traced).mean()), instead)
 
 
 def attention_masks() -> dict[str, Any]:
@@ -248,9 +220,8 @@ def attention_masks() -> dict[str, Any]:
 
     model = build("small")
     masked = mask_bytes(model, 16_384) / 2**20
-    return _compared(
-        "MiB of masks, a pack of 16,384 tokens", mask_bytes(use_varlen_attention(model), 16_384), masked, "sdpa"
-    )
+    without = mask_bytes(use_varlen_attention(model), 16_384) / 2**20
+    return _compared("MiB of masks, a pack of 16,384 tokens", without, masked, "sdpa")
 
 
 def few_shapes() -> dict[str, Any]:
@@ -263,50 +234,61 @@ def few_shapes() -> dict[str, Any]:
 
 
 MEASURED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "micro-batches of a rollout": ("plan/partition.py", micro_batches),
-    "a ladder of shapes": ("plan/static_shapes.py", few_shapes),
-    "windows handed out at the exchanges": ("online/protocol.py", hand_out),
-    "queues of batches, agreed on by MAX": ("online/protocol.py", queues),
-    "plans from lengths that were learned": ("online/plans.py", learned_plans),
-    "what does not fit is learned": ("budget/learning.py", learned_limits),
-    "a model's program is traced": ("memory/trace/*.py memory/traced.py", tracing),
-    "attention without masks": ("integrations/varlen.py", attention_masks),
+    "micro-batches of a rollout": ("plan/partition", micro_batches),
+    "a ladder of shapes": ("plan/static_shapes", few_shapes),
+    "windows handed out at the exchanges": ("online/protocol", hand_out),
+    "queues of batches, agreed on by MAX": ("online/protocol", queues),
+    "plans from lengths that were learned": ("online/plans", learned_plans),
+    "what does not fit is learned": ("budget/learning", learned_limits),
+    "a model's program is traced": ("memory/trace/* memory/traced", tracing),
+    "attention without masks": ("integrations/varlen", attention_masks),
 }
 """What it is -> its files, and what is counted with it and without."""
 
 
 LAWS = "tests/laws/test_table.py"
 HELD = (
-    ("lengths, measured and cached", "lengths.py text.py", "promise: measure_lengths, text_dataloader", "tests/test_lengths.py"),
-    ("settings as text", "fingerprint.py state.py", "a state that does not belong is refused", LAWS),
-    ("ranks, devices, shapes", "distributed.py device.py shapes.py", "equal steps", "tests/test_device.py"),
-    ("laws for users", "testing.py", "promise: dynagroup.testing", "tests/test_testing.py"),
-    ("budgets", "budget/*.py", "budgets are monotone", "tests/budget/test_budget.py"),
-    ("the regressor, formula, profile", "memory/*.py", "promise: MemoryBudget(32), ProfiledMemory",
-     "tests/memory/test_regressor.py"),
-    ("programs traced into bytes", "memory/trace/*.py memory/traced.py", "promise: MemoryBudget.from_model",
-     "tests/memory/test_traced.py"),
-    ("order of an epoch", "plan/epoch.py plan/cursor.py", "the same again; resume from every step", "tests/plan/test_epoch.py"),
-    ("the plan", "plan/planner.py plan/sampler.py plan/plan.py plan/batches.py plan/cost.py",
-     "every sample once; fit; equal steps", LAWS),
-    ("packed batches", "plan/packed.py", "fit; equal work, packed", "tests/plan/test_packed.py"),
-    ("rows and windows", "plan/ranks.py plan/padded.py plan/multistream.py", "equal work (and the table above)",
-     "tests/plan/test_ranks.py"),
-    ("reports and pictures of plans", "plan/report.py plan/plots.py", "promise: report, plot, compare",
-     "tests/plan/test_report.py"),
-    ("weights of losses", "update/loss_weight.py", "gradients are those of one process", LAWS),
-    ("schedules of updates", "update/schedule.py", "promise: samples_per_update may follow a schedule",
-     "tests/update/test_schedule.py"),
-    ("loaders of steps", "update/*.py", "every sample once; equal steps; resume", LAWS),
-    ("the online loader", "online/*.py", "every sample once; fit, as measured; equal steps; resume", LAWS),
-    ("retry by halving", "oom/retry.py oom/split.py oom/generate.py", "promise: results in input order",
-     "tests/oom/test_generate.py"),
-    ("backward passes that fail", "oom/train.py oom/gradients.py", "gradients are those of one process",
-     "tests/oom/test_train.py"),
-    ("jobs and their journal", "oom/*.py", "nothing done twice; another job is refused", "tests/oom/test_storage.py"),
-    ("adapters of frameworks", "integrations/*.py", "promise: README's table of frameworks",
-     "tests/integrations/test_hf_trainer.py"),
-    ("command line", "cli/*.py cli.py", "promise: lengths, check, plan, compare, doctor, fit, profile", "tests/test_cli.py"),
-    ("demo", "demo.py", "promise: dynagroup demo", "tests/test_demo.py"),
-)  # fmt: skip
+    (
+        "programs traced into bytes",
+        "memory/trace/* memory/traced",
+        "promise: MemoryBudget.from_model",
+        "tests/memory/test_traced.py",
+    ),
+    (
+        "regressor, formula, profile",
+        "memory/*",
+        "promise: MemoryBudget(32), ProfiledMemory",
+        "tests/memory/test_regressor.py",
+    ),
+    (
+        "order of an epoch",
+        "plan/epoch plan/cursor",
+        "the same again; resume from every step",
+        "tests/plan/test_epoch.py",
+    ),
+    ("packed batches", "plan/packed", "fit; equal work, packed", "tests/plan/test_packed.py"),
+    ("rows and windows", "plan/ranks plan/padded plan/multistream", "equal work", "tests/plan/test_ranks.py"),
+    ("reports of plans", "plan/report plan/plots", "promise: report, plot, compare", "tests/plan/test_report.py"),
+    ("the plan", "plan/*", "every sample once; fit; equal steps", LAWS),
+    (
+        "schedules of updates",
+        "update/schedule",
+        "promise: samples_per_update by a schedule",
+        "tests/update/test_schedule.py",
+    ),
+    ("loaders of steps", "update/*", "every sample once; gradients of one process; resume", LAWS),
+    ("the online loader", "online/*", "every sample once; fit, as measured; equal steps; resume", LAWS),
+    ("backward passes that fail", "oom/train oom/gradients", "gradients of one process", "tests/oom/test_train.py"),
+    (
+        "retry by halving",
+        "oom/retry oom/split oom/generate",
+        "promise: results in input order",
+        "tests/oom/test_generate.py",
+    ),
+    ("jobs and their journal", "oom/*", "nothing done twice; another job is refused", "tests/oom/test_storage.py"),
+    ("budgets", "budget/*", "budgets are monotone", "tests/budget/test_budget.py"),
+    ("adapters", "integrations/*", "promise: README's table of frameworks", "tests/integrations/test_hf_trainer.py"),
+    ("command line, demo", "cli/* demo", "promise: doctor, plan, fit, demo", "tests/test_cli.py"),
+    ("states, ranks, devices, shapes, lengths", "*", "a state that does not belong is refused; equal steps", LAWS),
+)
 """What is not measured: mechanism, its files but those named before it, the law or promise that would fall, the test of it."""

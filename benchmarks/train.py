@@ -1,8 +1,8 @@
 """Training end to end: the same model, samples and memory, every way to form batches in turn, on the CPU or on a GPU.
 
 All methods start from the same weights and hold at most the same tokens in a batch. On the CPU a small model learns real text,
-timed by the process's CPU seconds; held-out loss is taken after equal samples. On a GPU models of real sizes run on random
-tokens, each method's model made anew at each turn. Forming batches is not timed: see ``plan speed``.
+and held-out loss is taken after equal samples. On a GPU models of real sizes run on random tokens, each method's model made anew
+at each turn. Forming batches is not timed: see ``plan speed``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.util import find_spec
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks.data import lengths_of, lognormal
-from benchmarks.machine import SIZES, Machine, build, config_of, lora
+from benchmarks.machine import SIZES, Machine, build, config_of
 from benchmarks.methods import METHODS, Job, updates_of
 from benchmarks.price import measured_work
-from benchmarks.record import table
+from benchmarks.record import over, table
 from dynagroup import MemoryBudget, Work
 from dynagroup.device import is_out_of_memory
 
@@ -32,8 +32,6 @@ HEADROOM = 0.8
 """Share of a GPU that a batch may be predicted to take: what is compared are batches, not how near they come to its end."""
 SLICE_S = 3.0
 """Seconds of a method's turn on a GPU; the turns go round until the case's time is used."""
-Ids = Callable[[int, int], np.ndarray]
-"""(sample, its length) -> token ids."""
 
 
 def overall(timed: Sequence[tuple[int, float]]) -> dict[str, Any]:
@@ -51,10 +49,9 @@ def overall(timed: Sequence[tuple[int, float]]) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """One method's training.
+    """One method's training of a model of this size; ``ids`` are those of (sample, its length).
 
     Args:
-        size: of the model, see ``machine.SIZES``.
         falls_over: the learning rate falls linearly to zero over so many samples; 0: it stays.
     """
 
@@ -62,8 +59,7 @@ class Run:
     job: Job
     machine: Machine
     size: str
-    ids: Ids
-    lora: bool = False
+    ids: Callable[[int, int], np.ndarray]
     falls_over: int = 0
     timed: list[tuple[int, int, float]] = field(default_factory=list)
     """(samples, real tokens, seconds) of each update but a model's first, which fills caches."""
@@ -88,13 +84,10 @@ class Run:
             self.model = self.optimizer = None
 
     def _begin(self) -> None:
-        attention = "varlen" if self.method.packed else "sdpa"
-        model = build(self.size, self.machine, attention=attention, seed=self.job.seed)
-        self.model = lora(model) if self.lora else model
+        self.model = build(self.size, self.machine, packed=self.method.packed, seed=self.job.seed)
         self.machine.free()
-        trained = [p for p in self.model.parameters() if p.requires_grad]
         self.rate = 1e-6 if self.machine.is_gpu else 1e-3
-        self.optimizer: Any = torch.optim.AdamW(trained, lr=self.rate, fused=self.machine.is_gpu)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=self.rate, fused=self.machine.is_gpu)
 
     def _update(self) -> tuple[int, int, float]:
         update, before = next(self.updates), self.real
@@ -132,7 +125,6 @@ class Run:
             "real_tokens_per_s": overall([(real, seconds) for _, real, seconds in self.timed])["median"],
             "padding": 1 - self.real / max(self.padded, 1),
             "batches_per_update": self.batches / max(self.done, 1),
-            "batches": self.batches,
             "samples": self.samples,
             "peak_bytes": self.peak,
             "same_updates": self.method.same_updates,
@@ -164,9 +156,11 @@ def texts_of(count: int = 8000) -> list[np.ndarray]:
     return [found[i] for i in np.random.default_rng(0).permutation(len(found)) if len(found[i]) >= 4]
 
 
-def _compared(job: Job, names: Sequence[str], updates: int) -> tuple[dict[str, Any], Callable[[Any], float]]:
+def _compared(
+    machine: Machine, job: Job, names: Sequence[str], updates: int
+) -> tuple[dict[str, Any], Callable[[Any], float]]:
     """Runs of these methods that took turns over slices of real text, and what tells a model's loss on held-out ones."""
-    text, machine = np.concatenate(texts_of()), Machine()
+    text = np.concatenate(texts_of())
     starts = np.random.default_rng(1).integers(0, len(text) - SHORT, SAMPLES + HELD_OUT)
     runs = {name: Run(name, job, machine, "small", lambda i, n: text[starts[i] :][:n]) for name in names}
     for _ in range(updates):
@@ -182,18 +176,6 @@ def _lengths_of_cv(cv: float) -> np.ndarray:
     return lengths
 
 
-def rivals(*, updates: int = UPDATES, cvs: Sequence[float] = (0.3, 0.8, 1.3)) -> dict[str, Any]:
-    """Figures of every method at every variation of lengths."""
-    found = {}
-    for cv in cvs:
-        job = Job(_lengths_of_cv(cv), PER_UPDATE, FIXED * SHORT, work=measured_work(Machine()))
-        runs, loss = _compared(job, [name for name, method in METHODS.items() if method.available], updates)
-        methods = {name: {**one.figures(), "held_out_loss": loss(one.model)} for name, one in runs.items()}
-        about = {**_about(job), "updates": updates, "cv": float(job.lengths.std() / job.lengths.mean())}
-        found[f"CV {cv}"] = {**about, "methods": methods}
-    return found
-
-
 OBJECTIVES = {
     "fewest": "dynagroup, fewest batches",
     "time": "dynagroup, default work",
@@ -201,49 +183,57 @@ OBJECTIVES = {
 }
 
 
-def objective(updates: int = UPDATES) -> dict[str, Any]:
+def rivals(
+    machine: Machine, updates: int = UPDATES, cvs: Sequence[float] = (0.3, 0.8, 1.3)
+) -> Iterator[dict[str, Any]]:
+    """Every method: on the CPU at every variation of lengths, on a GPU the 0.5B model."""
+    if machine.is_gpu or machine.dry:
+        yield from _cases(machine, ("0.5B, CV 1.0", "0.5B, CV 0.3", "0.5B, azure_llm_conv_2023"))
+        return
+    found, names = {}, [name for name, method in METHODS.items() if method.available and "CPU" not in name]
+    for cv in cvs:
+        job = Job(_lengths_of_cv(cv), PER_UPDATE, FIXED * SHORT, work=measured_work(machine))
+        runs, loss = _compared(machine, job, names, updates)
+        methods = {name: {**one.figures(), "held_out_loss": loss(one.model)} for name, one in runs.items()}
+        found[f"CV {cv}"] = {**_about(job), "updates": updates, "methods": methods}
+    yield found
+
+
+def large(machine: Machine) -> Iterator[dict[str, Any]]:
+    """The 1.5B model; and lengths of program files."""
+    return _cases(machine, ("1.5B, CV 1.0", "1.5B, CV 1.3", "0.5B, python_files"))
+
+
+def objective(machine: Machine, updates: int = UPDATES) -> dict[str, Any]:
     """The same updates of 128 samples, cut into the fewest batches and for least time, under two budgets."""
     found = {}
     for budget in (4096, 32_768):
         job = Job(_lengths_of_cv(0.8), 2 * PER_UPDATE, budget)
-        runs, _ = _compared(job, list(OBJECTIVES.values()), updates)
+        runs, _ = _compared(machine, job, list(OBJECTIVES.values()), updates)
         methods = {short: runs[name].figures() for short, name in OBJECTIVES.items()}
         found[f"budget {budget:,}"] = {**_about(job), "methods": methods}
     return found
 
 
-def quality(samples: int = 2048, held_out: int = 1024, epochs: int = 3, seeds: int = 3) -> dict[str, Any]:
+def quality(machine: Machine, samples: int = 2048, epochs: int = 3, seeds: int = 3) -> dict[str, Any]:
     """Held-out loss after the same samples in updates of equal size, and in free-running ones; nothing is timed."""
     longest, budget = 96, 2048
     texts = [ids[:longest] for ids in texts_of()]
     lengths = np.array([len(ids) for ids in texts[:samples]], np.int32)
-    losses: dict[str, list[float]] = {"fixed": [], "free": []}
-    counts, size = {}, 0
-    for seed in range(seeds):
-        for kind, name in (("free", "dynagroup, free updates"), ("fixed", "dynagroup")):
-            # a fixed update has as many samples as a free one on average, which is a batch
-            size = size or round(samples / len(METHODS[name].batches(Job(lengths, 1, budget), 0)))  # type: ignore[arg-type]
-            one = Run(
-                name,
-                Job(lengths, size, budget, seed),
-                Machine(),
-                "small",
-                lambda i, n: texts[i],
-                falls_over=epochs * samples,
-            )
-            one.turn(samples=epochs * samples - size)
-            counts[kind] = one.done
-            losses[kind].append(loss_on(one.model, texts[samples : samples + held_out]))
-            print(seed, kind, counts[kind], losses[kind][-1], flush=True)
-    setup = {"samples": samples, "epochs": epochs, "held_out": held_out, "budget": budget, "longest": longest}
+    ways = {"fixed": "dynagroup", "free": "dynagroup, free updates"}
+    free: Any = METHODS[ways["free"]].batches(Job(lengths, 1, budget), 0)
+    size = round(samples / len(free))  # a fixed update has as many samples as a free one on average, which is a batch
+    losses: dict[str, list[float]] = {kind: [] for kind in ways}
+    for seed, (kind, name) in product(range(seeds), ways.items()):
+        job = Job(lengths, size, budget, seed)
+        one = Run(name, job, machine, "small", lambda i, n: texts[i], falls_over=epochs * samples)
+        one.turn(samples=epochs * samples - size)
+        losses[kind].append(loss_on(one.model, texts[samples : samples + 1024]))
     return {
-        "setup": setup,
-        "updates": counts,
-        "samples_per_fixed_update": size,
-        "held_out_loss": losses,
+        "samples": samples, "epochs": epochs, "budget": budget, "longest": longest, "samples_per_fixed_update": size,
+        "held_out_loss": losses, "mean_difference": mean(losses["free"]) - mean(losses["fixed"]),
         "spread_of_seeds": {name: max(values) - min(values) for name, values in losses.items()},
-        "mean_difference": mean(losses["free"]) - mean(losses["fixed"]),
-    }
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -255,87 +245,54 @@ def loss_on(model: Any, rows: Sequence[np.ndarray]) -> float:
     return sum(float(model(**part, num_items_in_batch=total).loss) for part in parts)
 
 
-# On a GPU
+# On a GPU: a case is a model's size and the lengths of its samples
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, the lengths of its samples, and whether all of it is trained."""
-
-    size: str
-    lengths: str
-    lora: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.size}{' LoRA' if self.lora else ''}, {self.lengths}"
-
-
-def run(machine: Machine) -> Iterator[dict[str, Any]]:
-    """The 0.5B model, full: lengths of CV 0.3, 1.0 and of a file of conversations."""
-    yield from _cases(machine, [Case("0.5B", name) for name in ("CV 1.0", "CV 0.3", "azure_llm_conv_2023")])
-
-
-def large(machine: Machine) -> Iterator[dict[str, Any]]:
-    """The 1.5B model, full and with LoRA; and lengths of program files."""
-    yield from _cases(
-        machine, [Case("1.5B", "CV 1.0", lora=True), Case("1.5B", "CV 1.3"), Case("0.5B", "python_files")]
-    )
-
-
-def _cases(machine: Machine, cases: list[Case]) -> Iterator[dict[str, Any]]:
+def _cases(machine: Machine, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Figures so far after every turn, so that a part that is cut off keeps what it has."""
     figures: dict[str, Any] = {}
     machine.warm_up()
     for number, case in enumerate(cases[:1] if machine.dry else cases):
-        seconds, name = (machine.left_s() - 20) / (len(cases) - number), str(case)
-        if seconds < 25 and not machine.dry:
-            figures[name] = {"left out": "no time"}
-        elif case.lora and find_spec("peft") is None:
-            figures[name] = {"left out": "peft is not installed"}
-        else:
-            error = None
-            try:
-                for figures[name] in _rounds(machine, case, seconds):
-                    yield figures
-            except Exception as found:  # a case's failure is written down, and costs no other its place
-                error = f"{type(found).__name__}: {found}"[:500]
-            if error is not None:
-                figures[name] = {**figures.get(name, {}), "error": error}
-                machine.free()
+        left = machine.left_s()
+        figures[case] = {"failed": {"": "no time"}}
+        try:
+            for so_far in _rounds(machine, case, left - (left - 20) / (len(cases) - number)):
+                figures[case] = so_far
+                yield figures
+        except Exception as error:  # written down; the other cases go on
+            figures[case] = {**figures[case], "failed": {"": f"{type(error).__name__}: {error}"[:500]}}
+        machine.free()
         yield figures
 
 
 @cache
-def _traced_tokens(size: str, num_bytes: int) -> int:
+def tokens_that_fit(size: str, num_bytes: int) -> int:
+    """Tokens of a batch, as traced: no device has been asked yet."""
     budget = MemoryBudget.from_model(config_of(size), num_bytes, dtype="bfloat16", headroom=HEADROOM)
     return budget.max_tokens(LONGEST)
 
 
-def tokens_that_fit(machine: Machine, size: str) -> int:
-    """Tokens of a batch, as traced: no device has been asked yet."""
-    return 64 if machine.dry else max(_traced_tokens(size, machine.total_bytes), 1)
-
-
-def _job(machine: Machine, case: Case, share: float) -> Job:
+def _job(machine: Machine, case: str, share: float) -> Job:
     """The case's lengths, and so much of what was traced to fit."""
-    tokens = int(share * tokens_that_fit(machine, case.size))
+    size, kind = case.split(", ")
+    tokens = int(share * (64 if machine.dry else tokens_that_fit(size, machine.total_bytes)))
     longest, count = (32, 200) if machine.dry else (min(LONGEST, max(tokens // 512, 1) * 512), 20_000)
-    if case.lengths.startswith("CV"):
-        cv = float(case.lengths.removeprefix("CV "))
-        lengths = lognormal(count, mean=longest / 8, cv=cv, shortest=4, longest=longest)
+    if kind.startswith("CV"):
+        lengths = lognormal(count, mean=longest / 8, cv=float(kind[3:]), shortest=4, longest=longest)
         lengths[:8] = longest  # whatever is drawn, a fixed batch must hold the longest
     else:
-        lengths = lengths_of(case.lengths, count).clip(4, longest)
-    work = Work.of(config_of(case.size, dry=machine.dry))
+        lengths = lengths_of(kind, count).clip(4, longest)
+    work = Work.of(config_of(size, dry=machine.dry))
     return Job(lengths, 16 if machine.dry else PER_UPDATE, max(tokens // longest, 1) * longest, work=work)
 
 
-def _run(name: str, job: Job, machine: Machine, case: Case) -> Run:
-    text = np.random.default_rng(0).integers(3, SIZES["dry" if machine.dry else case.size][-1], 1 << 20)
-    return Run(name, job, machine, case.size, lambda i, n: text[(7919 * i) % (len(text) - n) :][:n], case.lora)
+def _run(name: str, job: Job, machine: Machine, case: str) -> Run:
+    size = case.split(", ")[0]
+    text = np.random.default_rng(0).integers(3, SIZES["dry" if machine.dry else size][-1], 1 << 20)
+    return Run(name, job, machine, size, lambda i, n: text[(7919 * i) % (len(text) - n) :][:n])
 
 
-def job_that_fits(machine: Machine, case: Case) -> Job:
+def job_that_fits(machine: Machine, case: str) -> Job:
     """Tries the hardest batch twice, and takes less where the device has less than was traced."""
     for share in (1.0, 0.75, 0.5):
         job = _job(machine, case, share)
@@ -355,25 +312,25 @@ def job_that_fits(machine: Machine, case: Case) -> Job:
     raise RuntimeError(f"not even half of what was traced fits: {job.tokens} tokens")
 
 
-def _rounds(machine: Machine, case: Case, seconds: float) -> Iterator[dict[str, Any]]:
-    """Every method has a turn a round; a turn is not begun that could outlast the case, or the part."""
+def _rounds(machine: Machine, case: str, end: float) -> Iterator[dict[str, Any]]:
+    """Every method has a turn a round; none is begun that could outlast the case, which ends when so many seconds are left."""
     left, rounds = machine.left_s(), 0
     job = job_that_fits(machine, case)
-    end, longest = left - seconds, max(5 * SLICE_S, left - machine.left_s())
+    longest = max(5 * SLICE_S, left - machine.left_s())
     runs = {name: _run(name, job, machine, case) for name, method in METHODS.items() if method.available}
     failed: dict[str, str] = {}
     while runs and (not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)):
         for name, one in list(runs.items()):
-            left = machine.left_s()
-            if left < 30 + longest and not machine.dry:
+            if not machine.has(30 + longest):
                 return
+            left = machine.left_s()
             try:
                 one.turn(seconds=0.0 if machine.dry else SLICE_S)
             except Exception as error:  # one method's failure is written down, and costs no other its place
                 failed[name] = f"{type(error).__name__}: {error}"[:500]
+                del runs[name]
             machine.free()  # outside the except block: its traceback kept the method's model alive
             longest = max(longest, left - machine.left_s())
-            runs = {other: one for other, one in runs.items() if other not in failed}
             methods = {name: one.figures() for name, one in runs.items() if one.timed}
             yield {**_about(job), "rounds": rounds + 1, "methods": methods, "failed": dict(failed)}
         rounds += 1
@@ -383,22 +340,20 @@ def _about(job: Job) -> dict[str, Any]:
     return {
         "tokens_a_batch": job.tokens, "longest": int(job.lengths.max()), "fixed_batch": job.fixed,
         "samples_per_update": job.per_update, "per_step": job.work.per_step, "crossover": min(job.work.crossover, 1e9),
+        "cv": float(job.lengths.std() / job.lengths.mean()),
     }  # fmt: skip
 
 
 def shown(figures: dict[str, Any]) -> list[str]:
     """One line a case and method."""
     rows = []
-    for case, found in figures.items():
-        methods = found.get("methods", {})
-        base = next(iter(methods.values()))["samples_per_s"]["median"] if methods else float("nan")
+    for case, methods in ((case, found.get("methods", {})) for case, found in figures.items()):
         for name, one in methods.items():
-            speed = one["samples_per_s"]
-            over = {"median": speed["median"] / base, "quartiles": [q / base for q in speed["quartiles"]]}
-            rows.append({**one, "key": f"{case}, {name}", "speed": over, "GiB": one["peak_bytes"] / 2**30})
-    columns = {
-        "": "{key}", "samples/s over the first": "{speed:.2fx}", "real tokens/s": "{real_tokens_per_s:,.0f}",
-        "padding": "{padding:.1%}", "batches an update": "{batches_per_update:.1f}", "peak GiB": "{GiB:.1f}",
-        "same updates": "{same_updates}",
-    }  # fmt: skip
-    return table(rows, columns)
+            base = next(iter(methods.values()))["samples_per_s"]["median"]
+            speed = over(one["samples_per_s"], base)
+            rows.append({**one, "key": f"{case}, {name}", "speed": speed, "GiB": one["peak_bytes"] / 2**30})
+    return table(
+        rows,
+        "| | samples/s over the first | real tokens/s | padding | batches an update | peak GiB | same updates |",
+        "{key} | {speed:.2fx} | {real_tokens_per_s:,.0f} | {padding:.1%} | {batches_per_update:.1f} | {GiB:.1f} | {same_updates}",
+    )

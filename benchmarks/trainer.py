@@ -7,7 +7,6 @@ import math
 import platform
 import tempfile
 import threading
-import warnings
 from typing import Any
 
 import numpy as np
@@ -126,11 +125,9 @@ def median_95(values: np.ndarray) -> list[float]:
     return [float(ordered[max(middle - off, 0)]), float(ordered[min(middle + off, len(ordered) - 1)])]
 
 
-def adapter(updates: int = 30, sessions: int = 3) -> dict[str, Any]:
+def adapter(_machine: Machine, updates: int = 30, sessions: int = 3) -> dict[str, Any]:
     """CPU seconds of an update under our Trainer over the plain one's, update by update."""
-    warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    Machine()
     steady_memory()
     samples = updates * BATCH * ACCUMULATION
     equal, texts = np.full(samples, LONGEST), lognormal(samples, mean=75, cv=0.95, shortest=8, longest=LONGEST)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 import dynagroup
-from benchmarks.pages import FIGURES, MARK, MARKED, pages_with_figures
+from benchmarks.pages import MARK, filled, shown
 from dynagroup import MemoryBudget, PlannedDataLoader, Share, Step
 from dynagroup.cli import main
 from dynagroup.demo import docstrings, train_tokenizer
@@ -182,12 +182,12 @@ def test_messages_that_pages_show_are_those_of_the_source():
 
 
 def test_figures_are_those_of_the_results():
-    for name, expected in pages_with_figures().items():
-        assert text_of(ROOT / name) == expected, f"run python scripts/doc_tables.py: {name} shows older figures"
+    for name, expected in filled().items():
+        assert text_of(ROOT / name) == expected, f"run python scripts/bench.py pages: {name} shows older figures"
     by_hand = MARK.sub("", text_of(DOCS / "benchmarks.md"))
     rows = [line for line in by_hand.splitlines() if line.startswith("|") and "scripts/" not in line]
     assert [row for row in rows if re.search(r"\d", row)] == []
-    assert {name for path in MARKED for name in MARK.findall(text_of(ROOT / path))} == set(FIGURES)
+    assert {name for page in EVERY for name in MARK.findall(text_of(page))} == set(shown())
     # what nothing quotes is deleted, with the script that made it
     quoting = "\n".join(map(text_of, [*EVERY, *ROOT.glob("regressor/*.py"), ROOT / "benchmarks" / "pages.py"]))
     results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

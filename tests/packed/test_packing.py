@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from benchmarks.pages import packing_rows
 from dynagroup import TokenBudget, text_dataloader
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.packing import mask_bytes, packing_collator
@@ -94,11 +92,3 @@ def test_the_one_liner_packs(tokenizer) -> None:
     assert len(loader) == 2
     batch = next(iter(text_dataloader(["", ""], tokenizer, TokenBudget(16, layout="packed"))))
     assert (batch["input_ids"].tolist(), "labels" in batch) == ([[0]], False)
-
-
-@pytest.mark.parametrize("dataset", ["azure_llm_conv_2023", "python_files"])
-def test_the_page_shows_the_figures_of_the_results(dataset: str) -> None:
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "packing.md").read_text(encoding="utf-8")
-    for row in packing_rows(dataset):
-        assert row in page
