@@ -6,7 +6,6 @@ import ctypes
 import math
 import platform
 import tempfile
-import threading
 from typing import Any
 
 import numpy as np
@@ -26,53 +25,21 @@ WARM_UP = 3
 
 
 def steady_memory() -> None:
-    """One heap for both trainings that is never given back: otherwise page faults decide which of them is faster."""
+    """A heap that is never given back: otherwise page faults decide which training is faster."""
     if platform.libc_ver()[0] == "glibc":
-        arena_max, trim_threshold, mmap_threshold = -8, -1, -3  # malloc.h
-        for option, value in ((arena_max, 1), (trim_threshold, 2**31 - 1), (mmap_threshold, 2**25)):
+        trim_threshold, mmap_threshold = -1, -3  # malloc.h
+        for option, value in ((trim_threshold, 2**31 - 1), (mmap_threshold, 2**25)):
             ctypes.CDLL(None).mallopt(option, value)
 
 
-class Turns(TrainerCallback):
-    """One of two trainings in one process that take turns, update by update; CPU seconds of each of its updates.
+class Clock(TrainerCallback):
+    """CPU seconds after each update."""
 
-    Args:
-        mine, other: held by whoever may run; the first training's is open from the start.
-    """
-
-    def __init__(self, mine: threading.Semaphore, other: threading.Semaphore) -> None:
-        self.mine, self.other, self.seconds = mine, other, []
-        self.loss = math.nan
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.mine.acquire()
-        self.began = cpu_seconds()
+    def __init__(self) -> None:
+        self.after: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds.append(cpu_seconds() - self.began)
-        self.other.release()
-        self.on_train_begin()
-
-    def run(self, trainer: Trainer) -> None:
-        try:
-            self.loss = trainer.train().training_loss
-        finally:
-            self.other.release(1 << 20)  # nothing holds the other up any more
-
-
-def trainer(size: str, lengths: np.ndarray, fits: bool, folder: str, turns: Turns) -> Trainer:
-    updates = len(lengths) // (BATCH * ACCUMULATION)
-    args = TrainingArguments(
-        folder, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, max_steps=updates, report_to=[],
-        save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, logging_strategy="no",
-        dataloader_pin_memory=False,
-    )  # fmt: skip
-    data = Words(lengths)
-    common: dict[str, Any] = {"args": args, "train_dataset": data, "data_collator": collate, "callbacks": [turns]}
-    if not fits:
-        return Trainer(build(size), **common)
-    config = DynagroupConfig(budget=TokenBudget(BATCH * LONGEST), lengths=lengths)
-    return DynagroupTrainer(build(size), dynagroup=config, **common)
+        self.after.append(cpu_seconds())
 
 
 class Words(Numbered):
@@ -82,41 +49,37 @@ class Words(Numbered):
         return {name: values.clamp(max=32) for name, values in super().__getitem__(index).items()}
 
 
-def take_turns(size: str, lengths: np.ndarray, fits: tuple[bool, bool]) -> list[Turns]:
-    """Two Trainers, of which these have batches that fit."""
-    first, second = threading.Semaphore(1), threading.Semaphore(0)
-    turns = [Turns(first, second), Turns(second, first)]
+def trained(size: str, lengths: np.ndarray, ours: bool) -> np.ndarray:
+    """CPU seconds of each update."""
+    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        trainers = [trainer(size, lengths, fits[me], f"{folder}/{me}", turns[me]) for me in (0, 1)]
-        threads = [threading.Thread(target=one.run, args=(made,)) for one, made in zip(turns, trainers, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return turns
+        args = TrainingArguments(
+            folder, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, report_to=[],
+            max_steps=len(lengths) // (BATCH * ACCUMULATION), save_strategy="no", use_cpu=True, disable_tqdm=True,
+            remove_unused_columns=False, logging_strategy="no", dataloader_pin_memory=False,
+        )  # fmt: skip
+        how: dict[str, Any] = {"train_dataset": Words(lengths), "data_collator": collate, "callbacks": [clock]}
+        config = DynagroupConfig(budget=TokenBudget(BATCH * LONGEST), lengths=lengths)
+        trainer = (
+            DynagroupTrainer(build(size), args, dynagroup=config, **how) if ours else Trainer(build(size), args, **how)
+        )
+        trainer.train()
+    return np.diff(clock.after)[WARM_UP:]
 
 
 def pairs(size: str, lengths: np.ndarray, sessions: int, *, control: bool = False) -> dict[str, Any]:
-    """The adapter's CPU seconds over the plain Trainer's, update by update; which is built first changes with the session.
+    """The adapter's CPU seconds over the plain Trainer's, session by session (A, B, B, A, ...) and update by update.
 
     Args:
         control: a second plain Trainer instead of the adapter.
     """
-    seconds: list[list[np.ndarray]] = [[], []]
-    losses = [math.nan, math.nan]
+    seconds: dict[bool, list[np.ndarray]] = {False: [], True: []}
     for session in range(sessions):
-        found = take_turns(size, lengths, (False, not control) if session % 2 else (not control, False))
-        for which, one in enumerate(found if session % 2 else found[::-1]):
-            seconds[which].append(np.asarray(one.seconds[WARM_UP:]))
-            losses[which] = one.loss
-    plain, other = (np.concatenate(parts) for parts in seconds)
-    return {
-        "num_pairs": len(plain),
-        "cpu_s_per_update": [float(np.median(plain)), float(np.median(other))],
-        "ratio": {**spread(other / plain), "median_95": median_95(other / plain)},
-        "difference_ms": spread((other - plain) * 1e3),
-        "training_loss": losses,
-    }
+        for other in (False, True) if session % 2 else (True, False):
+            seconds[other].append(trained(size, lengths, other and not control))
+    plain, ours = (np.concatenate(seconds[other]) for other in (False, True))
+    ratio = {**spread(ours / plain), "median_95": median_95(ours / plain)}
+    return {"num_pairs": len(plain), "ratio": ratio, "difference_ms": spread((ours - plain) * 1e3)}
 
 
 def median_95(values: np.ndarray) -> list[float]:
@@ -125,17 +88,16 @@ def median_95(values: np.ndarray) -> list[float]:
     return [float(ordered[max(middle - off, 0)]), float(ordered[min(middle + off, len(ordered) - 1)])]
 
 
-def adapter(_machine: Machine, updates: int = 30, sessions: int = 3) -> dict[str, Any]:
-    """CPU seconds of an update under our Trainer over the plain one's, update by update."""
+def adapter(_machine: Machine, updates: int = 30, sessions: int = 6) -> dict[str, Any]:
+    """CPU seconds of an update under our Trainer over the plain one's."""
     logging.set_verbosity_error()
     steady_memory()
     samples = updates * BATCH * ACCUMULATION
     equal, texts = np.full(samples, LONGEST), lognormal(samples, mean=75, cv=0.95, shortest=8, longest=LONGEST)
-    setup = {"samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH, "updates": updates, "sessions": sessions}
     return {
-        "setup": setup,
+        "samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH, "updates": updates, "sessions": sessions,
         "plain_over_plain": pairs("small", equal, sessions, control=True),
         "equal_batches": pairs("small", equal, sessions),
         "tiny_equal_batches": pairs("tiny", equal, sessions),
         "texts": pairs("small", texts, sessions),
-    }
+    }  # fmt: skip

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -50,13 +50,8 @@ def run_case(case: Case) -> list[str]:
 
 def draws(first: int) -> Iterator[tuple[int, str]]:
     """Seeds with their faults, each fault in turn; the rare ones every fourth round."""
-    seed, turn = first, 0
-    while True:
-        for fault in FAULTS:
-            if fault not in RARE or turn % 4 == 0:
-                yield seed, fault
-                seed += 1
-        turn += 1
+    turns = (fault for turn in count() for fault in FAULTS if fault not in RARE or turn % 4 == 0)
+    return zip(count(first), turns)
 
 
 def campaign(cases: int, first: int) -> dict[str, Any]:
@@ -68,8 +63,7 @@ def campaign(cases: int, first: int) -> dict[str, Any]:
         if wrong := run_case(Case(seed, fault)):
             findings[seed] = [fault, *wrong]
             print(f"seed {seed}, {fault}: {'; '.join(wrong)}")
-    by_fault = {fault: counts[fault] for fault in FAULTS if counts[fault]}
-    return {"cases": cases, "first_seed": first, "by_fault": by_fault, "findings": findings}
+    return {"cases": cases, "first_seed": first, "by_fault": dict(counts), "findings": findings}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,14 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--seed", type=int, help="one case, by its seed (and --first of its campaign)")
-    parser.add_argument("--fault", choices=FAULTS, help="with --seed: this fault instead of the campaign's")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/faults.json")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # recovering is loud, and here it is all there is
     gc.freeze()  # recovering collects garbage, too: of the case, not of all that was imported
     if given.seed is not None:
-        fault = given.fault or next(fault for seed, fault in draws(given.first) if seed == given.seed)
+        fault = next(fault for seed, fault in draws(given.first) if seed == given.seed)
         case = Case(given.seed, fault)
         shown = {name: value for name, value in vars(case).items() if name not in ("lengths", "rng")}
         print(shown, f"{len(case.lengths)} lengths: {case.lengths[:20]}")

@@ -34,10 +34,6 @@ class Job:
         self.max_tokens, self.output, self.calls_left = case.max_tokens, folder / "out.jsonl", calls_left
         self.asked = folder / "asked.txt"
 
-    @property
-    def answers(self) -> list[str]:
-        return [" ".join([f"w{i}"] * NEW) for i in range(len(self.texts))]
-
     def run(self) -> list[str]:
         model = build("tiny").eval()
         model.generate = self._generate
@@ -61,12 +57,11 @@ class Job:
 
     def wrong(self, found: list[str]) -> list[str]:
         """What is wrong with what the job gave back, and with what it wrote."""
-        if found != self.answers:
-            return ["a job gave back wrong results"]
+        answers = [" ".join([f"w{i}"] * NEW) for i in range(len(self.texts))]
         lines = [json.loads(line) for line in self.output.read_text(encoding="utf-8").splitlines()]
-        if lines != [{"index": i, "result": answer} for i, answer in enumerate(self.answers)]:
-            return ["a job's file holds other results than it gave back"]
-        return []
+        wrong = [] if found == answers else ["a job gave back wrong results"]
+        same = lines == [{"index": i, "result": answer} for i, answer in enumerate(answers)]
+        return wrong if same else [*wrong, "a job's file holds other results"]
 
 
 def _again(job: Job, most_repeated: int | None) -> list[str]:
@@ -95,13 +90,11 @@ def disk_full(case: Case) -> list[str]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        report = forked(1, run, folder)[0]
-        job = Job(case, folder)
-        if isinstance(report, str) and "Error" in report:
-            told = "File too large" in report or "No space" in report
-            largest = max(job.num_asked(), default=0)
-            return ([] if told else [f"a full disk ends in {report}"]) + _again(job, largest)
-        return report if isinstance(report, list) else [f"a full disk ends in {report}"]
+        report, job = forked(1, run, folder)[0], Job(case, folder)
+        if isinstance(report, list):
+            return report
+        told = "File too large" in report or "No space" in report
+        return ([] if told else [f"a full disk ends in {report}"]) + _again(job, max(job.num_asked(), default=0))
 
 
 def _killed(case: Case, folder: Path) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from itertools import islice
 from typing import Any
 
@@ -15,27 +14,16 @@ from dynagroup import AlignmentError, BudgetError, ConfigError, StateError
 from dynagroup.testing import run_ranks
 
 
-def nothing_happens(case: Case) -> list[str]:
-    """Three epochs."""
+def breaks_and_iterates_again(case: Case) -> list[str]:
+    """After a whole epoch a loop is left early on all ranks; the next iteration is a whole epoch."""
+    stop = case.rng.randint(1, 4)
 
     def three(world: Any) -> list[list[Seen]]:
         loader = case.loader(world)
-        return [seen(loader) for _ in range(3)]
+        return [seen(loader, most) for most in (None, stop, None)]
 
-    epochs = zip(*run_ranks(case.ranks, three), strict=True)
-    return [fault for ranks in epochs for fault in case.judged(ranks)]
-
-
-def breaks_and_iterates_again(case: Case) -> list[str]:
-    """The loop is left early on all ranks; the next iteration is a whole epoch."""
-    stop = case.rng.randint(1, 4)
-
-    def again(world: Any) -> list[Seen]:
-        loader = case.loader(world)
-        seen(loader, stop)
-        return seen(loader)
-
-    return case.judged(run_ranks(case.ranks, again))
+    first, _, third = zip(*run_ranks(case.ranks, three), strict=True)
+    return case.judged(first) + case.judged(third)
 
 
 def item_raises(case: Case) -> list[str]:
@@ -50,20 +38,6 @@ def item_raises(case: Case) -> list[str]:
     return ["a broken record went unnoticed"]
 
 
-def slow_rank(case: Case) -> list[str]:
-    """One rank takes its time."""
-    slow = case.rng.randrange(case.ranks)
-
-    def run(world: Any) -> list[Seen]:
-        steps = []
-        for step in case.loader(world):
-            steps.append(Seen.of(step))
-            time.sleep(0.001 if world.rank == slow else 0.0)
-        return steps
-
-    return case.judged(run_ranks(case.ranks, run))
-
-
 def lengths_lie(case: Case) -> list[str]:
     """Lengths (or hints) are wrong by up to ten times: every sample still comes once, weighed by the truth."""
     told = [max(1, int(n * case.rng.choice([0.1, 1, 10]))) for n in case.lengths]
@@ -72,16 +46,9 @@ def lengths_lie(case: Case) -> list[str]:
     return judged(case.lengths, case.epoch(lengths=told), case.everything)
 
 
-def stop_and_resume(case: Case) -> list[str]:
-    return _stop_and_resume(case, ranks_after=case.ranks)
-
-
-def stop_and_resume_elsewhere(case: Case) -> list[str]:
-    return _stop_and_resume(case, ranks_after=case.other_ranks())
-
-
-def _stop_and_resume(case: Case, *, ranks_after: int) -> list[str]:
+def stop_and_resume(case: Case, ranks_after: int | None = None) -> list[str]:
     """An epoch stopped after a random step, saved as JSON, and continued on so many ranks by fresh loaders."""
+    ranks_after = ranks_after or case.ranks
     alike, whole = ranks_after == case.ranks, case.epoch()
     stop = case.rng.randint(0, len(whole[0]))
     if not alike and stop < len(whole[0]):
@@ -155,15 +122,11 @@ def mutated(rng: random.Random, value: Any) -> Any:
     return rng.choice(JUNK)
 
 
-def _saved(case: Case, steps: int) -> Any:
-    loader = case.loader(None)
-    seen(loader, steps)
-    return json.loads(json.dumps(loader.state_dict()))
-
-
 def damaged_state(case: Case) -> list[str]:
     """A damaged state is refused by StateError and changes nothing; or what it says is carried out whole."""
-    state = _saved(case, case.rng.randint(0, 3))
+    loader = case.loader(None)
+    seen(loader, case.rng.randint(0, 3))
+    state = json.loads(json.dumps(loader.state_dict()))
     return [fault for _ in range(10) for fault in _after(case, mutated(case.rng, state))]
 
 
@@ -186,32 +149,13 @@ def _after(case: Case, damaged: Any) -> list[str]:
     return []
 
 
-def foreign_state(case: Case) -> list[str]:
-    """A state of a run with other settings is refused, and changes nothing."""
-    state = _saved(case, 1)
-    changeable = ["seed", *({"samples_per_update", "accumulation", "window"} & set(case.options))]
-    changes: list[dict[str, Any]] = [{name: case.options[name] + 1} for name in sorted(changeable)]
-    changes += [{"drop_last": True}] if "samples_per_update" in case.options else []
-    change = case.rng.choice(changes)
-    stranger, twin = case.loader(None, **change), case.loader(None, **change)
-    try:
-        stranger.load_state_dict(state)
-    except StateError as error:
-        wrong = [] if next(iter(change)) in str(error) else [f"the refusal does not name {change}: {error}"]
-        return wrong + ([] if seen(stranger) == seen(twin) else ["it changed the loader"])
-    return [f"a state of another run was accepted: {change}"]
-
-
 FAULTS = {
-    "none": nothing_happens,
     "early break, iterated again": breaks_and_iterates_again,
     "item raises": item_raises,
-    "slow rank": slow_rank,
     "lengths lie by ten times": lengths_lie,
     "stop and resume": stop_and_resume,
-    "stop and resume on other ranks": stop_and_resume_elsewhere,
+    "stop and resume on other ranks": lambda case: stop_and_resume(case, case.other_ranks()),
     "state damaged": damaged_state,
-    "state of another run": foreign_state,
 }
 RARE = {"worker killed": worker_killed, "workers prefetch, stop and resume": workers_and_resume}
 """They start processes, so a campaign has fewer of them."""
