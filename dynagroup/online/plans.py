@@ -151,7 +151,7 @@ class EpochOrders:
         """Positions of the order."""
         if self._sampler is None:
             return self.size or 0
-        return len(self._sampler) if self._config.samples_per_update is None else self._sampler.counted
+        return len(self._sampler) if self._config.samples_per_update is None else self._sampler.counted()
 
     def of_epoch(self, epoch: int) -> Order:
         """Dataset indices by position; of this rank's batches where the user gives them; none of an iterable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,8 +12,6 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 from dynagroup.validation import LARGEST, check_int
-
-__all__ = ["Batches", "RoundBatch", "allowed_sizes", "fixed_batches", "friendly_size", "longest_first", "multiple_of"]
 
 RoundBatch: TypeAlias = Callable[[int], int]
 
@@ -94,15 +93,6 @@ def offsets_of_path(came_from: Sequence[int]) -> IntArray:
     return np.asarray(offsets[::-1], np.int64)
 
 
-def fixed_batches(order: IntArray, batch_size: int) -> Batches:
-    """Consecutive batches of one size; the last may be smaller.
-
-    >>> [batch.tolist() for batch in fixed_batches(np.arange(5), 2)]
-    [[0, 1], [2, 3], [4]]
-    """
-    return Batches(order, np.append(np.arange(0, len(order), batch_size), len(order)))
-
-
 def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
     """The true shape of every batch. ``lengths`` are indexed by the positions that ``batches`` hold."""
     if not len(batches.order):
@@ -133,24 +123,21 @@ def longest_first(lengths: Streams, padded: Sequence[str] = (TOKENS,)) -> IntArr
     return np.argsort(falling, kind="stable")
 
 
-def multiple_of(number: int) -> RoundBatch:
+@dataclass(frozen=True)
+class multiple_of:  # noqa: N801
     """Round batch sizes down to a multiple of ``number``; a batch smaller than it stays as it is.
 
-    >>> [multiple_of(8)(n) for n in (5, 8, 23)]
+    >>> list(map(multiple_of(8), (5, 8, 23)))
     [5, 8, 16]
     """
-    return _MultipleOf(check_int("number", number))
 
+    number: int
 
-class _MultipleOf:
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __post_init__(self) -> None:
+        check_int("number", self.number)
 
     def __call__(self, size: int) -> int:
         return size - size % self.number or size
-
-    def __repr__(self) -> str:
-        return f"multiple_of({self.number})"
 
 
 def friendly_size(size: int) -> int:

@@ -21,8 +21,6 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import Streams, round_up
 from dynagroup.validation import check_number
 
-__all__ = ["CPU_PER_STEP", "DEFAULT_WORK", "Work", "check_work"]
-
 CPU_PER_STEP = 128.0
 """Linear tokens that a step costs on a CPU, which has no kernels to launch: the best of those measured,
 ``benchmarks/results/objective.json``."""
@@ -56,9 +54,8 @@ class Work:
     def of(cls, model_or_config: Any, *, device: Any = "cuda") -> Work:
         """What a ``transformers`` model's config says; measured step times say it better, see :meth:`fit`.
 
-        A token takes 2 floating-point operations for each weight of a layer's matrices and of the output matrix; attention
-        takes ``4 * heads * head size`` for each token that a token looks at. Their ratio is the crossover: about 6 times the
-        hidden size of a dense decoder. The price is arithmetic (``docs/planning.md``); on a CPU it is :data:`CPU_PER_STEP`.
+        A token takes 2 operations for each weight of a layer's matrices and of the output matrix; attention takes ``4 * heads *
+        head size`` for each token that a token looks at. Their ratio is the crossover. The price is arithmetic, see the docs.
 
         Args:
             model_or_config: a model, or its config.
@@ -72,10 +69,8 @@ class Work:
         sizes = architecture(getattr(model_or_config, "config", model_or_config))
         missing = [name for name in ("hidden_size", "num_layers", "num_heads", "head_size") if not sizes[name]]
         if missing:
-            raise ConfigError(
-                f"the config of {type(model_or_config).__name__} does not state {', '.join(missing)}; "
-                "write Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit"
-            )
+            said = f"the config of {type(model_or_config).__name__} does not state {', '.join(missing)}"
+            raise ConfigError(f"{said}; write Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit")
         hidden, layers = sizes["hidden_size"], sizes["num_layers"] + sizes["num_encoder_layers"]
         attention = sizes["num_heads"] * sizes["head_size"]
         matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
@@ -120,9 +115,9 @@ class Work:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"`rows` must be (samples, longest, seconds) each, but are {rows!r:.200}") from error
         if len(np.unique(table[:, :2], axis=0)) < 3 or not (np.isfinite(table).all() and (table > 0).all()):
+            given = f"{len(table)} rows of {len(np.unique(table[:, :2], axis=0))} shapes"
             raise ConfigError(
-                "Work.fit needs rows (samples, longest, seconds), all greater than 0, of at least three different shapes, "
-                f"but was given {len(table)} rows of {len(np.unique(table[:, :2], axis=0))} shapes"
+                f"`rows` must be all greater than 0, of at least three different shapes, but was given {given}"
             )
         tokens = table[:, 0] * table[:, 1]
         columns = np.stack([np.ones(len(table)), tokens, tokens * table[:, 1]], axis=1) / table[:, 2:]

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
-__all__ = ["MOST_RANKS", "Cursor", "Segment", "at_step"]
-
 MOST_RANKS = 1 << 20
 Segment: TypeAlias = tuple[int, int]
 """(world size, rows taken at that world size)."""

@@ -9,7 +9,6 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import IntArray
 from dynagroup.validation import check_int
 
-__all__ = ["EpochOrder", "OrderSource", "check_alike", "epoch_order", "windows_of"]
-
 ROUNDS = 8
+NONE = np.zeros(0, np.int64)
 BLOCK = 1 << 14
 """Samples that are drawn at a time where slices are smaller."""
 
@@ -149,45 +147,41 @@ class OrderSource:
         if not isinstance(source, Iterable):
             raise ConfigError(f"`order` must be an iterable of dataset indices, but is {source!r}")
         if isinstance(source, Iterator):
-            raise ConfigError(
-                f"`order` must give indices anew every epoch, but {type(source).__name__} can be read only once; "
-                "pass a list or a sampler"
-            )
+            said = f"`order` must give indices anew every epoch, but {type(source).__name__}"
+            raise ConfigError(f"{said} can be read only once; pass a list or a sampler")
         self._source, self._num_samples = source, num_samples
         self._epoch, self._indices = -1, np.zeros(0, np.int64)
         self._generator = _state_of(getattr(source, "generator", None))
         self._before: dict[int, Any] = {} if self._generator is None else {0: self._generator[0]()}
         """Epoch -> where the generator stood before it was drawn; the first and the last."""
+        self._counts: dict[int, int] = {}
+        """Indices that every epoch keeps, by how many are left out."""
 
     def __len__(self) -> int:
         """Indices an epoch draws, without drawing them where the source can say."""
         return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
 
-    @cached_property
-    def counted(self) -> int:
-        """Indices that every epoch draws, where updates are counted by it: what ``len`` said first."""
-        return len(self)
+    def counted(self, left_out: IntArray = NONE) -> int:
+        """Indices that every epoch draws, but for those that are left out, where updates are counted by it."""
+        if len(left_out) not in self._counts:
+            out = np.isin(self.of_epoch(max(self._epoch, 0)), left_out).sum() if len(left_out) else 0
+            self._counts[len(left_out)] = len(self) - int(out)
+        return self._counts[len(left_out)]
 
-    def counted_without(self, left_out: IntArray) -> int:
-        """Of them, those that are none of these; every epoch draws as many."""
-        if not len(left_out):
-            return self.counted
-        return int(np.isin(self.of_epoch(max(self._epoch, 0)), left_out, invert=True).sum())
-
-    def counted_epoch(self, epoch: int) -> IntArray:
-        """:meth:`of_epoch`, of exactly :attr:`counted` indices.
+    def counted_epoch(self, epoch: int, left_out: IntArray = NONE) -> IntArray:
+        """:meth:`of_epoch` without those that are left out, of exactly :meth:`counted` indices.
 
         Raises:
             ConfigError: it gives more or fewer; some would be lost, or looked for in vain.
         """
-        counted, indices = self.counted, self.of_epoch(epoch)
-        if len(indices) != counted:
+        drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
+        kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
+        if (len(indices), len(kept)) != (drawn, wanted):
             raise ConfigError(
-                f"`sampler` gives {len(indices)} indices in epoch {epoch}, but its len(), or the epoch before, said {counted}; "
-                "with `samples_per_update` every epoch draws as many, so that updates can be counted: correct its __len__, "
-                "or make a new loader where the number changes"
+                f"`sampler` gives {len(indices)} indices in epoch {epoch}, but its len(), or the epoch before, said {drawn} "
+                f"(that fit: {len(kept)}, {wanted}), so updates cannot be counted: draw each sample once, correct __len__"
             )
-        return indices
+        return kept
 
     def of_epoch(self, epoch: int) -> IntArray:
         """Dataset indices in the epoch's order."""
@@ -220,17 +214,13 @@ class OrderSource:
         return read
 
     def _checked(self, indices: list[int]) -> IntArray:
-        try:
-            array = np.asarray(indices)
-        except ValueError:  # ragged
-            array = np.asarray(indices, object)
+        array = np.asarray(indices)
         if len(array) and not np.issubdtype(array.dtype, np.integer):
             raise ConfigError(f"`order` must give integer indices, but gives {array.dtype}")
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
         if len(outside):
-            raise ConfigError(
-                f"`order` gives index {array[outside[0]]}, but there are lengths for {self._num_samples} samples"
-            )
+            given = array[outside[0]]
+            raise ConfigError(f"`order` gives index {given}, but there are lengths for {self._num_samples} samples")
         return array.astype(np.int64)
 
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from dynagroup.plan.batches import offsets_of_path
 from dynagroup.shapes import IntArray
 
-__all__ = ["RunMaxima", "alike_order", "least_time_by_places"]
-
 LEAST, SHARE, MOST = 128, 4096, 2048
 """Padded tokens that dividing a box must save: of all tokens one in so many, within bounds."""
 FINE = 128

@@ -19,8 +19,6 @@ from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.plan.ranks import cut_rows
 from dynagroup.validation import check_flag, check_int, check_number
 
-__all__ = ["balanced_partitions", "shard_micro_batches"]
-
 
 def balanced_partitions(
     costs: Sequence[float] | np.ndarray,
@@ -79,7 +77,12 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
         parts = _first_fit(size, slots, most)
         if parts is not None:
             return parts
-    raise BudgetError(_why_not(size, len(slots), most))
+    least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
+    why = f"they need at least {least}" if least > len(slots) else "list scheduling, best fit and first fit found none"
+    raise BudgetError(
+        f"{len(size)} items of size {size.sum():g}, the largest {size.max():g}, are not divided into {len(slots)} parts of at "
+        f"most {most:g} each: {why}; allow more parts or a higher limit"
+    )
 
 
 def _first_fit(size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]] | None:
@@ -104,27 +107,6 @@ def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.floa
     if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
         raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item")
     return array
-
-
-def _why_not(size: NDArray[np.float64], num_parts: int, most: float) -> str:
-    """What is known about a division that was not found: that there is none, or only what was tried."""
-    if size.max() > most:
-        item = int(size.argmax())
-        return (
-            f"item {item} of size {size[item]:g} is larger than `limit` ({most:g}); raise the limit or divide the item"
-        )
-    asked = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g}"
-    least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
-    if least > num_parts:
-        return (
-            f"{asked}, cannot be divided into {num_parts} parts of at most {most:g} each: they need at least {least} parts; "
-            "allow more parts or a higher limit"
-        )
-    return (
-        f"no division of {asked}, into {num_parts} parts of at most {most:g} each was found; tried were the least loaded part "
-        "for the dearest item first, best fit for the largest first and first fit in the given order, so there may be one; "
-        "allow more parts or a higher limit"
-    )
 
 
 def shard_micro_batches(
@@ -171,16 +153,13 @@ def shard_micro_batches(
     streams = {name: values[kept] for name, values in planner.lengths.items()}
     batches = cut_rows(streams, planner.budget, every, work=planner.config.work)
     if len(batches) % every:
-        raise ConfigError(
-            f"{len(kept)} samples are {len(batches)} micro-batches of one sample each, no multiple of num_ranks x multiple_of = "
-            f"{every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
-        )
+        more = f"num_ranks x multiple_of = {every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
+        raise ConfigError(f"{len(kept)} samples in micro-batches of one are no multiple of {more}")
     cost = planner.config.work.of_batches(batches, streams, planner.budget)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    for row in (
-        np.argsort(-cost, kind="stable").reshape(-1, num_ranks).tolist()
-    ):  # of like cost, the dearest to who has least
+    rows = np.argsort(-cost, kind="stable").reshape(-1, num_ranks)  # of like cost, the dearest to who has least
+    for row in rows.tolist():
         for rank, number in zip(np.argsort(load, kind="stable"), row, strict=True):
             shards[rank].append(kept[batches[number]].tolist())
             load[rank] += cost[number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,23 +16,6 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import BatchShape, IntArray, Streams
-
-
-class PlanRows(Sequence[list[list[int]]]):
-    """``rows[step][rank]``: the dataset indices of one batch."""
-
-    __slots__ = ("_batches", "_table")
-
-    def __init__(self, batches: Batches, table: IntArray) -> None:
-        self._batches, self._table = batches, table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return [self._batches[int(number)].tolist() for number in self._table[index]]
 
 
 @dataclass(frozen=True)
@@ -83,10 +66,11 @@ class BatchPlan:
         """Ranks that it is for."""
         return self.table.shape[1]
 
-    @property
-    def rows(self) -> PlanRows:
+    @cached_property
+    def rows(self) -> list[list[list[int]]]:
         """``rows[step][rank]``: dataset indices of that batch."""
-        return PlanRows(self.batches, self.table)
+        batches = [batch.tolist() for batch in self.batches]
+        return [[batches[number] for number in row] for row in self.table.tolist()]
 
     @property
     def num_steps(self) -> int:

@@ -34,22 +34,15 @@ def new_figure(width: float, height: float) -> Figure:
         raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
 
 
-def picture_path(path: str | Path) -> Path:
-    """Where a picture can be saved: asked before hours of work, not after them.
+def save_picture(figure: Figure, path: str | Path) -> None:
+    """Save a figure as the ending says; its folder is made.
 
     Raises:
-        ConfigError: no picture has such an ending, or matplotlib is not installed.
+        ConfigError: no picture has such an ending.
     """
-    kinds = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
-    target = Path(path)
+    kinds, target = sorted(figure.canvas.get_supported_filetypes()), Path(path)
     if target.suffix[1:].lower() not in kinds:
         raise ConfigError(f"{str(path)!r} cannot be a picture; end it in one of {', '.join(f'.{k}' for k in kinds)}")
-    return target
-
-
-def save_picture(figure: Figure, path: str | Path) -> None:
-    """Save a figure as the ending says; its folder is made."""
-    target = picture_path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import as_streams
-from dynagroup.plan.batches import Batches, fixed_batches
+from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.planner import PlanConfig, Planner, oversize_mask
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said
 from dynagroup.validation import check_int
 
@@ -139,6 +133,11 @@ class Way:
         }
 
 
+def fixed_batches(order: IntArray, batch_size: int) -> Batches:
+    """Consecutive batches of one size; the last may be smaller."""
+    return Batches(order, np.append(np.arange(0, len(order), batch_size), len(order)))
+
+
 def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
     """Batches dealt in turn to the ranks of another plan, padded as any collate function pads."""
     steps, none = -(-len(batches) // like.world_size), np.zeros(0, np.int64)
@@ -151,7 +150,7 @@ def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
     return Way(name, replace(like, batches=batches, table=table, **facts))
 
 
-def shuffled_way(plan: BatchPlan, batch_size: int | None, *, seed: int = 0) -> tuple[Way, int, bool]:
+def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, bool]:
     """Shuffled batches of one size, of the plan's samples; their size, and whether they fit at their hardest.
 
     ``batch_size``: None: as many as fit, were they the longest.
@@ -159,7 +158,7 @@ def shuffled_way(plan: BatchPlan, batch_size: int | None, *, seed: int = 0) -> t
     samples = plan.batches.order
     most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
     size = batch_size or max(most, 1)
-    order = np.random.default_rng(seed).permutation(np.sort(samples))
+    order = np.random.default_rng(0).permutation(np.sort(samples))
     return fixed_way(f"fixed {size}, shuffled", fixed_batches(order, size), plan), size, size <= most
 
 
@@ -169,18 +168,9 @@ def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
     >>> most_of_the_longest({"tokens": np.array([3, 9, 2, 50])}, TokenBudget(20))
     2
     """
-    wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-    count = len(next(iter(wide.values())))
-    alone = budget.fits(BatchShape(np.ones(count, np.int64), wide, wide)) if count else np.zeros(0, np.bool_)
-    falling = {name: np.sort(values[alone])[::-1] for name, values in wide.items()}
-    sums = {name: np.cumsum(values) for name, values in falling.items()}
-
-    def unfit(size: int) -> bool:
-        longest = {name: int(values[0]) for name, values in falling.items()}
-        return not budget.fits(
-            BatchShape.of(size, longest, {name: int(total[size - 1]) for name, total in sums.items()})
-        )[0]
-
+    alone = ~oversize_mask(lengths, budget)
+    falling = {name: np.sort(values[alone])[::-1] for name, values in lengths.items()}
+    unfit = lambda size: not budget.fits(BatchShape.of_samples({n: v[:size] for n, v in falling.items()}))[0]  # noqa: E731
     return bisect_left(range(1, int(alone.sum()) + 1), True, key=unfit)
 
 
@@ -194,9 +184,6 @@ class Comparison:
     batch_size: int
     samples_per_update: int
     budget: Budget
-
-    def __getitem__(self, name: str) -> Way:
-        return next(way for way in self.ways if way.name == name)
 
     def figures(self) -> dict[str, Any]:
         """Everything that :meth:`report` shows, for machines."""
@@ -213,8 +200,6 @@ class Comparison:
             "largest batch": ("largest_batch_tokens", "{:,}"),
             "predicted time": ("share_of_time", "{:.2f}"),
         }
-        if self.world_size == 1:
-            del columns["ranks wait"]
         rows = [
             [name, *(shown.format(found[figure]) for figure, shown in columns.values())]
             for name, found in self.figures()["ways"].items()
@@ -236,7 +221,6 @@ def compare(
     accumulation: int = 1,
     budget: Budget | None = None,
     work: Work | None = None,
-    seed: int = 0,
 ) -> Comparison:
     """Batch the same samples in every way and predict what each costs.
 
@@ -263,20 +247,20 @@ def compare(
         "dynagroup, shuffle=True": {"shuffle": True},
         "dynagroup, sorted": {},
     }
-    told: dict[str, Any] = {"seed": seed, "work": check_work(work)}
+    told: dict[str, Any] = {"work": check_work(work)}
     planners = {name: Planner(streams, fits, PlanConfig(**told, **mode)) for name, mode in modes.items()}
     next(iter(planners.values())).warn_of_oversize()
     ours = [Way(name, planner.plan(0, world_size)) for name, planner in planners.items()]
-    shuffled = fixed_batches(epoch_order(len(streams[TOKENS]), seed=seed, epoch=0), batch_size)
-    grouped = grouped_batches(streams[TOKENS], batch_size, world_size=world_size, seed=seed)
+    shuffled = fixed_batches(epoch_order(len(streams[TOKENS]), seed=0, epoch=0), batch_size)
+    grouped = grouped_batches(streams[TOKENS], batch_size, world_size=world_size)
     fixed = {f"fixed {batch_size}, shuffled": shuffled, f"group_by_length {batch_size}": grouped}
     theirs = [fixed_way(name, batches, ours[0].plan) for name, batches in fixed.items()]
     return Comparison([*theirs, *ours], streams, world_size, batch_size, each, fits)
 
 
-def grouped_batches(lengths: NDArray[np.integer], batch_size: int, *, world_size: int = 1, seed: int = 0) -> Batches:
+def grouped_batches(lengths: NDArray[np.integer], batch_size: int, *, world_size: int = 1) -> Batches:
     """Batches as ``group_by_length`` makes them: a shuffle in pieces of 50 batches, each sorted, longest first."""
-    order = epoch_order(len(lengths), seed=seed, epoch=0)
+    order = epoch_order(len(lengths), seed=0, epoch=0)
     piece = MEGA_BATCHES * batch_size * world_size
     parts = [order[start : start + piece] for start in range(0, len(order), piece)]
     parts = [part[np.argsort(-lengths[part].astype(np.int64), kind="stable")] for part in parts]
@@ -299,31 +283,3 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
              for row in cells)  # fmt: skip
     return "\n".join(line.rstrip() for line in lines)
-
-
-def environment(*packages: str) -> dict[str, Any]:
-    """Hardware, versions of what is installed of ``packages``, and the date: for every file of figures.
-
-    >>> sorted(environment("numpy"))
-    ['date', 'hardware', 'python', 'versions']
-    """
-    installed = {name: _version(name) for name in ("torch", "numpy", *packages)}
-    return {
-        "hardware": f"{os.cpu_count()}-core {_processor()}",
-        "python": platform.python_version(),
-        "versions": {name: found for name, found in installed.items() if found is not None},
-        "date": datetime.now(timezone.utc).date().isoformat(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    file = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", file.read_text(encoding="utf-8")) if file.exists() else None
-    return named.group(1) if named else platform.processor() or platform.machine()

@@ -143,27 +143,20 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        """Refuses to be sharded twice: asked by frameworks that shard batch samplers, before they do.
-
-        A property that raises AttributeError looks absent, as it must where batches vary in size; one that raises
-        anything else stops the framework.
-        """
+        """Refuses to be sharded twice: asked by frameworks that shard batch samplers, before they do. A property that raises
+        AttributeError looks absent, as it must where batches vary in size; one that raises anything else stops the framework."""
         rank, size = self._rank_and_size()
         if rank is None or size == 1:
             raise AttributeError("batches of LengthAwareBatchSampler vary in size")
         raise ConfigError(
-            f"this LengthAwareBatchSampler already gives each rank its own batches (rank {rank} of {size}); a framework "
-            f"that shards batch samplers itself would shard it a second time and lose samples. Build it with "
-            f"world_size={size} and rank=None, so that the framework does the sharding, or keep the loader away from "
-            "accelerator.prepare (Lightning: use_distributed_sampler=False)"
+            f"this LengthAwareBatchSampler already gives rank {rank} of {size} its own batches; a framework that shards batch "
+            f"samplers would shard it a second time and lose samples: build it with world_size={size} and rank=None, or keep the "
+            "loader away from accelerator.prepare (Lightning: use_distributed_sampler=False)"
         )
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps of :attr:`epoch` on all ranks; after a resume those that remained of it, from the first that is emitted.
-
-        Without ``set_epoch`` the epoch is the one whose iteration began last: call it before reading the next one's plan.
-        """
+        """The steps of :attr:`epoch` on all ranks; after a resume those that remained of it, from the first that is emitted."""
         return self._planned(self.epoch, self._start if self.epoch == self._epoch else None)
 
     def plan_of(self, epoch: int) -> BatchPlan:
@@ -172,11 +165,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of the whole :attr:`epoch` on this rank (of all ranks, where it emits all), also after a resume: trainers ask
-        for it and skip by themselves. ``plan.num_steps`` are those that remain.
-
-        The first call in an epoch plans all of it: about 1 ms an update of 64 to 256 samples, 3 ms on eight ranks. The number
-        of updates is known without: samples / ``samples_per_update``.
-        """
+        for it and skip by themselves. The first call in an epoch plans all of it: about 1 ms an update, 3 ms on eight ranks."""
         rank, size = self._rank_and_size()
         return self.plan_of(self.epoch).num_steps * (1 if rank is not None else size)
 
@@ -232,8 +221,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if len(planned.repeated) and not self._said_repeats:
             self._said_repeats = True
             warn_user(
-                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a "
-                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
+                f"too few samples for equally many steps on all ranks: samples {planned.repeated.tolist()} stand in a row a "
+                "second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
             )
 
     def _here(self) -> Cursor:
@@ -257,8 +246,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and _workers_fetch_ahead(sys._getframe(1)):
             raise StateError(
-                "worker processes fetch batches ahead of training, so this sampler cannot know how many were used; pass "
-                "state_dict(num_steps=steps of this epoch that training has used)"
+                "worker processes fetch batches ahead of training; say state_dict(num_steps=steps of this epoch that were used)"
             )
         if run is None:
             here = self._here()
@@ -266,8 +254,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
         if not first <= used <= run.steps:
             raise StateError(
-                f"`num_steps` must be from {first} to {run.steps}, the steps of this epoch that were handed out since it was "
-                f"begun or resumed, but is {used}; count from the beginning of the epoch, across resumes"
+                f"`num_steps` must be from {first} to {run.steps}, the steps that were handed out since the epoch was begun or "
+                f"resumed, but is {used}; count from the beginning of the epoch, across resumes"
             )
         fields = {
             "cursor": at_step(run.borders, used, run.ranks).state(),
@@ -277,12 +265,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return sealed(KIND, self._planner.identity, fields)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a state was taken, on any number of ranks: exactly what remained of its epoch comes next.
-
-        One rank's state says everything; a list of all ranks' states is accepted too, if they agree.
+        """Continue where a state was taken, on any number of ranks: exactly what remained of its epoch comes next, or after its
+        end the next epoch. One rank's state says everything; a list of all ranks' states is accepted too, if they agree.
 
         On as many ranks as before the remaining batches are the same; on another number the current window's remaining
-        samples are cut again. A state taken at the end of an epoch continues with the next one.
+        samples are cut again.
 
         Raises:
             StateError: the state is damaged, or belongs to other lengths, another budget or other settings.
@@ -293,16 +280,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             state = agreed(opened(states, KIND, planner.identity))
             cursor = Cursor.of(state["cursor"])
             if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
-                raise StateError(
-                    f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken; "
-                    "seed its generator alike, or give it a set_epoch"
-                )
+                said = f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken"
+                raise StateError(f"{said}; seed its generator alike, or give it a set_epoch")
         self._replace(planner)
         self._epoch, self._run = cursor.epoch, None
         self._start = None if cursor.is_start else cursor
-        self._advance = int(
-            planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch))
-        )  # the epoch was used up
+        used_up = planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch))
+        self._advance = int(used_up)
         self.sampler.resume_at(self.epoch)
 
     def _rank_and_size(self) -> tuple[int | None, int]:

@@ -16,8 +16,6 @@ from dynagroup.plan.padded import OrderedWindow
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
 from dynagroup.validation import check_int
 
-__all__ = ["ShapeLadder"]
-
 LOOKED_AT = 4096
 """Samples, spread evenly over the sorted lengths, that the rungs are fitted to."""
 
@@ -59,9 +57,8 @@ class ShapeLadder(Budget):
         rungs = _rungs(round_up(ordered[spread], base.pad_to_multiple_of), num_shapes)
         most = base.largest(rungs) if len(streams) == 1 else None
         if most is None or base.layout == "packed":
-            raise ConfigError(
-                f"a ShapeLadder needs a padded budget that decides by samples and longest alone, but has {base.fingerprint}"
-            )
+            said = "a ShapeLadder needs a padded budget that decides by samples and longest alone"
+            raise ConfigError(f"{said}, but has {base.fingerprint}")
         self._multiple = base.pad_to_multiple_of
         self._rungs, self._most = rungs, np.maximum(most, 0)
 

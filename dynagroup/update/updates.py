@@ -12,7 +12,7 @@ import numpy as np
 
 from dynagroup.budget.base import padded_squares, padded_streams, padded_tokens, real_tokens
 from dynagroup.distributed import World
-from dynagroup.errors import AlignmentError, BudgetError, ConfigError
+from dynagroup.errors import AlignmentError, BudgetError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
@@ -169,16 +169,9 @@ class PreservedUpdates(UpdateSizes, _Updates):
     ) -> None:
         UpdateSizes.__init__(self, schedule, self._num_ordered, drop_last=drop_last)
         self.planner, self._order, self._shuffle = planner, order, shuffle
-        self._kept: dict[int, int] = {}
-        """Samples that every epoch of a sampler keeps, by how many are left out."""
 
     def _num_ordered(self) -> int:
-        left_out = self.planner.left_out
-        if self._order is None:
-            return self.planner.num_planned
-        if len(left_out) not in self._kept:
-            self._kept[len(left_out)] = self._order.counted_without(left_out)
-        return self._kept[len(left_out)]
+        return self.planner.num_planned if self._order is None else self._order.counted(self.planner.left_out)
 
     @property
     def num_samples(self) -> int:
@@ -198,23 +191,11 @@ class PreservedUpdates(UpdateSizes, _Updates):
 
     def order_of(self, epoch: int) -> IntArray:
         """Dataset indices in the epoch's order."""
-        count, left_out, wanted = self.planner.num_samples, self.planner.left_out, self._num_ordered()
+        count, left_out = self.planner.num_samples, self.planner.left_out
         if self._order is not None:
-            order = self._order.counted_epoch(epoch)
-        elif self._shuffle:
-            order = epoch_order(count, seed=self.planner.config.seed, epoch=epoch)
-        else:
-            order = np.arange(count)
-        if not len(left_out):
-            return order
-        kept = order[~np.isin(order, left_out)]
-        if len(kept) != wanted:
-            raise ConfigError(
-                f"`sampler` gives {len(kept)} samples in epoch {epoch} that oversize='drop' does not leave out, but "
-                f"{wanted} in the epoch before, so updates cannot be counted: draw each sample once, or filter "
-                "what is too long out of the dataset"
-            )
-        return kept
+            return self._order.counted_epoch(epoch, left_out)
+        order = epoch_order(count, seed=self.planner.config.seed, epoch=epoch) if self._shuffle else np.arange(count)
+        return order[~np.isin(order, left_out)] if len(left_out) else order
 
     def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
         for window, before, after in self._windows(cursor):
