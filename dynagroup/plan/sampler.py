@@ -221,8 +221,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if len(planned.repeated) and not self._said_repeats:
             self._said_repeats = True
             warn_user(
-                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a row a "
-                "second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
+                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a "
+                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
             )
 
     def _here(self) -> Cursor:
