@@ -6,16 +6,14 @@ import ast
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from dynagroup.budget.tokens import TokenBudget
@@ -88,7 +86,10 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
     for name in ("budget", "max_length", "samples", "samples_per_update"):
         check_int(name, getattr(config, name))
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    texts = load_texts(config.texts)
+    lines = docstrings() if config.texts is None else Path(config.texts).read_text(encoding="utf-8-sig").split("\n")
+    texts = [line for line in lines if line.strip()]
+    if len(texts) < 4:
+        raise ConfigError(f"the demo needs at least 4 texts, but found {len(texts)}")
     name = config.tokenizer or config.model
     tokenizer = train_tokenizer(texts) if name is None else AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token_id is None:
@@ -104,15 +105,6 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
 
 
 # Texts: real, varied, and already on every machine that runs Python
-
-
-def load_texts(file: str | None = None) -> list[str]:
-    """A file's lines, or docstrings when none is named."""
-    lines = docstrings() if file is None else Path(file).read_text(encoding="utf-8-sig").split("\n")
-    found = [line for line in lines if line.strip()]
-    if len(found) < 4:
-        raise ConfigError(f"the demo needs at least 4 texts, but found {len(found)}")
-    return found
 
 
 def docstrings(at_least: int = 12_000) -> list[str]:
@@ -179,13 +171,14 @@ def make_runs(
     work = Work(per_step=CPU_PER_STEP) if device.type == "cpu" and config.model is None else None
     options = {"order": chosen, "samples_per_update": per_update, "work": work, "rank": 0, "world_size": 1}
     sampler = LengthAwareBatchSampler(lengths, TokenBudget(config.budget), **options)
-    ends = (np.flatnonzero(sampler.plan.update_ends) + 1).tolist()
-    batches = list(sampler)
-    cut = [batches[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", cut)]
+    cut: list[list[list[int]]] = [[]]
+    for batch, ends_update in zip(sampler, sampler.plan.update_ends, strict=True):
+        cut[-1].append(batch)
+        cut += [[]] if ends_update else []
+    return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", cut[:-1])]
 
 
-def _slices(values: list[int], size: int) -> list[list[int]]:
+def _slices(values: list[Any], size: int) -> list[list[Any]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
@@ -194,18 +187,15 @@ def _train(
 ) -> None:
     """The runs take turns, update by update, so that other work on the machine slows both alike."""
     collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
+    rate = 3e-3 if config.model is None else 2e-5
     models = [_model(config, tokenizer).to(device).train() for _ in runs]
-    trainings = []
-    for run, model in zip(runs, models, strict=True):
-        batches = [batch for update in run.updates for batch in update]
-        loaded: Any = DataLoader(texts, batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
-        trainings.append(_updates(run, model, iter(loaded), 3e-3 if config.model is None else 2e-5, device))
+    load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731
+    trainings = [_updates(run, model, load, rate, device) for run, model in zip(runs, models, strict=True)]
     begun, most = time.perf_counter(), len(runs[0].updates)
     for _ in tqdm(zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None):
         if time.perf_counter() - begun > config.seconds:
             break
-    rows = max(config.budget // config.max_length, 1)
-    evaluation: Any = list(DataLoader(held_out, batch_size=rows, collate_fn=collate))  # type: ignore[arg-type]
+    evaluation = [collate(part) for part in _slices(held_out, max(config.budget // config.max_length, 1))]
     for run, model in zip(runs, models, strict=True):
         run.updates = run.updates[: len(run.seconds)]
         with torch.no_grad():
@@ -213,7 +203,7 @@ def _train(
 
 
 def _updates(
-    run: Run, model: torch.nn.Module, batches: Iterator[Tensors], learning_rate: float, device: torch.device
+    run: Run, model: torch.nn.Module, load: Callable[..., Tensors], learning_rate: float, device: torch.device
 ) -> Iterator[None]:
     """Each is one step on the mean loss over *all its label tokens*, however they are divided into batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
@@ -222,7 +212,7 @@ def _updates(
     optimizer.zero_grad(set_to_none=True)
     for update in run.updates:
         started = _now(device)
-        for loss in _losses(model, list(islice(batches, len(update))), device):
+        for loss in _losses(model, [load(batch) for batch in update], device):
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -79,20 +79,17 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
             would run into before the system kills the process; it is refused.
 
     Raises:
-        ConfigError: there is no such device, or it does not say how much memory it has.
+        ConfigError: there is no such device, or it does not say.
     """
     if device is None:
-        device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), None)
-        if device is None:
-            raise ConfigError("there is no accelerator here whose memory could be asked; say it, e.g. memory='24GB'")
+        device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
     wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     backend: Any = getattr(torch, wanted.type, None)
-    if wanted.type == "cpu" or backend is None or not backend.is_available():
+    asked = "recommended_max_memory" if wanted.type == "mps" else "mem_get_info"
+    if not hasattr(backend, asked) or not backend.is_available():
         raise ConfigError(f"there is no device {str(wanted)!r} whose memory could be asked; say it, e.g. memory='24GB'")
     if wanted.type == "mps":
         return int(backend.recommended_max_memory())
-    if not hasattr(backend, "mem_get_info"):
-        raise ConfigError(f"torch cannot say how much memory {str(wanted)!r} has; say it, e.g. memory='24GB'")
     at = torch.device(wanted.type, backend.current_device()) if wanted.index is None else wanted
     free, total = backend.mem_get_info(at)
     return int(min(free + backend.memory_reserved(at), total * _allowed_share(at)))

@@ -17,8 +17,6 @@ from dynagroup.validation import check_number, warn_user
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["DistributedWorld", "SingleProcess", "World", "as_float64", "as_int64", "current_world", "rank_and_size"]
-
 
 class World(Protocol):
     """The ranks that run one job together. Every method is collective: all ranks call it, with equally long vectors.
@@ -37,14 +35,7 @@ class World(Protocol):
 def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
     """What travels in a maximum; OverflowError where a value does not fit, TypeError where it is no integer."""
     array = np.asarray(values)
-    return (
-        array.astype(np.int64) if array.dtype.kind in "bi" else np.array([index(value) for value in values], np.int64)
-    )
-
-
-def as_float64(values: Sequence[float]) -> NDArray[np.float64]:
-    """What travels in a sum."""
-    return np.asarray(values, np.float64)
+    return array.astype(np.int64) if array.dtype.kind in "bi" else np.array([index(v) for v in values], np.int64)
 
 
 class SingleProcess:
@@ -57,7 +48,7 @@ class SingleProcess:
         return as_int64(values).tolist()
 
     def all_sum(self, values: Sequence[float], /) -> list[float]:
-        return as_float64(values).tolist()
+        return [float(value) for value in values]
 
 
 class DistributedWorld:
@@ -79,9 +70,7 @@ class DistributedWorld:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise ConfigError(
-                "torch.distributed is not initialised; call init_process_group first, or leave world=None"
-            )
+            raise ConfigError("torch.distributed is not initialised; call init_process_group first")
         self._timeout_s = check_number("timeout_s", timeout_s)
         self._group = _group_beside(group, self._timeout_s)
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -90,7 +79,7 @@ class DistributedWorld:
         return self._reduce(as_int64(values), "MAX")
 
     def all_sum(self, values: Sequence[float], /) -> list[float]:
-        return self._reduce(as_float64(values), "SUM")
+        return self._reduce(np.asarray(values, np.float64), "SUM")
 
     def _reduce(self, values: NDArray[Any], op: str) -> list[Any]:
         import torch
@@ -116,10 +105,7 @@ def _group_beside(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Pro
     import torch.distributed as dist
 
     parent = group if group is not None else dist.group.WORLD
-    try:
-        ranks = dist.get_process_group_ranks(parent)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"`group` is none of this job's process groups, or was destroyed: {group!r}") from error
+    ranks = dist.get_process_group_ranks(parent)
     if dist.get_rank() not in ranks:
         raise ConfigError(f"`group` has the ranks {ranks}, but this process is rank {dist.get_rank()}")
     made = _BESIDE.setdefault(parent, {})

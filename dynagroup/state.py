@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynagroup.errors import StateError
 from dynagroup.fingerprint import hashed
-
-__all__ = ["agreed", "differences", "listed", "opened", "seal_of", "sealed"]
 
 VERSION = 2
 ENVELOPE = {"kind", "version", "identity", "seal"}
@@ -54,9 +52,9 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
             raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {VERSION}")
         if state["seal"] != seal_of(state):
             raise StateError(
-                "the state is damaged: it is not what was saved, its seal differs; load the checkpoint before it"
+                "the state is damaged: it is not what was saved, its seal differs; load an earlier checkpoint"
             )
-        if differing := differences(state["identity"], identity):
+        if differing := _differences(state["identity"], identity):
             raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
     return found
 
@@ -73,16 +71,10 @@ def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("le
     return states[0]
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
-    """What differs between two identities, in words.
-
-    >>> differences({"seed": 0, "window": 8}, {"seed": 1, "window": 8})
-    ['seed: 0 then, 1 now']
-    """
-    names = sorted({*theirs, *ours}, key=str) if keys is None else keys
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     return [
         f"{name}: {theirs.get(name)!r} then, {ours.get(name)!r} now"
-        for name in names
+        for name in sorted({*theirs, *ours}, key=str)
         if name not in theirs or name not in ours or theirs[name] != ours[name]
     ]
 

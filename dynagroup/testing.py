@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dynagroup.budget.base import UNLIMITED, Budget, fits_of, largest_of
-from dynagroup.distributed import World, as_float64, as_int64
+from dynagroup.distributed import World, as_int64
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import TOKENS, BatchShape, Streams
 from dynagroup.update.loader import StepLoader
@@ -41,7 +41,7 @@ class ThreadWorld:
         return self._reduce(as_int64(values), np.maximum)
 
     def all_sum(self, values: Sequence[float], /) -> list[float]:
-        return self._reduce(as_float64(values), np.add)
+        return self._reduce(np.asarray(values, np.float64), np.add)
 
     def _reduce(self, values: np.ndarray, combine: np.ufunc) -> list[Any]:
         self.num_exchanges += 1
@@ -226,16 +226,16 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
     ):
         for k in np.flatnonzero(~fits & fits_of(bound, larger))[:1]:
             before, units = ({name: int(v[k]) for name, v in found.items()} for found in (longest, more))
-            raise AssertionError(
-                f"{bound.fingerprint} refuses {count[k]} samples with longest {before}, but accepts it after {what}: {units}"
-            )
+            shape = f"{count[k]} samples with longest {before}"
+            raise AssertionError(f"{bound.fingerprint} refuses {shape}, but accepts it after {what}: {units}")
     table = largest_of(bound, longest[TOKENS]) if len(lengths) == 1 else None
     if table is not None:
         most = np.minimum(table, UNLIMITED)
-        for size, expected in ((np.maximum(most, 1), most >= 1), (most + 1, np.zeros(len(most), np.bool_))):
-            for k in np.flatnonzero(bound.fits(BatchShape.of(size, longest[TOKENS])) != expected)[:1]:
-                found = f"{table[k]} samples of {longest[TOKENS][k]} tokens fit"
-                raise AssertionError(f"`largest` says {found}, but `fits` says {not expected[k]} for {size[k]}")
+        fitting = bound.fits(BatchShape.of(np.maximum(most, 1), longest[TOKENS])) == (most >= 1)
+        for k in np.flatnonzero(~fitting | bound.fits(BatchShape.of(most + 1, longest[TOKENS])))[:1]:
+            raise AssertionError(
+                f"`largest` says {table[k]} samples of {longest[TOKENS][k]} tokens fit, but `fits` differs"
+            )
 
 
 @dataclass

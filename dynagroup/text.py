@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["text_dataloader"]
 
 IGNORED = -100  # torch.nn.functional.cross_entropy leaves such labels out
-OURS = ("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "sampler")
 
 
 def text_dataloader(
@@ -56,22 +55,22 @@ def text_dataloader(
     The sampler is ``loader.batch_sampler``: ask it for its ``plan``, tell it the epoch.
 
     Raises:
-        ConfigError: an option is neither's, or one that the budget decides (``batch_size``), or the tokenizer cannot pad.
+        ConfigError: a text is none, or the tokenizer cannot pad.
 
     >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """
     budget = as_budget(budget)
-    sampler_options, loader_options = _sort_options(options)
     if getattr(tokenizer, "pad_token_id", None) is None:
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
     texts = by_position(texts)
-    known: Any = lengths
-    if lengths is None:
-        known = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length)
-    sampler = LengthAwareBatchSampler(known, budget, shuffle=shuffle, **sampler_options)
+    known: Any = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length) if lengths is None else lengths
+    of_sampler = options.keys() & inspect.signature(LengthAwareBatchSampler).parameters
+    sampler = LengthAwareBatchSampler(
+        known, budget, shuffle=shuffle, **{name: options.pop(name) for name in of_sampler}
+    )
     kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
     collate = kind(tokenizer, max_length, budget.pad_to_multiple_of, labels)
-    return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **loader_options)
+    return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **checked_kwargs(options))
 
 
 class TokenizingCollator:
@@ -120,15 +119,3 @@ class _Texts(Dataset[str]):
 
     def __getitem__(self, index: int) -> str:
         return check_text(self._texts[index], index)  # here for `lengths` measured elsewhere
-
-
-def _sort_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    of_sampler = inspect.signature(LengthAwareBatchSampler).parameters
-    of_loader = inspect.signature(DataLoader).parameters
-    for name in options:
-        if name in OURS:
-            raise ConfigError(f"`{name}` cannot be chosen here: the budget and the tokenizer decide it")
-        if name not in of_sampler and name not in of_loader:
-            raise ConfigError(f"`{name}` is an option neither of LengthAwareBatchSampler nor of DataLoader")
-    ours = {name: value for name, value in options.items() if name in of_sampler}
-    return ours, checked_kwargs({name: value for name, value in options.items() if name not in ours})

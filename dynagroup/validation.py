@@ -14,8 +14,6 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 
-__all__ = ["check_choice", "check_flag", "check_function", "check_int", "check_number", "warn_user"]
-
 LARGEST = 1 << 62
 """No count of a real run is larger."""
 

@@ -256,28 +256,26 @@ def test_doctor_asks_about_all_streams(folder):
     ("line", "told"),
     [
         (
-            "fit model --dtype bfloat16 --lengths 32 96 --fsdp 8",
-            {"lengths": [32, 96], "sharding": "fsdp", "num_ranks": 8},
+            "fit model --dtype bfloat16 --fsdp 8 --layout packed",
+            {"layout": "packed", "sharding": "fsdp", "num_ranks": 8},
         ),
         (
             "profile model --dtype bfloat16 --mode generate --max-new-tokens 8",
             {"mode": "generate", "max_new_tokens": 8},
         ),
-        ("fit model --dtype bfloat16 --lengths 96 --lora", {"lengths": [96], "lora": True}),
+        ("fit model --dtype bfloat16 --lora", {"lora": True}),
     ],
 )
 def test_fit_and_profile_say_what_the_budget_says(line, told, folder):
-    arguments, lengths = [*line.split(), "--gpu-memory", "2GB"], told.pop("lengths", None)
+    arguments, picture = [*line.split(), "--gpu-memory", "2GB"], folder / "new" / "fits.png"
     budget = MemoryBudget.from_model("model", "2GB", dtype="bfloat16", **told)
     if "lora" in told:
-        found = figures(*arguments)
-        assert found["samples"] == budget.most_samples(lengths).tolist()
-    else:
-        picture = folder / "new" / "fits.png"
-        said = answer(*arguments, "--picture", str(picture))
-        assert said.startswith(f"{budget.about}\n{budget.table(lengths)}\nMemoryBudget.from_model(")
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert eval(said.splitlines()[-2], {"MemoryBudget": MemoryBudget}) == budget
+        assert figures(*arguments)["samples"] == budget.most_samples([96]).tolist()
+        return
+    said = answer(*arguments, "--picture", str(picture))
+    assert said.startswith(f"{budget.about}\n{budget.table()}\nMemoryBudget.from_model(")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert eval(said.splitlines()[-2], {"MemoryBudget": MemoryBudget}) == budget
 
 
 def test_python_m_dynagroup_runs():
@@ -296,10 +294,9 @@ def test_missing_and_unknown_arguments_are_one_line(line, folder):
     assert error.startswith("dynagroup")
 
 
-@pytest.mark.parametrize("command", ["fit", "profile"])
 @pytest.mark.parametrize("model", ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", "\0"])
-def test_what_is_no_model_is_refused_in_one_line(command, model, folder):
-    assert refusal(command, model).startswith(f"dynagroup {command}: no config found for {model!r}")
+def test_what_is_no_model_is_refused_in_one_line(model, folder):
+    assert refusal("fit", model, "--gpu-memory", "24GB").startswith(f"dynagroup fit: no config found for {model!r}")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +306,7 @@ def test_what_is_no_model_is_refused_in_one_line(command, model, folder):
         ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
         ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
         ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
-        ("profile model --measure", "needs a CUDA device"),
+        ("profile model --gpu-memory 24GB --measure", "needs a CUDA device"),
         ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
         ("doctor lengths.npy --batch-size 8 --model nosuch", "no config found for 'nosuch'"),
         ("demo --texts nowhere.txt", "No such file"),

@@ -116,8 +116,6 @@ def test_texts_that_bring_the_first_token_get_no_second_one(layout):
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
-        (["1"], {"collate_fn": 1}, "`collate_fn` cannot be chosen here"),
-        (["1"], {"colour": "red"}, "`colour` is an option neither"),
         (["1"], {"tokenizer": words()}, "no padding token; set one"),
         (Dataset.from_dict({"text": ["1"]}), {}, "must be a list or one column, but is a whole Dataset"),
         (["1", "2", None], {"lengths": [1, 1, 2]}, "text 2 must be a string, but is None"),

@@ -1,4 +1,4 @@
-"""The command line: ``dynagroup plan | compare | doctor | fit | profile | demo``. ``commands`` does, ``inputs`` reads."""
+"""The command line: its commands and options. ``commands`` finds what they ask for, ``inputs`` reads; both when one runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import dynagroup
-from dynagroup.cli.commands import COMMANDS, run
-from dynagroup.cli.inputs import KINDS, tokens
 
 __all__ = ["main"]
 
@@ -36,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: say(f"warning: {message}")
         try:
+            from dynagroup.cli.commands import run
+
             run(args)
         except ModuleNotFoundError as error:
             if not error.name or error.name.startswith("dynagroup"):
@@ -48,32 +48,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-OPTIONS: dict[str, tuple[str, str]] = {
-    "data": ("DATA", f"lengths, token ids or texts: {KINDS}"),
-    "--column": ("C[,C]", "of a table or .npz: lengths, ids or (with --tokenizer) texts; several are padded streams"),
+def tokens(text: str) -> int:
+    """A number of tokens; ``k`` is 1,024.
+
+    >>> tokens("4096"), tokens("16k"), tokens("1.5k")
+    (4096, 16384, 1536)
+    """
+    number, times = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    try:
+        return int(float(number) * times)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 16384 or 16k, but is {text!r}") from None
+
+
+DATA = "data --column --tokenizer --max-length --world-size --layout --pad-to-multiple-of --json"
+TODAY = f"{DATA} --batch-size! --max-tokens --accumulation --model"
+FIT = (
+    "model --gpu-memory! --headroom --mode --max-new-tokens --dtype --autocast --gradient-checkpointing --lora --fsdp --layout "
+    "--pad-to-multiple-of --picture --json"
+)
+COMMANDS = {  # command -> what it finds, and its options; those with ! must be given
+    "plan": (
+        "plan an epoch and show its figures",
+        f"{DATA} --max-tokens! --shuffle --window --samples-per-update --picture",
+    ),
+    "compare": ("fixed batches, group_by_length and dynagroup on your lengths", f"{TODAY} --picture"),
+    "doctor": (
+        "what your batches waste, and what to change, in five lines",
+        f"{TODAY} --gpu-memory --dtype --gradient-checkpointing",
+    ),
+    "fit": ("how much of a model fits a device, and the line of code for it", FIT),
+    "profile": ("the same, or measured on a device", f"{FIT} --measure"),
+    "demo": (
+        "train a small model with fixed batches and with dynagroup",
+        "--texts --tokenizer --model --device --budget --max-length --samples --seconds",
+    ),
+}
+OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> what stands for its value, what it means, and its default
+    "data": ("DATA", "lengths, ids or texts: npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of datasets"),
+    "--column": ("C[,C]", "of a table or .npz: lengths, ids or (with --tokenizer) texts; several are streams"),
     "--tokenizer": ("NAME", "transformers tokenizer: DATA then holds texts"),
     "--max-length": ("T", "tokens that longer samples are truncated to"),
-    "--max-tokens": ("T", "tokens a batch may have, padding counted: 16k (default: --batch-size times the longest)"),
+    "--max-tokens": ("T", "tokens a batch may have, padding counted: 16k; default: --batch-size times the longest"),
     "--batch-size": ("N", "samples of a batch on one rank today"),
-    "--layout": ("padded|packed", "of dynagroup's batches"),
-    "--headroom": ("H", "share of the memory to use (default: %(default)s)"),
-    "--pad-to-multiple-of": ("N", "(default: 1)"),
-    "--accumulation": ("N", "such batches of an update (default: 1)"),
-    "--world-size": ("R", "ranks (default: 1)"),
+    "--layout": ("padded|packed", "of dynagroup's batches", "padded"),
+    "--headroom": ("H", "share of the memory to use", 0.9),
+    "--pad-to-multiple-of": ("N", "tokens", 1),
+    "--accumulation": ("N", "such batches of an update", 1),
+    "--world-size": ("R", "ranks", 1),
     "--shuffle": ("", "other batches every epoch"),
     "--window": ("N", "samples sorted together"),
     "--samples-per-update": ("N", "exactly so many samples in each update"),
     "model": ("MODEL", "a model's name, or a folder with a config.json; no weights are read"),
     "--model": ("NAME", "a model's name or folder: predicts time for its sizes; in demo: is trained"),
-    "--gpu-memory": ("SIZE", "such as 80GB or 24GiB (default: %(default)s); in doctor with --model: does it fit?"),
-    "--mode": ("train|forward|generate", "(default: train)"),
+    "--gpu-memory": ("SIZE", "such as 80GB or 24GiB; in doctor with --model: does it fit?"),
+    "--mode": ("train|forward|generate", "what the model is run for", "train"),
     "--dtype": ("TYPE", "of the parameters, e.g. bfloat16; default: the model's"),
     "--autocast": ("TYPE", "lower precision of torch.autocast, e.g. bfloat16; default: not used"),
-    "--max-new-tokens": ("N", "with --mode generate (default: %(default)s)"),
+    "--max-new-tokens": ("N", "with --mode generate", 256),
     "--gradient-checkpointing": ("", "activations are computed again"),
     "--lora": ("", "adapters are trained, the model is frozen"),
     "--fsdp": ("R", "parameters, gradients and optimizer spread over R ranks"),
-    "--lengths": ("T", "tokens of the longest sample: 512 2k 8k"),
     "--measure": ("", "run random weights on the CUDA device here; default: simulate"),
     "--picture": ("PNG", "also save a picture"),
     "--json": ("", "print the figures as JSON"),
@@ -83,12 +118,7 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "--samples": ("N", "texts to train on, if there is time"),
     "--seconds": ("S", "training stops after so long"),
 }
-TYPES: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(["--max-length", "--max-tokens", "--lengths", "--budget"], tokens),
-    **dict.fromkeys(["--headroom", "--seconds"], float),
-}
-DEFAULTS = {"headroom": 0.9, "pad_to_multiple_of": 1, "accumulation": 1, "world_size": 1}
-DEFAULTS |= {"layout": "padded", "mode": "train", "max_new_tokens": 256}
+TYPES: dict[str, Callable[[str], Any]] = {"T": tokens, "N": int, "R": int, "H": float, "S": float}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,20 +132,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dynagroup", description="Batches that fit.")
     parser.add_argument("--version", action="version", version=f"dynagroup {dynagroup.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        made = commands.add_parser(name, help=command.does, description=f"{command.does.capitalize()}.")
-        for option in command.options.split():
-            made.add_argument(option, **_settings(option, option in command.required))
-        made.set_defaults(**{**({} if name == "demo" else DEFAULTS), **command.defaults})
+    for name, (does, options) in COMMANDS.items():
+        made = commands.add_parser(name, help=does, description=f"{does.capitalize()}.")
+        for option in options.split():
+            made.add_argument(
+                option.rstrip("!"), **_settings(*OPTIONS[option.rstrip("!")], required=option.endswith("!"))
+            )
     return parser
 
 
-def _settings(option: str, required: bool) -> dict[str, Any]:
-    metavar, text = OPTIONS[option]
+def _settings(metavar: str, text: str, default: Any = None, *, required: bool) -> dict[str, Any]:
     if not metavar:
         return {"action": "store_true", "help": text}
+    told: dict[str, Any] = {"help": text if default is None else f"{text} (default: {default})", "default": default}
+    told |= {"required": True} if required else {}
     if "|" in metavar:
-        return {"choices": metavar.split("|"), "help": text}
-    kind = TYPES.get(option, int if metavar in ("N", "R") else str)
-    several = {"nargs": "+"} if option == "--lengths" else {}
-    return {"metavar": metavar, "help": text, "type": kind, **several, **({"required": True} if required else {})}
+        return {**told, "choices": metavar.split("|")}
+    return {**told, "metavar": metavar, "type": TYPES.get(metavar, str)}

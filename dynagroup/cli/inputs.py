@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from dynagroup.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dynagroup.shapes import Streams
+from dynagroup.lengths import as_streams, by_position, limit_of, measure_lengths
+from dynagroup.shapes import Streams, said
 
 KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder saved by datasets"
 USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # what a column of lengths or ids is usually called
 UTF8 = "utf-8-sig"  # with or without a mark, as Windows writes it
 
 
-def tokens(text: str) -> int:
-    """A number of tokens; ``k`` is 1,024.
-
-    >>> tokens("4096"), tokens("16k"), tokens("1.5k")
-    (4096, 16384, 1536)
-    """
-    number, times = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    try:
-        return int(float(number) * times)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 16384 or 16k, but is {text!r}") from None
-
-
 def lengths_of(args: argparse.Namespace) -> Streams:
-    """Lengths by stream: read, counted from token ids, or measured with a tokenizer.
+    """Lengths by stream: read, counted from token ids, or measured with a tokenizer. Several streams are named.
 
     Raises:
         ConfigError: no such file, not readable as what it seems to be, or a column that is not there.
     """
-    import numpy as np
-
-    from dynagroup.lengths import as_streams, limit_of
-
     limit = limit_of(args.max_length)
     try:
         table = _read(Path(args.data))
@@ -54,6 +39,9 @@ def lengths_of(args: argparse.Namespace) -> Streams:
         raise ConfigError(f"{args.data!r} holds no samples")
     if limit is not None:
         streams["tokens"] = np.minimum(streams["tokens"], np.int32(limit))
+    if len(streams) > 1:  # beside the output where machines read that
+        line = f"streams: {', '.join(map(said, streams))} (a batch holds the tokens of all; to take others: --column A[,B])"
+        print(line, file=sys.stderr if args.json else sys.stdout)
     return streams
 
 
@@ -68,8 +56,6 @@ def _read(path: Path) -> Any:
         data = load_from_disk(str(path))
         return data["train"] if isinstance(data, DatasetDict) else data  # another split has a folder of its own inside
     if kind in (".npy", ".npz"):
-        import numpy as np
-
         with path.open("rb") as file:  # numpy leaves a broken file open that it opened itself
             found = np.load(file)
             return {"tokens": found} if kind == ".npy" else dict(found)
@@ -112,8 +98,6 @@ def _chosen(table: Any, args: argparse.Namespace) -> Sequence[str]:
 
 
 def _measured(values: Any, args: argparse.Namespace) -> Any:
-    from dynagroup.lengths import by_position, measure_lengths
-
     values = by_position(values)
     first = next(iter(values), 0)
     if isinstance(first, str):
