@@ -20,9 +20,6 @@ from dynagroup.memory.run import Layout
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
 from dynagroup.validation import check_int
 
-__all__ = ["AdditiveCap", "AllOf", "BoolArray", "Budget", "FloatArray", "Layout", "UNLIMITED", "cost_of", "fits_of",
-           "largest_of", "padded_squares", "padded_streams", "padded_tokens", "real_tokens"]  # fmt: skip
-
 BoolArray: TypeAlias = NDArray[np.bool_]
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -65,7 +62,7 @@ class Budget(ABC):
         return None
 
     def padded_to(self, tokens: int, /) -> int:
-        """How many tokens the collate function makes of a row, or of a packed batch, of so many: at most."""
+        """What the collate function makes of a row, or a packed batch, of so many tokens: at most."""
         return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     @abstractmethod
@@ -113,11 +110,6 @@ def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     return real_tokens(shape, budget) if budget.layout == "packed" else shape.num_samples * sum(_widths(shape, budget))
 
 
-def padded_squares(shape: BatchShape, budget: Budget) -> IntArray:
-    """The same, each token times its sample's padded length: what attention costs. int64 (K,)."""
-    return shape.num_samples * sum(width * width for width in _widths(shape, budget))
-
-
 def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Tokens of each shape's samples, of all padded streams: int64 (K,)."""
     return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)
@@ -132,11 +124,6 @@ def _widths(shape: BatchShape, budget: Budget) -> list[IntArray]:
 def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
     """What a budget, which may be of the user's own, answers about these K shapes: bool (K,). ConfigError: it is none."""
     return _checked(budget.fits(shape), len(shape), "b", f"{type(budget).__name__}.fits")
-
-
-def cost_of(budget: Budget, shape: BatchShape) -> FloatArray:
-    """What a budget says that these K shapes cost, as :func:`fits_of`: float64 (K,)."""
-    return _checked(budget.cost(shape), len(shape), "iuf", f"{type(budget).__name__}.cost")
 
 
 def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
@@ -159,7 +146,7 @@ class AdditiveCap(Budget):
     """At most ``limit`` units of a stream in a batch, summed over its samples; the batch's padding does not matter.
 
     For what is concatenated, not padded, such as vision patches. Combine it with a budget of tokens, which then leaves that
-    stream alone: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``. A stream that is padded needs no cap: budgets count it.
+    stream alone: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
 
     Args:
         stream: name of the stream, as ``lengths`` or ``length_of`` call it.
@@ -260,7 +247,7 @@ class AllOf(Budget):
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Of the part that predicts memory, or else of the first that is not a mere cap."""
         parts = sorted(self._others, key=lambda p: not p.knows_memory)
-        return cost_of(parts[0], self.seen_by(parts[0], shape)) if parts else super().cost(shape)
+        return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
     def bind(self, lengths: Streams, /) -> AllOf:
         padded = {name: values for name, values in lengths.items() if name not in self._end_to_end}

@@ -11,14 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, FloatArray, cost_of, fits_of, largest_of
+from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, FloatArray, fits_of, largest_of
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
 from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
 from dynagroup.state import opened, sealed
-
-__all__ = ["COST_UNIT", "NO_COST", "LearningBudget", "OomReport"]
 
 COST_UNIT = 2**20  # costs travel between ranks as integers
 NO_COST = 2**62
@@ -58,15 +56,13 @@ class _Lessons:
 
 
 # A failure at cost c is a wall: nothing of cost c or more is tried again, and the limit falls to a share of it, because costs
-# are predictions. Passes near the limit raise it again, one small step each time so many of them came in a row, and never to
-# the wall; a measured peak that nearly fills the device stops the rise before an error does. Cost: a comparison a batch.
+# are predictions. Passes near the limit raise it again by small steps, never to the wall.
 class LearningBudget(Budget):
     """A budget that no longer allows what has failed. Without a ``budget`` to correct it allows everything that has not.
 
-    A batch costs what the budget predicts for it (a memory model's answer; padded tokens otherwise). What is learned guards
-    the run at once: ``allows`` asks it, and :class:`~dynagroup.oom.OomSafeBackward` and generation split beforehand what it
-    speaks against. ``fits``, which plans are made by, follows with :meth:`apply`: loaders call it when an epoch begins, so that
-    a plan stays the one it was while it is carried out, also across a resume, and keep its state in their own. A
+    A batch costs what the budget predicts for it. What is learned guards the run at once: ``allows`` asks it, and
+    :class:`~dynagroup.oom.OomSafeBackward` and generation split beforehand what it speaks against. ``fits``, which plans are
+    made by, follows with :meth:`apply`: loaders call it when an epoch begins, and keep its state in their own. A
     :class:`LengthAwareBatchSampler` does so on one rank; on several, call it yourself, and record the same facts on every rank.
 
     >>> budget = LearningBudget(TokenBudget(1000))
@@ -109,7 +105,7 @@ class LearningBudget(Budget):
         return bound
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        return cost_of(self._base, shape)
+        return self._base.cost(shape)
 
     @property
     def fingerprint(self) -> str:
@@ -119,8 +115,7 @@ class LearningBudget(Budget):
     @property
     def limits(self) -> tuple[float, float]:
         """By what has been learned so far: the highest cost that is allowed, and the lowest that has failed; inf: none."""
-        limit, wall, _ = map(float, self._lessons.numbers)
-        return limit, wall
+        return float(self._lessons.numbers[0]), float(self._lessons.numbers[1])
 
     @property
     def _applied(self) -> float:
@@ -148,11 +143,7 @@ class LearningBudget(Budget):
         return largest_within(lambda n: self._within(applied, BatchShape.of(n, longest)), len(longest), most)
 
     def apply(self, world: World | None = None) -> None:
-        """Plan by what has been learned so far. For between epochs.
-
-        Args:
-            world: ranks that plan together: the lowest limits of all of them count. Collective.
-        """
+        """Plan by what has been learned so far, between epochs; by the lowest limits of all ranks of ``world``. Collective."""
         numbers = self._lessons.numbers
         if world is not None and world.size > 1:
             lowest = world.all_max([-int(min(limit * COST_UNIT, NO_COST)) for limit in self.limits])
@@ -198,8 +189,7 @@ class LearningBudget(Budget):
         return self._lessons.report
 
     def share_memory(self) -> LearningBudget:
-        """Keep what is learned in shared memory: worker processes started from now on follow it at once, which otherwise keep
-        what was known when they started."""
+        """Keep what is learned in shared memory: worker processes started from now on follow it at once."""
         import torch
 
         if isinstance(self._lessons.numbers, list):
@@ -214,12 +204,7 @@ class LearningBudget(Budget):
         return sealed("LearningBudget", {"budget": self._base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what a run with the same budget had learned.
-
-        Raises:
-            StateError: the state is damaged, of another version, or of another budget: its costs have another meaning. Then
-                nothing has changed.
-        """
+        """Take up what a run with the same budget had learned. StateError: it was another; nothing has changed then."""
         [found], lessons = opened(state, "LearningBudget", {"budget": self._base.fingerprint}), self._lessons
         for place, number in enumerate(found["numbers"]):  # in place: they may be shared
             lessons.numbers[place] = math.inf if number is None else number

@@ -13,8 +13,6 @@ from dynagroup.memory.run import Layout
 from dynagroup.shapes import BatchShape, IntArray, round_up
 from dynagroup.validation import check_choice, check_int
 
-__all__ = ["TokenBudget", "as_budget"]
-
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
@@ -52,13 +50,9 @@ class TokenBudget(Budget):
 
     @classmethod
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> TokenBudget:
-        """The budget of a run sized by hand: ``sequence_length * 2 * micro_batch_size`` tokens.
-
-        The factor 2 is online-dynamic-batching's rule of thumb: the typical batch of a fixed-size run is about half padding.
-        """
-        check_int("sequence_length", sequence_length)
-        check_int("micro_batch_size", micro_batch_size)
-        return cls(sequence_length * 2 * micro_batch_size)
+        """The budget of a run sized by hand: ``sequence_length * 2 * micro_batch_size`` tokens, online-dynamic-batching's rule of
+        thumb: the typical batch of a fixed-size run is about half padding."""
+        return cls(check_int("sequence_length", sequence_length) * 2 * check_int("micro_batch_size", micro_batch_size))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
@@ -88,10 +82,7 @@ class TokenBudget(Budget):
 
 
 def as_budget(budget: Budget | int) -> Budget:
-    """A budget: itself, or a number of tokens.
-
-    Raises:
-        ConfigError: it is neither.
+    """A budget: itself, or a number of tokens. ConfigError: it is neither.
 
     >>> as_budget(4096) == TokenBudget(4096)
     True

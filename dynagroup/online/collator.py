@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from dynagroup.budget.base import Budget, padded_squares, padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, with_tokens
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, shorten
@@ -205,7 +205,6 @@ class RefinementCollator:
         counted = _rows(
             oversize=~self.budget.fits(shapes),
             padded=padded_tokens(shapes, self.budget),
-            squares=padded_squares(shapes, self.budget),
             work=self.work.of_batches(batches, lengths, self.budget),
             real=real_tokens(shapes, self.budget),
         )

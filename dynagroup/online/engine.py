@@ -236,7 +236,7 @@ class Runner(ABC):
             begun["begun_samples"] = cursor.begun_samples + int(take.samples.local)
         self.stands = replace(cursor, **begun)
         if batch is None:
-            self.stats.count_step(0, idle=True)
+            self.stats.count_step(idle=True)
             spare = self._smallest = self._smallest or self.feed.spare()
             held, indices = copy.deepcopy(spare.batch), list(spare.indices)
         else:
@@ -246,9 +246,7 @@ class Runner(ABC):
         return Step(held, indices, take.samples, take.weight, scale, take.ends_update, idle=batch is None)
 
     def _count(self, batch: Refined) -> None:
-        self.stats.count_step(
-            len(batch), real_tokens=batch.real, padded_tokens=batch.padded, padded_squares=batch.squares
-        )
+        self.stats.count_step(len(batch), batch.real, batch.padded)
         if batch.oversize and not self.stats.oversize:
             warn_user(
                 f"sample {batch.indices[0]} ({units_of(batch.lengths, 0)}) does not fit the budget even alone and is emitted "

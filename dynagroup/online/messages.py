@@ -85,7 +85,6 @@ class Refined:
     lengths: Streams  # true ones, after processing
     weight: float  # loss weight, see ``weigh``
     padded: int  # padded tokens
-    squares: int  # the same, each times its sample's padded length
     work: float  # predicted time without the price of a step, in linear tokens
     real: int  # tokens that are no padding
     group: int = 0  # which planned batch it came from

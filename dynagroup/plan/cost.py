@@ -121,12 +121,7 @@ class Work:
             )
         tokens = table[:, 0] * table[:, 1]
         columns = np.stack([np.ones(len(table)), tokens, tokens * table[:, 1]], axis=1) / table[:, 2:]
-        return cls.from_moments(columns.T @ columns, columns.sum(axis=0))
-
-    @classmethod
-    def from_moments(cls, products: NDArray[np.float64], targets: NDArray[np.float64]) -> Work:
-        """The least squares behind :meth:`fit`, from sums alone: ``products`` (3, 3) of the columns (1, n L, n L^2), each
-        divided by its seconds, and ``targets`` (3,), their sums."""
+        products, targets = columns.T @ columns, columns.sum(axis=0)
         scale = np.sqrt(np.diag(products))
         scaled, wanted = products / np.outer(scale, scale), targets / scale
         found = np.zeros(3)

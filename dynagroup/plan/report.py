@@ -80,7 +80,7 @@ def _advice(plan: BatchPlan) -> Iterator[str]:
     else:
         cause = (
             f"batches have {size:,.0f} samples, because more and smaller ones are predicted to take longer; if steps are cheap "
-            "with you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run"
+            "with you, say so: work=Work(per_step=...), or Work.fit"
         )
     yield f"{padding:.0%} of the tokens are padding: {cause}"
 

@@ -1,14 +1,11 @@
 """What every loader of steps is: the contract that training loops, adapters and the laws know.
 
-Two loaders keep it. :class:`~dynagroup.PlannedDataLoader` plans updates from known lengths;
-:class:`~dynagroup.OnlineDataLoader` cuts them where samples become known, in the workers. They differ in their feed only: where
-an epoch's steps come from, and what a place in it is. Epochs, updates, counting and saving are the same, here.
+The two that keep it differ in where an epoch's steps come from, and in what a place in it is. The rest is the same, here.
 """
 
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +21,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import Walk
-from dynagroup.update.step import LoaderStats, Step, StepClock
+from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import check_int
 
 B = TypeVar("B")
@@ -113,8 +110,8 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _checked(self, states: list[Mapping[str, Any]]) -> Any:
-        """What to go on from, out of states that are whole and of this run; changes nothing. StateError: ranks are missing, or
-        the states do not belong together."""
+        """What to go on from, out of states that are whole and of this run; changes nothing. StateError: they do not belong
+        together."""
 
     @abstractmethod
     def _restore(self, found: Any) -> None:
@@ -161,13 +158,9 @@ class StepLoader(ABC, Generic[B]):
         self._choose()
         self._next = self._epoch + 1
         live = self._live = self._run()
-        clock = StepClock(self.stats) if self.budget.layout == "padded" else None
         try:
             for step in live:
-                began = time.perf_counter()
                 yield step
-                if clock is not None:
-                    clock.note(time.perf_counter() - began, step)
                 if self._live is not live:
                     raise ConfigError("this iteration of the loader has ended: another one was begun since")
         finally:
@@ -218,7 +211,6 @@ class StepLoader(ABC, Generic[B]):
         """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""
         return sealed(self.KIND, self._identity(), {"learned": LearningBudget.saved(self.budget), **self._state()})
 
-    # What was learned is taken over first, because fingerprints show it; whatever is refused then puts it back.
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where states were taken, on any number of ranks: exactly what remained of the epoch comes next.
 
@@ -238,22 +230,13 @@ class StepLoader(ABC, Generic[B]):
 # What loaders ask of torch's DataLoader.
 
 ENDED_EARLY = (
-    "the dataset, `collate_fn` or `weigh` raised StopIteration, which a DataLoader takes for its end, while samples of the "
-    "epoch were left: look there for a next() of what has ended"
+    "the dataset, `collate_fn` or `weigh` raised StopIteration while samples were left: a next() of what has ended"
 )
 
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a ``DataLoader`` besides those that say what a batch is. What they mean is torch's to say: a DataLoader of
-    nothing is constructed, which starts no worker.
-
-    Raises:
-        ConfigError: torch refuses them, or ``num_workers`` is no count, for which it would wait.
-
-    >>> checked_kwargs({"num_workers": -1})
-    Traceback (most recent call last):
-    dynagroup.errors.ConfigError: `num_workers` must be an int of at least 0, but is -1
-    """
+    """Arguments of a ``DataLoader`` besides those that say what a batch is. ConfigError: torch refuses them for a DataLoader of
+    nothing, which starts no worker; or ``num_workers`` is no count, for which it would wait."""
     check_int("num_workers", kwargs.get("num_workers", 0), least=0)
     try:
         with warnings.catch_warnings():

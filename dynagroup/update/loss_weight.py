@@ -12,16 +12,11 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 
-__all__ = ["Share", "Weigh", "count_label_tokens", "loss_scale", "mean_items", "predicts_next_token", "weigher"]
-
 Weigh: TypeAlias = Literal["tokens", "samples"] | Callable[[Any], float]
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 MOST = 1e30  # so that sums over ranks and steps stay finite
-SHIFTING_LOSSES = (
-    "ForCausalLM",
-    "ForConditionalGeneration",
-)  # transformers' names of those that leave out the first label
+SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # of transformers: they leave out the first label
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +30,8 @@ class Share:
 def loss_scale(weight: Share, world_size: int) -> float:
     """Factor for this batch's mean loss, such that accumulated gradients averaged over ranks equal one process's.
 
-    Each rank accumulates ``sum_over_steps(loss_scale * mean_loss)`` over the steps of an update and DDP or FSDP divides
-    by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a sample) counts
-    once: the result is the gradient of ``sum(unit losses) / total``.
+    DDP and FSDP divide by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a
+    sample) counts once: the result is the gradient of ``sum(unit losses) / total``.
 
     >>> loss_scale(Share(local=3, total=4), world_size=2)
     1.5
@@ -48,16 +42,13 @@ def loss_scale(weight: Share, world_size: int) -> float:
 def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """Label tokens of a batch that are predicted.
 
-    Causal models predict ``labels[..., 1:]``: their loss shifts, so the first column is never predicted. A batch with
-    ``shift_labels`` was shifted beforehand. Labels of one dimension are classes, one a sample, and are all predicted; so are
-    all elements of labels that are no integers (regression).
+    Causal models predict ``labels[..., 1:]``; a batch with ``shift_labels`` was shifted beforehand. Labels of one dimension
+    are classes, one a sample, and are all predicted; so are all elements of labels that are no integers (regression).
 
     Args:
         batch: a mapping with ``labels`` (or ``shift_labels``): tensor, array or nested lists; ignored ones are -100.
+            ConfigError: it has none.
         shifted: False for models that predict the first label too (encoder-decoders, masked language models).
-
-    Raises:
-        ConfigError: the batch has no labels.
 
     >>> count_label_tokens({"labels": np.array([[-100, 5, 6], [7, 8, -100]])})
     3
@@ -65,8 +56,8 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     name = _label_name(batch)
     if name is None:
         raise ConfigError(
-            f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none; "
-            "pass weigh='samples', or a function from a batch to its weight"
+            f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none; pass weigh='samples', or a "
+            "function from a batch to its weight"
         )
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
     kind = getattr(labels.dtype, "is_floating_point", None)  # torch; numpy has a kind
@@ -103,11 +94,8 @@ def _label_name(batch: Any) -> str | None:
 
 
 def predicts_next_token(model: Any) -> bool:
-    """Whether a model's own loss leaves out the first label of a row, as causal losses of transformers do.
-
-    Wrappers (DDP, PEFT) are looked through. A class of transformers that does not name its loss (GPT2LMHeadModel) takes the
-    causal one if it is a causal model.
-    """
+    """Whether a model's own loss leaves out the first label of a row, as causal losses of transformers do: it says so, or names
+    none and is a causal model (GPT2LMHeadModel). Wrappers (DDP, PEFT) are looked through."""
     model = getattr(model, "module", model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -123,10 +111,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:
-    """The function (batch, number of samples) -> weight that ``weigh`` names.
-
-    Raises:
-        ConfigError: it names none; when called, a batch has no labels, or ``weigh`` gives no usable number.
+    """The function (batch, number of samples) -> weight that ``weigh`` names. ConfigError: it names none, or gives no number.
 
     >>> weigher("samples")(None, 3)
     3.0
@@ -149,7 +134,7 @@ def _by_samples(batch: Any, num_samples: int) -> float:
 def _by_function(function: Callable[[Any], float], batch: Any, num_samples: int) -> float:
     given = function(batch)
     try:
-        weight = math.nan if isinstance(given, (str, bytes)) else float(given)
+        weight = float(given)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # none, or more than one number
         weight = math.nan
     if not 0 <= weight <= MOST:

@@ -34,7 +34,6 @@ from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdate
 from dynagroup.validation import check_flag, check_int, warn_user
 
 B = TypeVar("B")
-TAKEN = {"batch_size", "batch_sampler", "generator"}
 LARGEST_UPDATE = 1 << 40
 OURS = {"shuffle", "seed", "samples_per_update", "uneven"}  # settings of a plan that are arguments here, or follow
 
@@ -42,9 +41,8 @@ OURS = {"shuffle", "seed", "samples_per_update", "uneven"}  # settings of a plan
 class PlannedDataLoader(StepLoader[B]):
     """Steps planned from known lengths: batches that fit, of similar length, weighed so that gradients add up exactly.
 
-    ``for step in loader`` gives the steps of one epoch, and ``loader.updates()`` the same steps, an update at a time.
-    ``len(loader)`` counts steps; the optimizer steps ``loader.num_updates`` times. ``print(loader.plan.report())`` shows the
-    epoch before anything runs, ``print(loader.stats)`` what was done.
+    ``len(loader)`` counts the steps of an epoch; the optimizer steps ``loader.num_updates`` times. ``loader.plan.report()`` shows
+    the epoch before anything runs, ``print(loader.stats)`` what was done.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
@@ -55,7 +53,7 @@ class PlannedDataLoader(StepLoader[B]):
         accumulation: rows an update, only without ``samples_per_update``.
         shuffle: with ``samples_per_update``: draw samples in an order seeded by (seed, epoch); False: in the dataset's order,
             every epoch. Without: draw other batches every epoch; False: the longest first, the same every epoch.
-        sampler: of dataset indices, the same on every rank, read once an epoch; only with ``samples_per_update``.
+        sampler: of dataset indices, the same on every rank; only with ``samples_per_update``.
         seed: of order and processing.
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts), "samples", or a function from a batch to a number.
@@ -107,7 +105,11 @@ class PlannedDataLoader(StepLoader[B]):
         known = {f.name for f in fields(PlanConfig)} - OURS
         settings = {name: further.pop(name) for name in known & further.keys()}
         settings |= {"shuffle": how["shuffle"]} if free else {"samples_per_update": LARGEST_UPDATE}
-        planner = _planner(dataset, lengths, budget, PlanConfig(seed=seed, **settings))
+        planner = Planner(as_streams(lengths), budget, PlanConfig(seed=seed, **settings))
+        if planner.num_samples != len(dataset):
+            raise ConfigError(
+                f"`lengths` has {planner.num_samples} entries, but the dataset has {len(dataset)} samples"
+            )
         if samples_per_update is None:
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
@@ -150,9 +152,7 @@ class PlannedDataLoader(StepLoader[B]):
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps of :attr:`epoch` on all ranks, as many as ``len(loader)``: the class and the table of a sampler's plan.
-
-        After a state was loaded, those that remained of its epoch. :meth:`plan_of` gives any whole epoch.
+        """The steps of :attr:`epoch` on all ranks; after a state was loaded, those that remained of it.
 
         >>> from dynagroup.budget.tokens import TokenBudget
         >>> print(PlannedDataLoader(range(4), [3, 9, 2, 8], TokenBudget(18)).plan.report().splitlines()[0])
@@ -168,13 +168,12 @@ class PlannedDataLoader(StepLoader[B]):
         return walk.plan(walk.start_of(check_int("epoch", epoch, least=0), Cursor()))
 
     def __len__(self) -> int:
-        """Steps of the whole :attr:`epoch`, exact, also after a resume. The optimizer steps :attr:`num_updates` times, which is
-        known at once with ``samples_per_update``; steps are known when the epoch is planned, once."""
+        """Steps of the whole :attr:`epoch`, also after a resume; known when it is planned, once."""
         return self.plan_of(self.epoch).num_steps
 
     def set_samples_per_update(self, samples: int) -> int:
-        """See :meth:`StepLoader.set_samples_per_update`: with ``num_workers=0`` the next update is the first one of the new
-        size; otherwise the delay is at most ``num_workers * prefetch_factor`` batches."""
+        """See :meth:`StepLoader.set_samples_per_update`: the next update without workers, with them at most ``num_workers *
+        prefetch_factor`` batches later."""
         if not isinstance(self._plan, PreservedUpdates):
             raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
         asked = self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
@@ -203,19 +202,20 @@ class PlannedDataLoader(StepLoader[B]):
     def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
         """Count a step as used, and say once if it is not what was planned."""
         step, stats = update.steps[number], self.stats
-        stats.count_step(len(step.indices), idle=step.idle, **step.counts)
+        stats.count_step(len(step.indices), *step.tokens, idle=step.idle)
         if number == len(update.steps) - 1:
             stats.count_update(update.num_samples)
         if step.idle:
             return
         stats.oversize += len(step.indices) == 1 and step.indices[0] in self._oversize
-        differs = None if self._said_unplanned else unplanned(batch, len(step.indices), step.streams, self.budget)
+        if self._said_unplanned:
+            return
+        differs = unplanned(batch, len(step.indices), step.streams, self.budget)
         if differs is not None:
             self._said_unplanned = True
             warn_user(
                 f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
-                "with another tokenizer, truncation or template, so batches may not fit; measure them the way samples are "
-                "processed and collated, or use OnlineDataLoader, which measures them so by itself (said once)"
+                "otherwise than samples are processed and collated, so batches may not fit; OnlineDataLoader measures by itself"
             )
 
     def _identity(self) -> dict[str, Any]:
@@ -240,31 +240,18 @@ class PlannedDataLoader(StepLoader[B]):
         walk.renew(walk.planner.rebuilt())
         walk.restore(found["changes"])
         self._stand(place, resumed=True)
-        self._epoch, self._next = place.epoch, place.epoch + walk.is_over(place)
+        is_over = not place.begun_rows and next(walk.cursors(place), None) is None
+        self._epoch, self._next = place.epoch, place.epoch + is_over
 
 
-def _planner(dataset: Any, lengths: Any, budget: Budget | int, config: PlanConfig) -> Planner:
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise ConfigError(
-            f"`dataset` must have __getitem__ and __len__, but is a {type(dataset).__name__}; OnlineDataLoader takes streams"
-        )
-    planner = Planner(as_streams(lengths), budget, config)
-    if planner.num_samples != len(dataset):
-        raise ConfigError(f"`lengths` has {planner.num_samples} entries, but the dataset has {len(dataset)} samples")
-    return planner
-
-
-# An update's batches are loaded, each is weighed, and one sum over ranks (a number a step) tells every rank what each step
-# weighs in all, so that the loss scale of each batch is exact and a place inside the update can be saved by any rank. Plans
-# are alike on all ranks, so nothing else needs telling, but for a rank that fails: its numbers are NaN. Cost: one all-reduce of
-# a few floats an update; the update's batches are held at once.
+# An update's batches are loaded, each is weighed, and one sum over ranks tells every rank what each step weighs in all, so that
+# loss scales are exact and any rank can save a place inside the update. Plans are alike on all ranks, so nothing else needs
+# telling, but for a rank that fails: its numbers are NaN. Cost: an all-reduce of a float a step; the batches are held at once.
 class _Feed:
     """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. It is the batch
     sampler of its DataLoader: hands out indices and remembers what they belong to."""
 
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
-        if taken := sorted(TAKEN & kwargs.keys()):
-            raise ConfigError(f"{taken} are decided by PlannedDataLoader: pass `budget`, `sampler` and `seed` instead")
         if kwargs.get("in_order") is False:
             raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
         self._weight_of, self._seed, self._stats = weigher(weigh), seed, stats
@@ -272,8 +259,8 @@ class _Feed:
         self._source: Iterator[PlannedUpdate] = iter(())
         # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
         self._generator = torch.Generator()
-        how = {"generator": self._generator, **checked_kwargs(kwargs)}
-        self._loader: DataLoader[Any] = DataLoader(_SeededDataset(dataset), batch_sampler=self, **how)  # type: ignore[arg-type]
+        seeded, kwargs = _SeededDataset(dataset), checked_kwargs(kwargs)
+        self._loader: DataLoader[Any] = DataLoader(seeded, batch_sampler=self, generator=self._generator, **kwargs)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         for update in self._source:

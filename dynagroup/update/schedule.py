@@ -53,12 +53,9 @@ def scale_learning_rate(
 
     Args:
         learning_rate: tuned at ``base_samples_per_update`` samples an update.
-        samples_per_update: samples an update will hold; of a run, or of one update.
+        samples_per_update: samples an update will hold.
         rule: "linear" for SGD (Goyal et al. 2017, arXiv:1706.02677), "sqrt" for Adam and its relatives (Malladi et al.
             2022, arXiv:2205.10287), "none" to leave it.
-
-    Raises:
-        ConfigError: a number is not positive, or the rule is not known.
 
     >>> scale_learning_rate(1e-3, samples_per_update=64, base_samples_per_update=16, rule="sqrt")
     0.002
@@ -106,8 +103,7 @@ class Walk(ABC):
         found = next((place for place in chain([start], self.cursors(start)) if place.update >= updates), None)
         if found is None:
             raise ConfigError(
-                f"epoch {epoch} has no update, so that many are never reached: the dataset is empty, or an update is larger "
-                "than an epoch and `drop_last` leaves it out"
+                f"epoch {epoch} has no update, so that many are never reached; use smaller updates or more samples"
             )
         return found
 
@@ -118,17 +114,8 @@ def begun(epoch: int, done: Cursor) -> Cursor:
 
 
 class UpdateSizes(Walk):
-    """The sizes of updates: a pure function of a schedule, of changes, and of how many samples an epoch draws.
-
-    Offline plans and online requests both walk it, so that a schedule means the same in both.
-
-    Args:
-        schedule: samples an update, or (update, current) -> samples.
-        num_ordered: how many samples an epoch draws.
-        drop_last: leave out an epoch's last update if it is smaller than asked.
-
-    Raises:
-        ConfigError: ``schedule`` is, or gives, no number of samples.
+    """The sizes of updates, in both loaders: a pure function of a schedule, of changes, and of how many samples an epoch draws.
+    ``drop_last``: leave out an epoch's last update if it is smaller than asked.
 
     >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
     >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]

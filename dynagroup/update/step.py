@@ -8,20 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Mutable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
-from dynagroup.plan.cost import Work
 from dynagroup.shapes import TOKENS, said
 from dynagroup.update.loss_weight import Share
 
 B = TypeVar("B")
 SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}
 """Where collators of transformers put streams."""
-ENOUGH_UPDATES = 20
-WARM_UP = 3  # updates that are not timed: the first ones compile kernels, fill caches and make the optimizer's state
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +126,16 @@ class LoaderStats:
     batch_sizes: Counter[int] = field(default_factory=Counter)  # how many batches had so many samples; no idle steps
     real_tokens: int = 0  # of the samples
     padded_tokens: int = 0  # that the device multiplied, idle steps not counted
-    padded_squares: int = 0  # the same tokens, each times its sample's padded length: what attention costs
     oversize: int = 0  # samples that did not fit even alone and were emitted by themselves
     left_samples: int = 0  # that ``uneven="stop"`` left behind
     wait_s: float = 0.0  # that the main process waited for workers
-    times: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)), repr=False, compare=False)
-    """Sums over timed updates of the products of (steps, n L, n L^2, seconds), each divided by the update's seconds: all that
-    least squares of relative errors needs. The last one counts the updates."""
 
     def __str__(self) -> str:
-        names = {"oversize": "too large even alone", "left_samples": "left"}
+        sizes, names = self.batch_sizes or [0], {"oversize": "too large even alone", "left_samples": "left"}
         rare = (f"; {getattr(self, name):,} {what}" for name, what in names.items() if getattr(self, name))
         return (
             f"{self.samples:,} samples in {self.steps:,} steps ({self.idle_steps:,} idle) and {self.updates:,} updates; batches "
-            f"of {self.smallest_batch:,} to {self.largest_batch:,} samples, {self.padding:.0%} padding; "
+            f"of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding; "
             f"waited {self.wait_s:.1f} s for workers{''.join(rare)}"
         )
 
@@ -164,34 +154,16 @@ class LoaderStats:
         """Samples of an update over all ranks, on average."""
         return self.update_samples / self.updates if self.updates else 0.0
 
-    @property
-    def smallest_batch(self) -> int:
-        """Samples of the smallest batch; 0 where there was none."""
-        return min(self.batch_sizes, default=0)
-
-    @property
-    def largest_batch(self) -> int:
-        """Samples of the largest batch; 0 where there was none."""
-        return max(self.batch_sizes, default=0)
-
-    @property
-    def work(self) -> Work | None:
-        """The price of a step and the crossover of attention that the loop's own times suggest, after 20 updates of padded
-        batches; None before, and where batches do not differ enough to tell. It is never used by itself: a plan would depend
-        on the machine's mood. Hand it to the next run: ``work=loader.stats.work``."""
-        enough = round(float(self.times[3, 3])) >= ENOUGH_UPDATES
-        return Work.from_moments(self.times[:3, :3], self.times[:3, 3]) if enough else None
-
-    def count_step(self, samples: int, *, idle: bool = False, **tokens: int) -> None:
-        """Note that a step was taken; ``tokens``: its real_tokens, padded_tokens and padded_squares."""
+    def count_step(self, samples: int = 0, real_tokens: int = 0, padded_tokens: int = 0, *, idle: bool = False) -> None:
+        """Note that a step was taken."""
         self.steps += 1
         if idle:
             self.idle_steps += 1
             return
         self.samples += samples
         self.batch_sizes[samples] += 1
-        for name, number in tokens.items():
-            setattr(self, name, getattr(self, name) + number)
+        self.real_tokens += real_tokens
+        self.padded_tokens += padded_tokens
 
     def count_update(self, samples: int) -> None:
         """Note that the last step of an update of so many samples, over all ranks, was taken."""
@@ -210,37 +182,10 @@ class LoaderStats:
 
     def merged(self, world: World) -> LoaderStats:
         """The sum over ranks. Collective: every rank calls it."""
-        names = [f.name for f in fields(self) if f.name not in ("batch_sizes", "times")]
-        [largest] = world.all_max([self.largest_batch])
+        names = [f.name for f in fields(self) if f.name != "batch_sizes"]
+        [largest] = world.all_max([max(self.batch_sizes, default=0)])
         own = [*(getattr(self, name) for name in names), *(self.batch_sizes[size] for size in range(largest + 1))]
-        found = world.all_sum([*self.times.ravel().tolist(), *own])
-        times, counts, sizes = found[:16], found[16 : 16 + len(names)], found[16 + len(names) :]
+        found = world.all_sum(own)
+        counts, sizes = found[: len(names)], found[len(names) :]
         summed: Any = {n: count if n.endswith("_s") else int(count) for n, count in zip(names, counts, strict=True)}
-        batch_sizes = Counter({size: int(count) for size, count in enumerate(sizes) if count})
-        return LoaderStats(**summed, batch_sizes=batch_sizes, times=np.reshape(times, (4, 4)))
-
-
-class StepClock:
-    """Times what a loop does with its steps, an update at a time: devices run behind the loop, and an update's end is where
-    loops wait for them (they log a loss, clip gradients, exchange them). Updates with idle steps wait for other ranks and
-    are left out. Costs a microsecond a step."""
-
-    def __init__(self, stats: LoaderStats) -> None:
-        self._stats = stats
-        self._seconds, self._before = 0.0, self._counted()
-
-    def note(self, seconds: float, step: Step[Any]) -> None:
-        """The loop has taken so long over a step, which the counts know already."""
-        self._seconds += seconds
-        if not step.ends_update:
-            return
-        counted, stats = self._counted(), self._stats
-        *done, idle = counted - self._before
-        if not idle and stats.updates > WARM_UP and self._seconds > 0:
-            row = np.array([*done, self._seconds]) / self._seconds
-            stats.times = stats.times + np.outer(row, row)
-        self._seconds, self._before = 0.0, counted
-
-    def _counted(self) -> NDArray[np.float64]:
-        stats = self._stats
-        return np.array([stats.batches, stats.padded_tokens, stats.padded_squares, stats.idle_steps], np.float64)
+        return LoaderStats(**summed, batch_sizes=Counter({size: int(n) for size, n in enumerate(sizes) if n}))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dynagroup.budget.base import padded_squares, padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.base import padded_streams, padded_tokens, real_tokens
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, BudgetError
 from dynagroup.fingerprint import described
@@ -22,25 +22,17 @@ from dynagroup.plan.planner import Planner
 from dynagroup.shapes import IntArray
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, begun
 
-COUNTED = {"real_tokens": real_tokens, "padded_tokens": padded_tokens, "padded_squares": padded_squares}
-"""What statistics count of a batch."""
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """One row of a plan, as one rank runs it."""
 
-    indices: list[int]
-    """Dataset indices."""
+    indices: list[int]  # of the dataset
     idle: bool
-    counts: dict[str, int]
-    """What :meth:`LoaderStats.count_step` counts of this rank's batch."""
-    streams: dict[str, tuple[int, int]]
-    """The longest sample, and all of them, in each padded stream: what its field of a batch should come out as."""
-    row_samples: int
-    """Samples on all ranks."""
-    cursor: Cursor
-    """Where the epoch's windows stand behind it."""
+    tokens: tuple[int, int]  # of this rank's batch, without and with padding
+    streams: dict[str, tuple[int, int]]  # tokens in each padded stream: of the longest sample, and all
+    row_samples: int  # on all ranks
+    cursor: Cursor  # where the epoch's windows stand behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +66,15 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
     """The rows of a window as the steps of one rank."""
     idle, budget, own = window.loss_scale == 0.0, planner.budget, window.table[:, rank]
     shapes = shapes_of(window.batches.take(own), planner.lengths)
-    counts = {name: of(shapes, budget).tolist() for name, of in COUNTED.items()}
+    tokens = zip(real_tokens(shapes, budget).tolist(), padded_tokens(shapes, budget).tolist(), strict=True)
     names = padded_streams(budget, shapes.longest)
     spans = {name: np.transpose([shapes.longest[name], shapes.total[name]]).tolist() for name in names}
     samples = np.where(idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
-    for row, number in enumerate(own.tolist()):
+    for row, (number, counted) in enumerate(zip(own.tolist(), tokens, strict=True)):
         yield PlannedStep(
             indices=window.batches[number].tolist(),
             idle=bool(idle[row, rank]),
-            counts={name: column[row] for name, column in counts.items()},
+            tokens=counted,
             streams={name: tuple(span[row]) for name, span in spans.items()},
             row_samples=samples[row],
             cursor=window.end if row + 1 == len(own) else window.start.after_rows(row + 1, window.table.shape[1]),
@@ -93,16 +85,10 @@ class _Updates(Walk):
     """What both kinds of updates share. They know ranks only by number."""
 
     planner: Planner
-    num_changes: int
-    """Grows whenever the number of updates may have changed."""
     changes: Sequence[tuple[int, int, int]] = ()
     """Of the size of updates, see :class:`UpdateSizes`."""
-    _ranks = 1
+    _ranks, _num_renewed = 1, 0
     _remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
-
-    @abstractmethod
-    def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
-        """What remains of the cursor's epoch, as one rank runs it."""
 
     @abstractmethod
     def _plan(self, cursor: Cursor) -> BatchPlan: ...
@@ -118,11 +104,18 @@ class _Updates(Walk):
 
     def on_ranks(self, world_size: int) -> None:
         """So many ranks are about to take its updates."""
-        self._ranks = world_size
+        if self._ranks != world_size:
+            self._ranks, self._starts = world_size, self._starts[:1]
 
     def renew(self, planner: Planner) -> None:
         """An epoch begins, planned by this planner."""
+        self._num_renewed += planner is not self.planner
         self.planner = planner
+
+    @property
+    def num_changes(self) -> int:
+        """Grows whenever the number of updates may have changed."""
+        return len(self.changes) + self._num_renewed
 
     def stand(self, place: Cursor) -> None:
         """The run goes on from here."""
@@ -138,10 +131,6 @@ class _Updates(Walk):
         """Of a sampler's indices."""
         return None
 
-    def is_over(self, cursor: Cursor) -> bool:
-        """Whether nothing of its epoch remains."""
-        return not cursor.begun_rows and next(self.cursors(cursor), None) is None
-
     def plan(self, cursor: Cursor) -> BatchPlan:
         """What remains of the cursor's epoch on all ranks. Remembered until something changes."""
         place = replace(cursor, update=0, samples_seen=0, current=None)
@@ -151,9 +140,8 @@ class _Updates(Walk):
         return self._remembered[1]
 
 
-# An epoch's order is cut into spans, and each span is planned by itself, as if it were an epoch of one window: rows of batches
-# that fit, of like cost. So what an update holds depends on order and schedule alone, not on budget or ranks; only its division
-# does. Cost: one plan of so many samples an update, when its turn comes.
+# An epoch's order is cut into spans, and each span is planned by itself, as if it were an epoch of one window. So what an update
+# holds depends on order and schedule alone; only its division depends on budget and ranks.
 class PreservedUpdates(UpdateSizes, _Updates):
     """Updates of exactly as many samples as ``schedule`` says, drawn as fixed batches would draw them: in the user's ``order``,
     or one that is seeded, or without ``shuffle`` the dataset's. ``drop_last`` leaves out an epoch's last, if it is smaller."""
@@ -176,10 +164,6 @@ class PreservedUpdates(UpdateSizes, _Updates):
     @property
     def num_samples(self) -> int:
         return self._num_ordered()
-
-    @property
-    def num_changes(self) -> int:  # type: ignore[override]
-        return len(self.changes)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -227,29 +211,20 @@ class PreservedUpdates(UpdateSizes, _Updates):
         return None if self._order is None else self._order.checksum(epoch)
 
 
-# The plan's rows, window after window, so many to an update. How many an epoch has depends on the number of ranks and on what the
-# budget has learned, so the run is counted from where it stands: every update but an epoch's last has as many rows, so a place
-# says where its epoch began.
+# The plan's rows, window after window, so many to an update. How many an epoch has depends on the ranks and on what the budget
+# has learned, so the run is counted from where it stands: all updates but an epoch's last have as many rows, so a place says
+# where its epoch began.
 class FreeUpdates(_Updates):
     """Every ``accumulation`` rows of the plan are an update: batches as large as fit, updates as large as they come. Only an
     epoch's last update may have fewer rows."""
 
     def __init__(self, planner: Planner, *, accumulation: int) -> None:
         super().__init__()
-        self.planner, self.accumulation, self.num_changes = planner, accumulation, 0
-        self._place = Cursor()
+        self.planner, self.accumulation, self._place = planner, accumulation, Cursor()
 
     @property
     def identity(self) -> dict[str, Any]:
         return {**self.planner.identity, "accumulation": self.accumulation}
-
-    def on_ranks(self, world_size: int) -> None:
-        if self._ranks != world_size:
-            self._ranks, self._starts = world_size, self._starts[:1]
-
-    def renew(self, planner: Planner) -> None:
-        self.num_changes += planner is not self.planner
-        self.planner = planner
 
     def stand(self, place: Cursor) -> None:
         updates = place.update + (place.begun_rows - place.steps) // self.accumulation

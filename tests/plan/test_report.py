@@ -104,7 +104,7 @@ def test_a_report_ends_with_what_keeps_the_plan_from_saving_more() -> None:
     )
     assert advice(1 << 20, VARIED, samples_per_update=32) == (
         "35% of the tokens are padding: batches have 11 samples, because more and smaller ones are predicted to take longer; if "
-        "steps are cheap with you, say so: work=Work(per_step=...), or work=loader.stats.work of an earlier run"
+        "steps are cheap with you, say so: work=Work(per_step=...), or Work.fit"
     )
     assert advice(4096, VARIED).startswith("samples repeated, left out")
     window = advice(4096, VARIED, shuffle=True, window=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -226,12 +226,6 @@ def test_books_go_on_after_resuming_on_other_ranks(make, sizes):
     run_ranks(3, go_on)
 
 
-def counts_of(stats: LoaderStats) -> dict[str, Any]:
-    """All but times, which are no whole numbers and add up to rounding only."""
-    names = [f.name for f in fields(stats) if f.name != "times" and not f.name.endswith("_s")]
-    return {name: getattr(stats, name) for name in names}
-
-
 def test_statistics_add_up_subtract_and_merge(make, sizes):
     def run(world: Any) -> tuple[LoaderStats, LoaderStats, LoaderStats]:
         loader = make(world, **sizes)
@@ -244,12 +238,10 @@ def test_statistics_add_up_subtract_and_merge(make, sizes):
             assert (found.steps, found.batches, found.idle_steps) == (len(steps), len(used), len(steps) - len(used))
             assert found.samples == sum(step.samples.local for step in steps)
             assert found.updates == sum(step.ends_update for step in steps)
-            assert (found.smallest_batch, found.largest_batch) == (
-                min(len(step.indices) for step in used), max(len(step.indices) for step in used)
-            )  # fmt: skip
+            assert found.batch_sizes == Counter(len(step.indices) for step in used)
             assert found.real_tokens == sum(LENGTHS[i] for step in used for i in step.indices)
             assert found.padded_tokens == sum(step.batch["input_ids"].numel() for step in used)
-        assert counts_of(before + since) == counts_of(loader.stats)
+        assert replace(before + since, wait_s=0) == replace(loader.stats, wait_s=0)
         return before, since, loader.stats.merged(world)
 
     by_rank = run_ranks(2, run)
@@ -309,15 +301,11 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
         list(make(data=Strayed(LENGTHS), max_tokens=40, collate_fn=collated, weigh=weigh, **sizes))
 
 
-# What torch's DataLoader is given is refused before a worker starts.
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         {"num_workers": -1},
         {"prefetch_factor": 2},
-        {"num_workers": 1, "timeout": "soon"},
         {"num_workers": 1, "multiprocessing_context": "thread"},
         {"num_worker": 1},
     ],
@@ -326,8 +314,3 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
 def test_wrong_arguments_are_refused_at_once(make, wrong):
     with pytest.raises(ConfigError, match=f"`?{next(iter(wrong))}|{list(wrong)[-1]}"):
         make(**wrong)
-
-
-def test_right_ones_are_not(make):
-    make(num_workers=0, prefetch_factor=None, timeout=0, pin_memory=False, worker_init_fn=None)
-    make(num_workers=2, prefetch_factor=3, timeout=1.5, persistent_workers=True, multiprocessing_context="spawn")

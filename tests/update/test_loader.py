@@ -50,11 +50,24 @@ class Noise(torch.utils.data.Dataset):
 
 def test_samples_too_large_even_alone_are_counted_and_a_setting_of_the_plan_is_said_by_its_name():
     with pytest.warns(UserWarning, match="1 samples do not fit the budget even alone and are emitted alone"):
-        loader = loader_of([5, 90, 6], samples_per_update=3, work=None)  # what stats.work is after a short run
+        loader = loader_of([5, 90, 6], samples_per_update=3)
     list(loader)
     assert loader.stats.oversize == 1
     with pytest.raises(BudgetError, match="sample 1 .90 tokens. does not fit even alone"):
         loader_of([5, 90, 6], oversize="error")
+
+
+def test_stats_tell_the_seconds_spent_on_samples(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    class Slow(list):
+        def __getitem__(self, index):
+            now[0] += 1.0
+            return super().__getitem__(index)
+
+    loader = loader_of(data=Slow(LENGTHS), samples_per_update=12)
+    assert sum(step.samples.local for step in loader) == loader.stats.wait_s == 53
 
 
 def test_workers_process_a_resumed_run_alike():
@@ -89,9 +102,7 @@ def test_ranks_with_another_order_are_told():
         ({"windows": 3}, "torch's DataLoader refuses .*windows"),
         ({"drop_last": True}, "`drop_last` need `samples_per_update`"),
         ({"seed": -1}, "`seed` must be an int of at least 0"),
-        ({"data": iter([])}, "OnlineDataLoader takes streams"),
         ({"data": range(60)}, "`lengths` has 53 entries, but the dataset has 60 samples"),
-        ({"batch_size": 3}, "are decided by PlannedDataLoader"),
         ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
         ({"num_workers": 1, "in_order": False}, "`in_order=False` lets batches of different updates mix"),
     ],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -68,9 +65,3 @@ def test_models_say_whether_their_loss_shifts():
 def test_a_function_must_give_a_number(weight):
     with pytest.raises(ConfigError, match="`weigh` must give a weight from 0 to 1e\\+30, but gives"):
         weigher(lambda batch: weight)(None, 1)
-
-
-def test_weighing_travels_to_workers():
-    for weigh in ("tokens", "samples", partial(mean_items, shifted=False)):
-        function = pickle.loads(pickle.dumps(weigher(weigh)))
-        assert function({"labels": torch.tensor(ROWS)}, 2) == {"tokens": 3, "samples": 2}.get(str(weigh), 4)
