@@ -156,7 +156,7 @@ class DynagroupTrainerMixin(Evaluator):
 
 @cache
 def dynagroup_trainer(trainer_class: type) -> type:
-    """A Trainer class of yours, of transformers or of TRL, that forms batches which fit. It takes besides, by name:
+    """A Trainer class of yours, of transformers or of TRL (SFT, DPO, Reward), that forms batches which fit. It takes besides:
 
     * ``dynagroup``: what a batch may be: tokens, padding counted (an int, or ``TokenBudget(16_384)``), any other budget, or
       a :class:`DynagroupConfig` with more settings. Needed.
@@ -165,9 +165,6 @@ def dynagroup_trainer(trainer_class: type) -> type:
 
     An update holds ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` samples, as before; how many batches
     that takes is the budget's affair. ``update_loader`` is the loader of the training that runs, its ``stats`` are counts.
-
-    Args:
-        trainer_class: ``Trainer``, ``Seq2SeqTrainer``, ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer``, or your own.
 
     Raises:
         ConfigError: from the new class: settings of ``TrainingArguments``, or a trainer of TRL, that need batches of their own.

@@ -103,17 +103,8 @@ def _read_states(path: Path) -> list[Any] | None:
 
 
 def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArray]:
-    """Tokens of each sample; for an encoder-decoder those of its labels too, in the stream ``target``.
-
-    From the length column, else from the columns that are padded, else row by row.
-
-    Args:
-        dataset: the one that the Trainer was given: what it hands to its samplers has lost the length column.
-        name: what messages call it, e.g. "train_dataset".
-
-    Raises:
-        ConfigError: samples have neither the length column nor a known input, nor are they ids.
-    """
+    """Tokens of each sample; for an encoder-decoder those of its labels too, in the stream ``target``. From the length column,
+    which what the Trainer hands to its samplers has lost, else from the columns that are padded, else row by row."""
     columns = getattr(dataset, "column_names", None)
     columns = {*columns} if isinstance(columns, (list, tuple)) else set()
     known = trainer.args.length_column_name

@@ -4,10 +4,9 @@ dataset order, and a loss that does not depend on how samples lie in batches."""
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object, recursively_apply
@@ -21,6 +20,7 @@ from dynagroup.integrations.hf_step import UpdateRunner, trl_figures
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.validation import warn_user
 
 
 # What: batches for W ranks, row by row, each row with the same number of samples on every rank, since the Trainer gathers
@@ -60,9 +60,9 @@ class EvaluationRows:
         for row in self.rows:
             yield from row.T.tolist()
 
-    def is_repeat(self, row: int, rank: int) -> bool:
-        """Whether a rank's batch in a row only repeats a sample."""
-        return bool(self.num_left) and row == len(self.rows) - 1 and rank >= self.num_left
+    def num_real(self, row: int) -> int:
+        """The ranks from this one on only repeat a sample in a row."""
+        return self.num_left or self.num_ranks if row == len(self.rows) - 1 else self.num_ranks
 
 
 class _Pass:
@@ -74,16 +74,13 @@ class _Pass:
         self.losses: list[tuple[float, float]] = []
         """(mean loss, weight) of this rank's batches."""
 
-    @property
-    def repeats(self) -> bool:
-        return self.rows.is_repeat(self.row, self.accelerator.process_index)
-
     def gather(self, tensors: Any) -> Any:
         """Of all ranks, without repeats."""
-        found, left, num_ranks = self.accelerator.gather(tensors), self.rows.num_left, self.rows.num_ranks
-        if not left or self.row < len(self.rows.rows) - 1:
-            return found
-        return _mapped(lambda values: values[:left] if values.ndim and len(values) == num_ranks else values, found)
+        found, real = self.accelerator.gather(tensors), self.rows.num_real(self.row)
+        num_ranks = self.rows.num_ranks
+        return _mapped(
+            lambda values: values[:real] if values.ndim and len(values) == num_ranks > real else values, found
+        )
 
     def mean_loss(self) -> float | None:
         """Over all ranks; None if there was none."""
@@ -92,13 +89,8 @@ class _Pass:
 
     def in_order(self, found: Any) -> Any:
         """Gathered results of all samples, in dataset order."""
-
-        def placed(values: Any) -> Any:
-            if not np.ndim(values) or len(values) != len(self.rows.order):
-                return values
-            return values[np.argsort(self.rows.order)]
-
-        return _mapped(placed, found)
+        places = np.argsort(self.rows.order)
+        return _mapped(lambda values: values[places] if values.ndim and len(values) == len(places) else values, found)
 
     def compute(self, compute_metrics: Callable[[Any], Any], found: Any) -> Any:
         """Metrics of results in dataset order."""
@@ -127,14 +119,13 @@ class Evaluator(UpdateRunner):
 
     def _fitted(self, host: Any, dataset: Any) -> Any:
         """The host's loader, with batches that fit where lengths are known; planned once for a dataset and a budget."""
-        whole = not is_stream(dataset) and len(dataset) > 0 and self.args.eval_do_concat_batches
-        parallel = self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
-        # Losses for metrics are those of batches, repeated for their samples.
-        if self.dynagroup_eval is False or not whole or parallel or "loss" in self.args.include_for_metrics:
+        if self.dynagroup_eval is False or is_stream(dataset) or not len(dataset):
             return host
-        budget = self.dynagroup.budget if self.update_loader is None else self.update_loader.budget
-        if not isinstance(self.dynagroup_eval, bool):
-            budget = self.dynagroup_eval
+        # Losses for metrics are those of batches, repeated for their samples.
+        whole = self.args.eval_do_concat_batches and "loss" not in self.args.include_for_metrics
+        if not whole or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
+            return host
+        budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
         key = (id(dataset), budget.fingerprint)
         if key not in self._planned_rows:
             self._planned_rows[key] = dataset, self._plan_rows(dataset, budget)
@@ -149,11 +140,10 @@ class Evaluator(UpdateRunner):
             lengths = sample_lengths(self, dataset, name="eval_dataset")
             return EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self))
         except ConfigError as error:
-            warnings.warn(
-                f"evaluation runs batches of per_device_eval_batch_size={self.args.per_device_eval_batch_size} samples: {error} "
-                "or give eval_dataset a length column; dynagroup_eval=False says that they are wanted, dynagroup_eval=budget "
-                "gives evaluation a budget of its own",
-                stacklevel=2,
+            size = self.args.per_device_eval_batch_size
+            warn_user(
+                f"evaluation runs batches of per_device_eval_batch_size={size} samples: {error} or give eval_dataset a length "
+                "column; dynagroup_eval=False says that they are wanted"
             )
             return None
 
@@ -164,7 +154,7 @@ class Evaluator(UpdateRunner):
         if not isinstance(rows, EvaluationRows):
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
         run = self._evaluation = _Pass(rows, self.accelerator)
-        before = compute, _ = self.compute_metrics, self.args.average_tokens_across_devices
+        compute, before = self.compute_metrics, self.args.average_tokens_across_devices
         self.gather_function = run.gather
         self.args.average_tokens_across_devices = False  # each rank's loss is then a mean over its own batch
         if compute is not None and not self.args.batch_eval_metrics:
@@ -173,10 +163,10 @@ class Evaluator(UpdateRunner):
             output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         finally:
             self._evaluation, self.gather_function = None, self.accelerator.gather_for_metrics
-            self.compute_metrics, self.args.average_tokens_across_devices = before
+            self.compute_metrics, self.args.average_tokens_across_devices = compute, before
         name = f"{kwargs.get('metric_key_prefix', args[2] if len(args) > 2 else 'eval')}_loss"
-        loss, metrics = run.mean_loss(), cast("Any", output.metrics)
-        if loss is not None and name in metrics:
+        metrics: Any = output.metrics
+        if name in metrics and (loss := run.mean_loss()) is not None:
             metrics[name] = loss
         return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
 
@@ -185,8 +175,9 @@ class Evaluator(UpdateRunner):
         if run is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
         run.row += 1
-        weight = 0.0 if run.repeats else self._evaluation_weight(inputs)
-        with trl_figures(self, idle=run.repeats):
+        repeats = self.accelerator.process_index >= run.rows.num_real(run.row)
+        weight = 0.0 if repeats else self._evaluation_weight(inputs)
+        with trl_figures(self, idle=repeats):
             found = super().prediction_step(model, inputs, *args, **kwargs)
         if found[0] is not None:
             run.losses.append((float(found[0]), weight))

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import DistributedType, gather_object
@@ -20,6 +20,7 @@ from dynagroup.integrations.hf_progress import Progress
 from dynagroup.oom.jobs import evaluating
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.train import OomSafeBackward
+from dynagroup.update.loader import StepLoader
 from dynagroup.update.loss_weight import mean_items, predicts_next_token
 from dynagroup.update.step import Step
 
@@ -88,11 +89,8 @@ class UpdateRunner(Progress):
             if self.dynagroup.out_of_memory is not None:
                 total = total + self._run_protected(model, step, mean, items)
                 continue
-            with (
-                self._local_gradients(model, step),
-                self._weighed(step, mean, len(inputs)),
-                trl_figures(self, idle=step.idle),
-            ):
+            weighed, figures = self._weighed(step, mean, len(inputs)), trl_figures(self, idle=step.idle)
+            with self._local_gradients(model, step), weighed, figures:
                 total = total + super().training_step(model, step.batch, items)
         return total
 
@@ -104,8 +102,7 @@ class UpdateRunner(Progress):
             return True
         if self.label_smoother is not None and self.compute_loss_func is None and not _defines_compute_loss(type(self)):
             return False
-        config, loader = self.dynagroup, self.update_loader
-        assert loader is not None
+        config, loader = self.dynagroup, cast("StepLoader[Any]", self.update_loader)
         splitter = config.splitter or BatchSplitter(trim="right")
         for step in update:
             if self._found_mean is None:  # one sample fits where a batch may not
@@ -126,10 +123,8 @@ class UpdateRunner(Progress):
         finally:
             self._idle_step, self.loss_is_scaled_for_ga = False, stated
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        found: Any = super().compute_loss(model, inputs, return_outputs, **kwargs)
         if not self._idle_step:
             return found
         loss = found[0] if return_outputs else found
@@ -151,11 +146,10 @@ class UpdateRunner(Progress):
         return self.guard(loss_of, batch, loss_scale=scale, **how).loss * scale
 
     def _new_guard(self, model: Any, mean: bool) -> OomSafeBackward:
-        config, loader = self.dynagroup, self.update_loader
-        assert loader is not None
+        config, loader = self.dynagroup, cast("StepLoader[Any]", self.update_loader)
         if _defines_compute_loss(type(self)) and loader.world.size > 1:
             raise ConfigError(
-                f"out_of_memory={config.out_of_memory!r} repeats batches on one rank alone, but the compute_loss of "
+                f"`out_of_memory` ({config.out_of_memory!r}) repeats batches on one rank alone, but the compute_loss of "
                 f"{type(self).__name__} may exchange data between ranks; leave it None"
             )
         return OomSafeBackward(

@@ -6,7 +6,6 @@ loss looks healthy. So the model itself is asked, on two samples of a few tokens
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from transformers import DataCollatorWithFlattening
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
+from dynagroup.validation import warn_user
 
 LINEAR = ("flash_attention", "flex_attention", NAME)  # keep samples apart without a mask of tokens times tokens
 MOST_MASK_BYTES = 2**30
@@ -51,13 +51,12 @@ class NotAskedError(ConfigError):
 
 
 def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = None) -> None:
-    """Run two short samples packed and one by one: the model, which stays as it is, must answer alike. Two forward passes of
-    eight tokens; one more compares ``use_varlen_attention`` with the model's own, since under it both might be wrong alike.
+    """Run two short samples packed and one by one: the model, which stays as it is, must answer alike. ``use_varlen_attention``
+    is besides compared with the model's own, since under it both might be wrong alike.
 
     Raises:
         ConfigError: the model cannot be asked, answers differ (no attention that keeps samples apart, a cache, positions that
-            start elsewhere), or attention leaves out what the model adds to it, or would build a mask of more than 1 GiB for
-            a batch of ``max_tokens``.
+            start elsewhere), or attention would build a mask of more than 1 GiB for a batch of ``max_tokens``.
     """
     name, attention = type(model).__name__, _attention(model)
     if (need := mask_bytes(model, max_tokens or 0)) > MOST_MASK_BYTES:
@@ -95,10 +94,9 @@ def check_packed_training(trainer: Any) -> None:
                 return check_packing(trainer.model, trainer.data_collator)
         except NotAskedError as error:
             why = str(error)
-    warnings.warn(
+    warn_user(
         "whether the model keeps the samples of a packed batch apart could not be checked; try "
-        f"dynagroup.integrations.packing.check_packing(model, collate_fn) yourself ({why})",
-        stacklevel=2,
+        f"dynagroup.integrations.packing.check_packing(model, collate_fn) yourself ({why})"
     )
 
 
@@ -107,18 +105,13 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
     shape = tuple(batch["input_ids"].shape)
     if shape != (1, sum(SIZES)):
-        raise ConfigError(
-            f"`collate_fn` does not pack: two samples of 8 tokens came out as {shape}; use the padded layout, or "
-            "packing_collator(model)"
-        )
+        raise ConfigError(f"`collate_fn` does not pack: 8 tokens came out as {shape}; use packing_collator(model)")
     with evaluating(model), torch.no_grad():
         together = _answer(model, batch)
         parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
         alone = torch.cat([_answer(model, {"input_ids": part}) for part in parts], dim=1)
     if together.shape != alone.shape:
-        raise ConfigError(
-            f"{type(model).__name__} does not answer token by token, so it cannot train on packed samples; use the padded layout"
-        )
+        raise ConfigError(f"{type(model).__name__} does not answer token by token; use the padded layout")
     return together, alone
 
 

@@ -1,9 +1,5 @@
 """Attention of packed batches with torch alone: each sample attends to itself, in memory linear in the tokens.
-
-transformers keeps packed samples apart with FlashAttention where that is installed, and with masks that are quadratic in the
-*sum* of tokens elsewhere. This implementation, registered under a name of its own, is linear everywhere:
-``torch.nn.attention.varlen`` on CUDA devices in half precision (torch 2.11 or later), sample after sample otherwise.
-"""
+``torch.nn.attention.varlen`` on CUDA devices in half precision (torch 2.11 or later), sample after sample otherwise."""
 
 from __future__ import annotations
 
@@ -57,10 +53,8 @@ def use_varlen_attention(model: Any) -> Any:
 
 # What: one forward pass of a few tokens, in which each layer's attention is computed twice from the same queries, keys and
 #   values: by the model's own function (the "eager" one of its file, with the masks that it makes), and by ours.
-# Why right: these are random and large instead of the layer's, so that what weights as they are do not show (a soft cap over
-#   small scores, a sink of zero) does. Windows and chunks are longer than a few tokens, but masks are functions of two places:
-#   they are asked of places far apart.
-# Cost: that pass, on the model's device. The model is afterwards as it was.
+# Why right: these are random and large instead of the layer's, so that soft caps and sinks show. Windows and chunks are longer
+#   than a few tokens, but masks are functions of two places: they are asked of places far apart.
 def check_own_attention(model: Any) -> set[Any]:
     """Compare packed attention with the model's own, layer by layer; returns the modules that attend.
 
@@ -102,25 +96,24 @@ def settings_kept(model: Any) -> Iterator[None]:
             settings.update(old)
 
 
-def _probe_mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> Any:
-    mask = eager_mask(*args, mask_function=mask_function, **{**kwargs, "allow_is_bidirectional_skip": False})
-    mask.sees = mask_function, local_size
+def _probe_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
+    mask: Any = eager_mask(*args, **{**kwargs, "allow_is_bidirectional_skip": False})
+    mask.sees = kwargs["mask_function"], local_size
     return mask
 
 
 def _attend_both(
     asked: set[Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is None:
-        raise ConfigError(f"{type(module).__name__} has no attention of its own to compare with; {INSTEAD}")
+    own: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     seed = torch.Generator().manual_seed(len(asked))
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value))
     wanted = own(module, q, k, v, attention_mask, **options)[0]
     apart = float((_attend(module, q, k, v, **options)[0] - wanted).abs().max() / wanted.abs().max())
-    window, causal = options.get("sliding_window"), _is_causal(module, options.get("is_causal"))
-    if not apart < (1e-2 if wanted.is_cuda else 1e-4) or not _sees_as_far(attention_mask, window, causal):
+    window = options.get("sliding_window")
+    far = _sees_as_far(attention_mask, window, _is_causal(module, options.get("is_causal")))
+    if not far or not apart < (1e-2 if wanted.is_cuda else 1e-4):
         raise ConfigError(
             f"{type(module).__name__} does more than packed attention does: on {PROBE_TOKENS} tokens the two are {apart:.1%} "
             f"apart (it adds to the scores, or limits what a token sees by other than a window of {window}); {INSTEAD}"
@@ -134,12 +127,17 @@ def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
     function, size = getattr(mask, "sees", (None, None))
     if function is None:
         return window is None
-    near = [end + step for end in (2, *(many * (size or window or 8) for many in (1, 2))) for step in range(-2, 3)]
-    place = torch.tensor(sorted({*near}), device=mask.device)
-    back = place[:, None] - place[None]
-    wanted = torch.ones_like(back, dtype=torch.bool) if window is None else back.abs() < window
+    end = size or window or 8
+    place = torch.tensor([0, 1, end - 1, end, end + 1, 2 * end - 1, 2 * end, 2 * end + 1], device=mask.device)
     found = function(torch.zeros_like(place[:1]), 0, place[:, None], place[None])
-    return bool((found == (wanted & (back >= 0) if causal else wanted)).all())
+    return bool((found == _near(place, window, causal)).all())
+
+
+def _near(place: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:
+    """Which place sees which."""
+    back = place[:, None] - place[None]
+    near = torch.ones_like(back, dtype=torch.bool) if window is None else back.abs() < window
+    return near & (back >= 0) if causal else near
 
 
 def _no_mask(
@@ -213,16 +211,8 @@ def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int
 
 
 def one_by_one(
-    query: Any,
-    key: Any,
-    value: Any,
-    borders: Any,
-    *,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    query: Any, key: Any, value: Any, borders: Any, *, causal: bool, scale: Any, window: int | None, dropout: float = 0.0
+) -> torch.Tensor:  # fmt: skip
     """(T, H, D) -> (T, H, D), a sample at a time: exact on any device and dtype; its cost is one call a sample and layer.
 
     A query scores keys before it only (``causal``), times ``scale``, fewer than ``window`` tokens away.
@@ -231,11 +221,8 @@ def one_by_one(
     grouped = query.shape[1] != key.shape[1]
     for start, stop in zip(marks[:-1], marks[1:], strict=True):
         q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
-        near = None
-        if window is not None and stop - start > window:
-            place = torch.arange(stop - start, device=q.device)
-            back = place[:, None] - place[None]
-            near = (back < window) & (back >= 0) if causal else back.abs() < window
+        long = window is not None and stop - start > window
+        near = _near(torch.arange(stop - start, device=q.device), window, causal) if long else None
         how = {"is_causal": causal and near is None and stop - start > 1, "scale": scale, "enable_gqa": grouped}
         parts.append(scaled_dot_product_attention(q, k, v, attn_mask=near, dropout_p=dropout, **how)[0].transpose(0, 1))
     return torch.cat(parts)

@@ -50,7 +50,7 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
         run.train()
     assert run.state.global_step == 0
     assert torch.equal(parameters(run.model), before)
-    with pytest.raises(ConfigError, match=r"`collate_fn` does not pack: .* \(2, 5\); use the padded layout"):
+    with pytest.raises(ConfigError, match=r"`collate_fn` does not pack: .* \(2, 5\); use packing_collator"):
         packed_trainer(tmp_path, toys.collate).train()
 
 
