@@ -54,24 +54,19 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
         ConfigError: the accelerator or the sampler would shard, split or scale a second time.
     """
     if accelerator.gradient_accumulation_steps != 1:
-        raise ConfigError(
-            f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) would divide losses that "
-            "`loss_scale` weighs already; leave it 1, an update takes as many steps as its samples need"
-        )
+        raise ConfigError("leave Accelerator's `gradient_accumulation_steps` 1: `loss_scale` weighs losses already")
     if isinstance(loader, StepLoader):
         steps = AcceleratedSteps(accelerator, loader)
         accelerator.register_for_checkpointing(steps)
         return steps
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, LengthAwareBatchSampler):
-        raise ConfigError(
-            f"`loader` must be a loader of dynagroup, or a DataLoader with a LengthAwareBatchSampler, but is {loader!r}"
-        )
+        raise ConfigError(f"`loader` must be one of dynagroup, or have a LengthAwareBatchSampler, but is {loader!r}")
     for setting in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, setting):
             raise ConfigError(f"{setting}=True cuts batches of one fixed size; set it to False")
     if len(sampler) % (size := accelerator.num_processes):
         raise ConfigError(
-            f"{len(sampler)} batches for {size} ranks: build the sampler with world_size={size} and rank=None"
+            f"{len(sampler)} batches for {size} ranks: build the sampler with world_size={size}, rank=None"
         )
     return accelerator.prepare(loader)

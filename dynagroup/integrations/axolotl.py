@@ -10,7 +10,7 @@ In Axolotl's YAML::
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from axolotl.core.trainers import AxolotlTrainer  # pyright: ignore[reportMissingImports]
 from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
@@ -18,7 +18,6 @@ from pydantic import BaseModel
 
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import DynagroupTrainerMixin
 
 EXCLUDED = ("sample_packing", "rl", "reward_model", "pretraining_dataset", "pad_to_sequence_len")
@@ -30,8 +29,6 @@ class DynagroupArgs(BaseModel):
 
     dynagroup_max_tokens: int | None = None
     """Tokens of a batch, padding included; None: the plugin does nothing."""
-    dynagroup_updates: Literal["preserved", "free"] = "preserved"
-    """See :class:`~dynagroup.integrations.config.DynagroupConfig`."""
 
 
 class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
@@ -54,10 +51,9 @@ class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
         # Axolotl pads to a multiple of 64 unless `pad_to_sequence_len` says otherwise.
         multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
         budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)
-        config = DynagroupConfig(budget=budget, updates=getattr(cfg, "dynagroup_updates", None) or "preserved")
 
         class DynagroupAxolotlTrainer(DynagroupTrainerMixin, AxolotlTrainer):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, dynagroup=config, **kwargs)
+                super().__init__(*args, dynagroup=budget, **kwargs)
 
         return DynagroupAxolotlTrainer

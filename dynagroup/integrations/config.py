@@ -12,7 +12,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.validation import check_choice, warn_user
+from dynagroup.validation import check_choice
 
 COUPLED = {
     "KTOTrainer": "its loss compares the samples of a batch with each other; keep TRL's own batches",
@@ -29,8 +29,8 @@ class DynagroupConfig:
 
     Args:
         budget: what a batch may be: tokens, padding counted (an int, or ``TokenBudget(16_384)``), or any other budget.
-        mode: "offline": lengths are known beforehand and every update is planned. "online": samples are measured after
-            processing, in the workers; ``lengths`` may then be approximate, and stochastic or streamed data is welcome.
+        mode: "offline": lengths are known beforehand. "online": samples are measured after processing, in the workers;
+            ``lengths`` may then be approximate, and stochastic or streamed data is welcome.
         updates: "preserved": every update holds the samples that fixed batches would give it, the host's sampler deciding.
             "free": an update is gradient_accumulation_steps batches on every rank, each as large as fits.
         samples_per_update: samples of an update over all ranks: an int, or a schedule ``(update, current) -> int``. None:
@@ -40,12 +40,11 @@ class DynagroupConfig:
             encoder-decoders' labels are counted as ``target``.
         length_of: with mode="online": processed sample -> tokens, or -> {stream: units}. None: the length of its ``input_ids``.
         weigh: what a loss that is a mean is a mean of: "auto" (labels that are predicted, if labels have a token dimension,
-            else samples), "samples", or a function from a batch to a number. Losses divided by ``num_items_in_batch`` need none.
+            else samples), "samples", or a function from a batch to a number.
         out_of_memory: a batch that runs out of memory is run in parts ("retry", the same gradient), or an error (None).
         splitter: how such a batch is cut; names the batch dimension of inputs that are not text.
-        plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even alone),
-            ``{"window": 4096}`` (samples sorted together) with updates="free"; ``{"work": Work(...)}``: predicted time of a
-            batch, otherwise ``Work.of`` the Trainer's model on its device.
+        plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even alone);
+            ``{"work": Work(...)}``: predicted time of a batch, otherwise ``Work.of`` the Trainer's model on its device.
         world: the data-parallel ranks, where they are not all ranks; needed with tensor, context or sequence parallelism.
 
     Raises:
@@ -115,15 +114,3 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     for what, (is_set, instead) in wrong.items():
         if is_set:
             raise ConfigError(f"{what} does not go with dynagroup: {instead}")
-
-
-def warn_of_layout(trainer: Any, budget: Budget) -> None:
-    """Where batches stay smaller than they could be."""
-    collator = trainer.data_collator
-    kinds = {c.__name__ for c in type(collator).__mro__}
-    flat = "DataCollatorWithFlattening" in kinds or getattr(collator, "padding_free", False)
-    if flat and budget.layout == "padded" and not getattr(trainer.args, "packing", False):
-        warn_user(
-            f"{type(collator).__name__} lays samples end to end, but the budget counts padding that is not there, so batches "
-            "stay smaller than they could be: give it layout='packed', e.g. TokenBudget(max_tokens, layout='packed')"
-        )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from accelerate.data_loader import IterableDatasetShard
 from transformers import Trainer
@@ -16,17 +16,8 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import SingleProcess, current_world
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported, warn_of_layout
-from dynagroup.integrations.hf_data import (
-    UpdateItems,
-    host_order,
-    is_stream,
-    loader_kwargs,
-    read_states,
-    sample_lengths,
-    work_of,
-    write_states,
-)
+from dynagroup.integrations import hf_data
+from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf_evaluate import Evaluator
 from dynagroup.integrations.hf_progress import DynagroupCallback
 from dynagroup.integrations.packing import check_packed_training
@@ -36,6 +27,7 @@ from dynagroup.update.loader import StepLoader
 from dynagroup.update.planned import PlannedDataLoader
 
 __all__ = ["DynagroupConfig", "DynagroupTrainer", "DynagroupTrainerMixin", "attach", "dynagroup_trainer"]
+Settings: TypeAlias = Budget | int | DynagroupConfig
 
 
 class DynagroupTrainerMixin(Evaluator):
@@ -44,21 +36,16 @@ class DynagroupTrainerMixin(Evaluator):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        dynagroup: Budget | int | DynagroupConfig,
-        dynagroup_eval: Budget | int | bool = True,
-        **kwargs: Any,
+        self, *args: Any, dynagroup: Settings, dynagroup_eval: Budget | int | bool = True, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._take_over(dynagroup, dynagroup_eval)
 
-    def _take_over(self, dynagroup: Budget | int | DynagroupConfig, dynagroup_eval: Budget | int | bool) -> None:
+    def _take_over(self, dynagroup: Settings, dynagroup_eval: Budget | int | bool) -> None:
         """What a Trainer that is made otherwise needs besides its class. What is refused changes nothing."""
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
         evaluation = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         refuse_unsupported(self, config)
-        warn_of_layout(self, config.budget)
         if config.out_of_memory is not None and config.budget.learner is None:
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval = config, evaluation
@@ -82,13 +69,13 @@ class DynagroupTrainerMixin(Evaluator):
             host = super().get_train_dataloader()
         finally:
             self.args.gradient_accumulation_steps = 1
-        return UpdateItems(self._loader_of(host))
+        return hf_data.UpdateItems(self._loader_of(host))
 
     def _loader_of(self, host: Any) -> StepLoader[Any]:
         config, args, dataset = self.dynagroup, self.args, host.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = dataset.dataset  # the online loader shards a stream itself
-        free, stream = config.updates == "free", is_stream(dataset)
+        free, stream = config.updates == "free", hf_data.is_stream(dataset)
         if stream and not (free and config.mode == "online"):
             raise ConfigError(
                 "the lengths and order of a stream are not known beforehand: pass DynagroupConfig(mode='online', "
@@ -101,17 +88,17 @@ class DynagroupTrainerMixin(Evaluator):
             "weigh": self._weigh,
             "drop_last": args.dataloader_drop_last and not free,
             "world": config.world or (current_world() if args.world_size > 1 else SingleProcess()),
-            **loader_kwargs(host),
+            **hf_data.loader_kwargs(host),
             **config.plan,
-            "work": work_of(self),
+            "work": hf_data.work_of(self),
         }
         if config.mode == "online":
             measured = {"length_of": config.length_of, "length_hint": config.lengths}
-            order = None if stream else host_order(host)
+            order = None if stream else hf_data.host_order(host)
             return OnlineDataLoader(dataset, config.budget, sampler=order, **settings, **measured)
-        lengths, order = config.lengths, None if free else host_order(host)
+        lengths, order = config.lengths, None if free else hf_data.host_order(host)
         if lengths is None:
-            lengths = sample_lengths(self, self.train_dataset, name="train_dataset")
+            lengths = hf_data.sample_lengths(self, self.train_dataset, name="train_dataset")
         return PlannedDataLoader(dataset, lengths, config.budget, sampler=order, **settings)
 
     # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of
@@ -127,11 +114,7 @@ class DynagroupTrainerMixin(Evaluator):
             check_packed_training(self)
         if checkpoint is None or not self.state.global_step:
             return resumed
-        self._resume(loader, checkpoint)
-        return loader.epoch, 0
-
-    def _resume(self, loader: StepLoader[Any], checkpoint: str) -> None:
-        states, anew = read_states(checkpoint), self.args.ignore_data_skip
+        states, anew = hf_data.read_states(checkpoint), self.args.ignore_data_skip
         if states:
             loader.load_state_dict(states)
             self.state.max_steps = self.updates_of_run(loader)  # free updates of other ranks are others
@@ -145,13 +128,14 @@ class DynagroupTrainerMixin(Evaluator):
         if anew:
             loader.restart_epoch()
         self.just_resumed = True
+        return loader.epoch, 0
 
     # Called on every rank within `_save_checkpoint`, before the file that makes a checkpoint complete is written; it is told
     # the folder, which callbacks are not (a hyperparameter search has folders of its own).
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.update_loader is not None:
-            write_states(output_dir, self.update_loader)
+            hf_data.write_states(output_dir, self.update_loader)
 
 
 @cache
@@ -176,7 +160,7 @@ def dynagroup_trainer(trainer_class: type) -> type:
     return type(f"Dynagroup{trainer_class.__name__}", (DynagroupTrainerMixin, trainer_class), {})
 
 
-def attach(trainer: Any, budget: Budget | int | DynagroupConfig, *, dynagroup_eval: Budget | int | bool = True) -> None:
+def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | bool = True) -> None:
     """Give batches that fit to a Trainer that was made by others, before it trains: ``attach(trainer, 16_384)``. It is then of
     the class ``dynagroup_trainer(type(trainer))``, whose arguments ``dynagroup`` and ``dynagroup_eval`` these are.
 

@@ -77,10 +77,9 @@ class _Pass:
     def gather(self, tensors: Any) -> Any:
         """Of all ranks, without repeats."""
         found, real = self.accelerator.gather(tensors), self.rows.num_real(self.row)
-        num_ranks = self.rows.num_ranks
-        return _mapped(
-            lambda values: values[:real] if values.ndim and len(values) == num_ranks > real else values, found
-        )
+        if real == self.rows.num_ranks:
+            return found
+        return _mapped(lambda values: values[:real] if values.ndim else values, found)
 
     def mean_loss(self) -> float | None:
         """Over all ranks; None if there was none."""

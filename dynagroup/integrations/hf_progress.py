@@ -42,7 +42,8 @@ class Progress(Trainer if TYPE_CHECKING else object):
 
     # Only the loader of a training that begins passes here; a callback that looks at the data has one of its own.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        loader = dataloader.loader if isinstance(dataloader, UpdateItems) else None
+        items: Any = dataloader
+        loader = items.loader if isinstance(items, UpdateItems) else None
         if loader is not None:
             self.update_loader, self.guard = loader, None  # the model may be new, too
             self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes

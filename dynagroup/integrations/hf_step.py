@@ -78,7 +78,7 @@ class UpdateRunner(Progress):
         return [update], self._get_num_items_in_batch(_counted(update), device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        if not _is_update(inputs):
+        if not isinstance(inputs, list):
             return super().training_step(model, inputs, num_items_in_batch)
         total: Any = 0.0
         mean = self._loss_is_a_mean(model, inputs, num_items_in_batch)
@@ -123,8 +123,8 @@ class UpdateRunner(Progress):
         finally:
             self._idle_step, self.loss_is_scaled_for_ga = False, stated
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        found: Any = super().compute_loss(model, inputs, return_outputs, **kwargs)
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if not self._idle_step:
             return found
         loss = found[0] if return_outputs else found
@@ -171,13 +171,9 @@ class UpdateRunner(Progress):
             super()._track_num_input_tokens(batch)
 
 
-def _is_update(inputs: Any) -> bool:
-    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], Step)
-
-
 def _counted(inputs: Any) -> list[Any]:
     """The batches of an update, or the one batch, as tokens and labels are counted: an idle one has no samples."""
-    if not _is_update(inputs):
+    if not isinstance(inputs, list):
         return [inputs]
     return [
         {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in step.batch.items()}
@@ -208,12 +204,11 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
         with evaluating(model), trl_figures(trainer, probe=True):
             inputs = trainer._prepare_inputs(batch)
             one, two = (_loss(trainer, model, inputs, count) for count in (1, 2))
-        if math.isfinite(one) and math.isfinite(two) and one and two:
-            ratio = one / two
+        ratio = one / two if two else math.nan
     except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
         error = caught
-    here = ratio > 1.5, abs(ratio - 1.0) < 0.1
-    unclear = not any(here) and not math.isnan(ratio)
+    here = 1.5 < ratio < math.inf, abs(ratio - 1.0) < 0.1
+    unclear = not any(here) and 0 < abs(ratio) < math.inf
     halves, stays, unclear, failed = map(bool, world.all_max([*here, unclear, error is not None]))
     if error is not None and is_out_of_memory(error):
         raise error
@@ -229,9 +224,6 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
 def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:
     # Both losses draw the same random numbers, and training draws those it would have drawn.
     device = trainer.args.device
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.no_grad(),
-        trainer.compute_loss_context_manager(),
-    ):
+    same_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with same_numbers, torch.no_grad(), trainer.compute_loss_context_manager():
         return float(trainer.compute_loss(model, {**inputs}, num_items_in_batch=torch.tensor(count, device=device)))

@@ -35,10 +35,8 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
     ) -> None:
         self.budget, self.bounds = as_budget(budget), sorted(bounds)
         self.length_of = length_of or _num_frames
-        if not self._fits(1, self.bounds[-1]):
-            raise BudgetError(
-                f"a sample of {self.bounds[-1]} does not fit even alone; raise the budget or lower `bounds`"
-            )
+        if not self._fits(1, longest := self.bounds[-1]):
+            raise BudgetError(f"a sample of {longest} does not fit even alone; raise the budget or lower `bounds`")
         self.reset()
 
     def _fits(self, count: int, longest: int) -> bool:
@@ -49,10 +47,8 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 
     def add(self, example: Any) -> None:
         length = self.measure_length(example)
-        if length > self.bounds[-1]:
-            raise ConfigError(
-                f"a sample has the length {length:g}, but `bounds` end at {self.bounds[-1]}; filter it out"
-            )
+        if length > (longest := self.bounds[-1]):
+            raise ConfigError(f"a sample has the length {length:g}, but `bounds` end at {longest}; filter it out")
         self.count, self.bucket = self.count + 1, max(self.bucket, bisect_left(self.bounds, length))
 
     def exceeded(self) -> bool:
@@ -68,6 +64,6 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 def _num_frames(cut: Any) -> float:
     if cut.num_frames is None:
         raise ConfigError(
-            f"cut {cut.id!r} has no features, so no `num_frames`; give length_of=lambda cut: cut.num_samples, or another length"
+            f"cut {cut.id!r} has no features, so no `num_frames`; give length_of=lambda cut: cut.num_samples"
         )
     return cut.num_frames

@@ -18,7 +18,6 @@ from dynagroup.oom.jobs import evaluating
 from dynagroup.validation import warn_user
 
 LINEAR = ("flash_attention", "flex_attention", NAME)  # keep samples apart without a mask of tokens times tokens
-MOST_MASK_BYTES = 2**30
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 SIZES = [len(probe) for probe in PROBES]
@@ -28,12 +27,11 @@ WAYS_OUT = (
 )
 
 
-def packing_collator(model: Any, *, max_tokens: int | None = None, **options: Any) -> Collate:
+def packing_collator(model: Any, **options: Any) -> Collate:
     """``transformers.DataCollatorWithFlattening`` with what this model needs: its first position, borders for its kernels.
 
     Args:
         model: a transformers model, as it will be trained: its choice of attention counts.
-        max_tokens: of the budget; with it attention that needs masks is refused where they would be large.
         options: of the collator, such as ``return_seq_idx=True`` for state-space models.
 
     Raises:
@@ -42,7 +40,7 @@ def packing_collator(model: Any, *, max_tokens: int | None = None, **options: An
     first = _first_position(model)
     settings = {"return_flash_attn_kwargs": _is_linear(model), **({"position_ids_start": first} if first else {})}
     collate = DataCollatorWithFlattening(**{**settings, **options})
-    check_packing(model, collate, max_tokens=max_tokens)
+    check_packing(model, collate)
     return collate
 
 
@@ -50,20 +48,15 @@ class NotAskedError(ConfigError):
     """A model or collator that needs more than rows of tokens."""
 
 
-def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = None) -> None:
+def check_packing(model: Any, collate_fn: Collate) -> None:
     """Run two short samples packed and one by one: the model, which stays as it is, must answer alike. ``use_varlen_attention``
     is besides compared with the model's own, since under it both might be wrong alike.
 
     Raises:
-        ConfigError: the model cannot be asked, answers differ (no attention that keeps samples apart, a cache, positions that
-            start elsewhere), or attention would build a mask of more than 1 GiB for a batch of ``max_tokens``.
+        ConfigError: the model cannot be asked, or answers differ (no attention that keeps samples apart, a cache, positions
+            that start elsewhere).
     """
     name, attention = type(model).__name__, _attention(model)
-    if (need := mask_bytes(model, max_tokens or 0)) > MOST_MASK_BYTES:
-        raise ConfigError(
-            f"attention {attention!r} builds a mask quadratic in the sum of tokens: a packed batch of {max_tokens:,} tokens "
-            f"would take {need / 1e9:.1f} GB for it; load the model with attn_implementation='flash_attention_2', or {WAYS_OUT}"
-        )
     if attention == NAME:  # it may have been set by its name
         check_own_attention(model)
     try:
@@ -80,9 +73,8 @@ def check_packing(model: Any, collate_fn: Collate, *, max_tokens: int | None = N
         why = f"its attention {attention!r} does not keep them apart"
         if _is_linear(model):
             why = "its positions or layers that run along the row do not start anew with each sample"
-        raise ConfigError(
-            f"{name} answers otherwise on packed samples than on each alone (by {apart:.1%}): {why}; {WAYS_OUT}"
-        )
+        found = f"{name} answers otherwise on packed samples than on each alone (by {apart:.1%})"
+        raise ConfigError(f"{found}: {why}; {WAYS_OUT}")
 
 
 def check_packed_training(trainer: Any) -> None:
@@ -120,16 +112,6 @@ def _answer(model: Any, batch: dict[str, Any]) -> Any:
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
     output = model(**inputs)
     return (output.logits if getattr(output, "logits", None) is not None else output[0]).detach()
-
-
-def mask_bytes(model: Any, num_tokens: int) -> int:
-    """Bytes of what attention builds to keep the samples of a packed batch of so many tokens apart: with "sdpa" a boolean mask,
-    which kernels turn into the model's own type; with "eager" the scores of all heads besides; else 0."""
-    if _is_linear(model):
-        return 0
-    width = next(model.parameters()).dtype.itemsize
-    heads = getattr(model.config.get_text_config(), "num_attention_heads", 1) if _attention(model) == "eager" else 0
-    return num_tokens**2 * (1 + width + 2 * heads * width)
 
 
 def _rounding(model: Any, answer: Any) -> float:

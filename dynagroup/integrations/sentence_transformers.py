@@ -1,8 +1,7 @@
 """Batches that fit for ``SentenceTransformerTrainer``: a callable for its ``args.batch_sampler``.
 
-Only for losses of single samples or pairs (cosine similarity, mean squared error, softmax, margins, a cross-encoder's binary
-cross-entropy). A contrastive loss (multiple negatives ranking, CoSENT, triplets mined in a batch) compares the samples of a batch
-with each other: its batch size is part of the loss, and samples of one length make easy negatives. Keep fixed batches for it.
+Only for losses of single samples or pairs (cosine similarity, mean squared error, softmax, margins). A contrastive loss (multiple
+negatives ranking, CoSENT) compares the samples of a batch with each other: keep fixed batches for it.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def batches_that_fit(
             for number, name in enumerate(columns)
         }
         # accelerate gives batch k to rank k % W; it needs the batches of all ranks.
-        return LengthAwareBatchSampler(
-            lengths, budget, **{"shuffle": True, "seed": seed, **settings}, rank=None, world_size=rank_and_size()[1]
-        )
+        how: Any = {"shuffle": True, "seed": seed, **settings, "rank": None, "world_size": rank_and_size()[1]}
+        return LengthAwareBatchSampler(lengths, budget, **how)
 
     return sampler

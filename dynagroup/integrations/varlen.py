@@ -74,10 +74,8 @@ def check_own_attention(model: Any) -> set[Any]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"packed attention could not be compared with {name}'s own on {PROBE_TOKENS} tokens "
-            f"({type(error).__name__}: {error}); {INSTEAD}"
-        ) from error
+        tried = f"packed attention could not be compared with {name}'s own on {PROBE_TOKENS} tokens"
+        raise ConfigError(f"{tried} ({type(error).__name__}: {error}); {INSTEAD}") from error
     if not asked:
         raise ConfigError(f"{name} does not let its attention be chosen by transformers' AttentionInterface; {INSTEAD}")
     return asked

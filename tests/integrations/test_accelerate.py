@@ -91,10 +91,10 @@ def test_the_learning_rate_counts_updates_on_one_process(prepared):
 
 
 def test_misuse_is_named():
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2. would divide losses"):
+    with pytest.raises(ConfigError, match="`gradient_accumulation_steps` 1: `loss_scale` weighs"):
         prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), loader())
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="must be a loader of dynagroup, or a DataLoader"):
+    with pytest.raises(ConfigError, match="must be one of dynagroup, or have"):
         prepare(accelerator, DataLoader(range(4)))
     sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
     prepared = prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate))

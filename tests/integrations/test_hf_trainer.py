@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from dynagroup import ConfigError, StateError, TokenBudget
 from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
@@ -366,10 +366,3 @@ def test_attaching_too_late_or_twice_or_in_vain_is_refused_and_changes_nothing(t
     for run in (trainer("causal", tmp_path, fits=True), "a trainer"):
         with pytest.raises(ConfigError, match="must be a Trainer without batches that fit"):
             attach(run, 160)
-
-
-def test_a_budget_that_counts_padding_where_there_is_none_is_warned_of(tmp_path):
-    run = trainer("causal", tmp_path, fits=False)
-    run.data_collator = DataCollatorWithFlattening()
-    with pytest.warns(UserWarning, match="DataCollatorWithFlattening lays samples end to end.*layout='packed'"):
-        attach(run, 100)

@@ -10,7 +10,7 @@ import transformers
 
 from dynagroup import TokenBudget, text_dataloader
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.packing import mask_bytes, packing_collator
+from dynagroup.integrations.packing import packing_collator
 from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.oom.split import packed_borders
 from tests import models
@@ -56,7 +56,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "BERT": (bert, {}, "its attention 'sdpa' does not keep them apart; "),
     "Mamba": (mamba, {}, "does not keep them apart; .* or use the padded layout"),
     "T5": (t5, {}, "could not be run on .*decoders and encoders that read one row"),
-    "mask": (llama, {"max_tokens": 131_072}, f"a packed batch of 131,072 tokens would take 85.9 GB for it; .*{VARLEN}"),
     "positions": (roberta, {"position_ids_start": 0}, "its positions or layers"),
 }
 
@@ -71,10 +70,8 @@ def test_what_cannot_be_packed_is_refused_with_the_ways_out(name: str) -> None:
     assert str(model.config) == before
 
 
-def test_positions_begin_where_the_model_lets_them_and_masks_have_their_cost() -> None:
+def test_positions_begin_where_the_model_lets_them() -> None:
     assert packing_collator(roberta())([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
-    assert mask_bytes(llama(), 1000) == 1000**2 * 5
-    assert mask_bytes(use_varlen_attention(llama()), 10**6) == 0
 
 
 def test_the_one_liner_packs(tokenizer) -> None:
