@@ -6,7 +6,6 @@ materialised score matrix under dropout or a mask, dropout masks as wide as thei
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -17,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # documented for extension authors; no public alias yet
 
 from dynagroup.memory.run import MASK_ALIGNMENT
-
-__all__ = ["BLOCK", "CudaKernels", "LiveBytes"]
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256  # largest that the flash kernel takes (aten/native/transformers/cuda/sdp_utils.cpp)
@@ -43,16 +40,11 @@ class CudaKernels(TorchFunctionMode):
     Args:
         autocast: dtype of ``torch.autocast`` around the forward pass, or None.
         padded: whether batches reach the model with a padding mask.
-        copies_masks: whether every call of attention copies its mask with the most padding that a width can need, a
-            polynomial of the width; None: as the kernel does, which pads masks to multiples of 16.
     """
 
-    def __init__(
-        self, autocast: torch.dtype | None = None, padded: bool = True, copies_masks: bool | None = None
-    ) -> None:
+    def __init__(self, autocast: torch.dtype | None = None, padded: bool = True) -> None:
         super().__init__()
         self.padded = padded
-        self.copies_masks = copies_masks
         self.autocast = autocast
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -61,7 +53,7 @@ class CudaKernels(TorchFunctionMode):
         if self.autocast is not None:
             args, kwargs = self._recast(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
-            return attention(*args, copies_masks=self.copies_masks, **kwargs)
+            return attention(*args, **kwargs)
         if func is F.dropout:
             return dropout(*args, **kwargs)
         if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
@@ -107,7 +99,6 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    copies_masks: bool | None = None,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` with the kernel that CUDA takes: flash, else memory-efficient."""
     same_heads = query.shape[-3] == key.shape[-3]
@@ -119,20 +110,19 @@ def attention(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
-        attn_mask = _bias(attn_mask, query, key, copies_masks)
+        attn_mask = _bias(attn_mask, query, key)
     needs_grad = torch.is_grad_enabled() and query.requires_grad
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, copied: bool | None) -> torch.Tensor:
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """The mask as the additive bias that the memory-efficient kernel reads; each call makes its own copy, as CUDA does."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     width = mask.shape[-1]
-    padding = -width % MASK_ALIGNMENT if copied is None else (MASK_ALIGNMENT - 1) * copied
-    if padding:
+    if padding := -width % MASK_ALIGNMENT:
         mask = F.pad(mask, (0, padding))[..., :width]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
@@ -153,9 +143,8 @@ def _softmax(func: Any, input: torch.Tensor, dim: int | None = None, *args: Any,
 
 BLOCK = 512  # the caching allocator rounds every request up to this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)
 _aten = torch.ops.aten
-_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
-_EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
-_ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.default, _EFFICIENT_BACKWARD}
+_ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.default,
+                       _aten._scaled_dot_product_efficient_attention_backward.default}  # fmt: skip
 
 
 class LiveBytes(TorchDispatchMode):
@@ -163,18 +152,17 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         apart: tensors that are counted elsewhere (parameters, gradients); their storages and views count nothing here.
-        block: allocations are rounded up to a multiple of this many bytes.
-        slack: bytes that every allocation takes beyond its size: half a block, where rounding would hide what it grows with.
-            Then what kernels pad to multiples of 16 or 32 counts with the most padding, a polynomial of the shape.
+        smooth: allocations take half a block more than their size, instead of being rounded up to whole blocks: rounding
+            would hide what they grow with.
     """
 
-    def __init__(self, apart: Iterable[torch.Tensor] = (), block: int = BLOCK, slack: int = 0) -> None:
+    def __init__(self, apart: Iterable[torch.Tensor] = (), smooth: bool = False) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
         self.timeline: list[int] = []
         self.marks: dict[str, tuple[int, int]] = {}
-        self._block, self._slack = block, slack
+        self._smooth = smooth
         self._apart = {
             t.untyped_storage()._cdata: t.untyped_storage() for t in apart
         }  # held, so that no new storage takes their place
@@ -184,21 +172,21 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _ATTENTION_BACKWARD:
             self._reach(self.live + _workspace(args[1]))
-        for place, item in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
+        for item in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(item, torch.Tensor):
-                self._add(item, _most_padded(func, place, item, args) if self._slack else None)
+                self._add(item)
         return out
 
     def mark(self, name: str) -> None:
         """Remember how many allocations there were, and how many bytes are alive, at a named point."""
         self.marks[name] = (len(self.timeline), self.live)
 
-    def _add(self, tensor: torch.Tensor, size: int | None) -> None:
+    def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or not tensor.is_meta:
             return
-        size = -(-(storage.nbytes() if size is None else size) // self._block) * self._block + self._slack
+        size = storage.nbytes() + BLOCK // 2 if self._smooth else -(-storage.nbytes() // BLOCK) * BLOCK
         self._known.add(key)
         self.live += size
         self._reach(self.live)
@@ -211,16 +199,6 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
-
-
-def _most_padded(func: Any, place: int, made: torch.Tensor, args: tuple) -> int | None:
-    """Bytes with the most padding of what the memory-efficient kernel makes: one float32 a row, and the bias's gradient."""
-    if func is _EFFICIENT and place == 1 and made.numel():
-        *outer, rows, _ = args[0].shape
-        return 4 * math.prod(outer) * (rows + 31)
-    if func is _EFFICIENT_BACKWARD and place == 3 and made.numel():
-        return made.nbytes // made.shape[-1] * (made.shape[-1] + MASK_ALIGNMENT - 1)
-    return None
 
 
 def _workspace(query: torch.Tensor) -> int:

@@ -13,42 +13,38 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from dynagroup.memory.run import MONOMIALS, FloatArray, Phases, Run, max_affine, monomials
-from dynagroup.memory.trace.kernels import BLOCK, LiveBytes
+from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import ALIKE_LAYERS, as_meta_model, stacks
 from dynagroup.memory.trace.program import MakeInputs, as_gathered, prepare, trace
-
-__all__ = ["trace_phases"]
 
 Probe: TypeAlias = "tuple[int, int, int]"  # samples, tokens, tokens of the target
 Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # bytes alive after each allocation
 ALIKE = 5e-3  # how much the peak of a deepened trace may differ from that of the whole model
 EXACT = 1e-4  # how much of a probe's largest size polynomials may miss
-# A program that pads its input to a multiple of something is no polynomial of lengths that are multiples, and one beyond.
-PROBES = [(2, 64, 96), (3, 65, 33), (2, 256, 160), (5, 193, 96), (4, 320, 65), (3, 497, 257), (7, 97, 352), (2, 160, 497),
-          (6, 65, 256), (3, 128, 321), (4, 384, 480), (5, 481, 128), (2, 33, 32), (8, 224, 289)]  # fmt: skip
-PACKED_PROBES: list[Probe] = [(1, 64, 0), (1, 513, 0), (1, 192, 0), (1, 1025, 0)]
+# Kernels pad rows to multiples of 32 and masks to 16: one beyond a multiple of 32 needs the most padding, and always as much. A
+# program that pads its input to more, to 64 or 512, is then no polynomial of these lengths.
+ALIGNMENT = 32
+PROBES = [(2, 65, 97), (3, 33, 33), (2, 257, 161), (5, 193, 97), (4, 321, 65), (3, 481, 257), (7, 97, 353), (2, 161, 481),
+          (6, 65, 257), (3, 129, 321), (4, 385, 449), (5, 449, 129), (2, 33, 33), (8, 225, 289)]  # fmt: skip
+PACKED_PROBES: list[Probe] = [(1, 65, 0), (1, 513, 0), (1, 193, 0), (1, 1025, 0)]
 PROBED = 512  # the longest of them
 LONGEST = 4097  # of the last probe, where the model has positions for it: it tells what happens beyond
-FEWEST_POSITIONS = 64
+FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three lengths tell a constant, a line and a square apart
 MOST_TOKENS = 131072  # of a sample, or of a packed batch: phases that count only beyond are left out
 
 
 def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None) -> Phases:
     """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
 
-    Memory is the largest of the phases. Where attention slides, the program and its cache are others for lengths beyond the
-    window: then there are two sets of them. Where the program itself depends on the shape, as one does that loops over
-    tokens or pads its input, phases are fitted to a few simulations, and a warning says so.
-
-    Args:
-        model_or_config: a model, a transformers config, or its name.
-        workload: what is done with it. inputs: as in :func:`simulate`.
+    Where attention slides, the program and its cache are others for lengths beyond the window: then there are two sets of
+    them. Where the program itself depends on the shape, phases are fitted to a few simulations, and a warning says so.
 
     Raises:
         ValueError: the program depends on more than the shape, or the model has too few positions to tell.
@@ -61,7 +57,7 @@ def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | No
             return _simulated(padded, error)
         if workload.attention != "sdpa" or padded.packed:
             return found
-        spared = _phases(replace(padded, copies_masks=False))
+        spared = _phases(replace(padded, beyond=0))
     return found if spared == found else replace(found, aligned=spared)
 
 
@@ -72,7 +68,8 @@ class _Traced:
     source: Any
     workload: Run
     inputs: MakeInputs | None
-    copies_masks: bool = True
+    beyond: int = 1
+    """By how much lengths exceed a multiple of 32."""
 
     @property
     def packed(self) -> bool:
@@ -88,18 +85,22 @@ class _Traced:
         names = ("1", "L", "L2") if self.packed else MONOMIALS if self.two_streams else MONOMIALS[:6]
         return [MONOMIALS.index(name) for name in names]
 
+    @cached_property
+    def config(self) -> Any:
+        config: Any = getattr(as_meta_model(self.source, self.workload), "config", None)
+        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
     def model(self, most_layers: int | None = None) -> torch.nn.Module:
         """Ready to run, with at most so many layers in each stack."""
         model = as_meta_model(self.source, self.workload)
         for stack in stacks(model) if most_layers else ():
             del stack[most_layers:]
-        return as_gathered(prepare(model, self.workload, self.copies_masks), self.workload)
+        return as_gathered(prepare(model, self.workload), self.workload)
 
     def run(self, model: torch.nn.Module, probe: Probe, watch: Any = None) -> LiveBytes:
         n, length, target = probe
         longest = {"tokens": length, "target": target} if self.two_streams else {"tokens": length}
-        how: dict[str, Any] = {"inputs": self.inputs, "watch": watch, "copies_masks": self.copies_masks}
-        return trace(model, self.workload, n, longest, block=1, slack=BLOCK // 2, **how)
+        return trace(model, self.workload, n, longest, inputs=self.inputs, watch=watch, smooth=True)
 
     def timeline(self, check: Probe) -> Timeline:
         """Of the whole model; from three layers where these say the same of the shape ``check``."""
@@ -177,44 +178,43 @@ def _cast_bytes(layer: torch.nn.Module) -> int:
     return sum(2 * p.numel() for p in cast)
 
 
-def _config(traced: _Traced) -> Any:
-    config: Any = getattr(as_meta_model(traced.source, traced.workload), "config", None)
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
 def _phases(traced: _Traced) -> Phases:
     if traced.packed:
         return Phases(_exact(traced, PACKED_PROBES))
-    config, workload = _config(traced), traced.workload
-    window = _sliding_window(config)
+    window, workload = _sliding_window(traced.config), traced.workload
     if window is None:
-        return Phases(_exact(traced, _probes(config, traced)))
+        return Phases(_exact(traced, _probes(traced)))
     until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
-    beyond = [(n, length + -(-window // 16) * 16, target) for n, length, target in _probes(config, traced)]
-    after = _exact(traced, beyond)
+    wide = -(-window // ALIGNMENT) * ALIGNMENT
+    after = _exact(traced, [(n, length + wide, target) for n, length, target in _probes(traced)])
     if until < FEWEST_POSITIONS:
         return Phases(after)
-    return Phases(_exact(traced, _probes(config, traced, until)), until, after)
+    return Phases(_exact(traced, _probes(traced, until)), until, after)
 
 
-def _probes(config: Any, traced: _Traced, within: int = LONGEST) -> list[Probe]:
+def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
     """Shapes that tell the monomials apart, within the model's positions; the last is as long as ``within`` allows."""
-    most = min(getattr(config, "max_position_embeddings", None) or LONGEST, within)
-    most_target = min(getattr(config, "max_target_positions", None) or most, most)
-    scaled = [(n, _scaled(length, most), _scaled(target, most_target)) for n, length, target in PROBES]
+    most = min(getattr(traced.config, "max_position_embeddings", None) or LONGEST, within)
+    most_target = min(getattr(traced.config, "max_target_positions", None) or most, most)
+    scaled = [(n, _scaled(length, most, traced), _scaled(target, most_target, traced)) for n, length, target in PROBES]
     columns = traced.columns
     for count in range(len(columns) + 1, len(scaled) + 1):
         n, length, target = scaled[count - 1]
-        probes = [*scaled[: count - 1], (n, max(length, (most - 1) // 16 * 16 + 1), target)]
+        probes = [*scaled[: count - 1], (n, max(length, _aligned(most, traced)), target)]
         known = monomials(*np.array(probes).T)[:, columns]
         if np.linalg.matrix_rank(known / known.max(0)) == len(columns):
             return probes
     raise ValueError(f"{min(most, most_target)} positions are too few to tell how memory grows with the length")
 
 
-def _scaled(length: int, most: int) -> int:
-    """A length of ``PROBES`` as a share of ``most``: again a multiple of 16, or one beyond."""
-    return length if most >= PROBED else max(16, most * length // PROBED // 16 * 16 + length % 2)
+def _scaled(length: int, most: int, traced: _Traced) -> int:
+    """A length of ``PROBES``, or as large a share of ``most`` where that is less than the longest of them."""
+    return _aligned(length if most >= PROBED else most * length // PROBED, traced)
+
+
+def _aligned(length: int, traced: _Traced) -> int:
+    """The next multiple of 32 below, and beyond it what the traces ask for."""
+    return max((length - traced.beyond) // ALIGNMENT, 1) * ALIGNMENT + traced.beyond
 
 
 def _sliding_window(config: Any) -> int | None:
@@ -269,12 +269,11 @@ def _rows(columns: Sequence[int], phases: FloatArray) -> tuple[tuple[float, ...]
 
 
 # Where a program loops over tokens or over chunks of them, its allocations cannot be told apart by their place. Then whole
-# peaks are fitted: at each short length two numbers of samples give every allocation as a line in n (the program is the
-# same), hence the peak of any n; at the long ones there is one peak. Lengths are one beyond multiples of usual chunks, where
-# rounding up costs most. The closest phases are raised by one factor until none of these peaks lies above them.
-SHORT, LONG, LONG_SAMPLES = (1, 17, 33, 65, 129), (257, 513, 1025, 2049, 4097), 2
-LOOPS = 4  # a program so many times as long as that of one token loops over tokens: a minute for a thousand of them
-SAMPLES = (1, 2, 4, 16, 64, 256)
+# peaks are fitted: at each length two numbers of samples give every allocation as a line in n (the program is the same), hence
+# the peak of any n. Lengths are one beyond multiples of usual chunks, where rounding up costs most. The closest phases are
+# raised by one factor until none of these peaks lies above them.
+LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
+LOOPS, SHORT = 4, 129  # a program so many times as long as that of one token loops: a minute for a thousand tokens
 FITS = 0.5  # how far off the closest phases may be at most before they are raised
 FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 
@@ -282,31 +281,24 @@ FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 def _simulated(traced: _Traced, error: ValueError) -> Phases:
     if traced.two_streams or traced.packed:
         raise error
-    most = getattr(_config(traced), "max_position_embeddings", None) or LONG[-1]
-    timeline = traced.timeline((2, SHORT[1], 0))
-    rows = [row for length in SHORT if length <= most for row in _peaks_of(timeline, length)]
+    most = getattr(traced.config, "max_position_embeddings", None) or LENGTHS[-1]
+    timeline, rows = traced.timeline((2, 17, 0)), []
     one_token = len(timeline((1, 1, 0)))
-    for length in sorted({min(length, most) for length in LONG}):
-        line = timeline((LONG_SAMPLES, length, 0))
-        rows.append((LONG_SAMPLES, length, float(line.max())))
-        if len(line) > LOOPS * one_token:
+    for length in sorted({min(length, most) for length in LENGTHS}):
+        one, two = timeline((1, length, 0)), timeline((2, length, 0))
+        alike = len(one) == len(two)
+        peaks = [one + (n - 1) * (two - one) for n in SAMPLES] if alike else [one, two]
+        rows += [(n, length, float(line.max())) for n, line in zip(SAMPLES, peaks, strict=False)]
+        if length > SHORT and len(one) > LOOPS * one_token:
             break
-    n, length, size = np.array(rows).T
-    known = monomials(n, length, np.zeros_like(n))[:, FITTED]
+    n, lengths, size = np.array(rows).T
+    known = monomials(n, lengths, np.zeros_like(n))[:, FITTED]
     found, off = max_affine(known, size)
     if off > FITS:
         raise error
     warnings.warn(
-        f"the memory of this model is fitted to simulations of up to {int(length.max())} tokens, because {error}; beyond that "
+        f"the memory of this model is fitted to simulations of up to {int(lengths.max())} tokens, because {error}; beyond that "
         "it is a guess",
         stacklevel=5,
     )
     return Phases(_rows(FITTED, found * (size / (known @ found.T).max(axis=1)).max()))
-
-
-def _peaks_of(timeline: Timeline, length: int) -> list[tuple[int, int, float]]:
-    """(samples, length, peak) of any number of samples: each allocation is a line through those of one and of two."""
-    one, two = timeline((1, length, 0)), timeline((2, length, 0))
-    if len(one) != len(two):
-        return [(1, length, float(one.max())), (2, length, float(two.max()))]
-    return [(n, length, float((one + (n - 1) * (two - one)).max())) for n in SAMPLES]

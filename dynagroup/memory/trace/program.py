@@ -21,11 +21,8 @@ REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's `reduce_bucket_size`
 _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
-def prepare(model: torch.nn.Module, workload: Run, copies_masks: bool | None = None) -> torch.nn.Module:
-    """The meta model in the state that the workload runs it in, gradients of earlier steps included.
-
-    ``copies_masks``: of :class:`CudaKernels`, for what checkpointing runs again.
-    """
+def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
+    """The meta model in the state that the workload runs it in, gradients of earlier steps included."""
     training = workload.mode == "train"
     model.train(training)
     if not training:
@@ -33,8 +30,7 @@ def prepare(model: torch.nn.Module, workload: Run, copies_masks: bool | None = N
     if workload.gradient_checkpointing:
         # Function modes do not reach what the autograd engine calls, so the recomputation enters its own.
         autocast = _autocast(workload)
-        again = lambda: (nullcontext(), CudaKernels(autocast, copies_masks=copies_masks))  # noqa: E731
-        checkpoint_layers(model, context_fn=again)
+        checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(autocast)))
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.empty_like(p)
@@ -134,18 +130,12 @@ def trace(
     longest: Mapping[str, int],
     *,
     inputs: MakeInputs | None = None,
-    block: int = BLOCK,
-    slack: int = 0,
+    smooth: bool = False,
     watch: Callable[[LiveBytes], Any] | None = None,
-    copies_masks: bool | None = None,
 ) -> LiveBytes:
-    """Run one batch on the meta device and return the bytes that were alive meanwhile, static memory left out.
-
-    ``block`` and ``slack``: of :class:`LiveBytes`. ``copies_masks``: of :class:`CudaKernels`.
-    """
+    """Run one batch on the meta device and return the bytes that were alive meanwhile, static memory left out."""
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    tracer = LiveBytes(apart, block=block, slack=slack)
-    kernels = CudaKernels(_autocast(workload), padded=workload.attention != "flash", copies_masks=copies_masks)
+    tracer, kernels = LiveBytes(apart, smooth), CudaKernels(_autocast(workload), padded=workload.attention != "flash")
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
