@@ -24,7 +24,7 @@ import transformers as hf
 
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.memory import simulate
-from dynagroup.memory.trace.model import as_run_model
+from dynagroup.memory.trace.model import as_meta_model
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "fits.json"
 LENGTHS = (128, 1024, 8192, 32768)
@@ -76,7 +76,7 @@ def cases(name: str, setting: dict[str, Any]) -> Iterator[dict[str, Any]]:
     budget: Any = MemoryBudget.from_model(config, LIMIT, mode=mode, headroom=HEADROOM, **how)
     traced_s = time.perf_counter() - started
     workload, samples = budget.model.workload, budget.most_samples(lengths).tolist()
-    model = as_run_model(config, dtype="bfloat16", attention=how.get("attention"), lora=lora)
+    model = as_meta_model(config, dtype="bfloat16", attention=how.get("attention"), lora=lora)
     room = HEADROOM * LIMIT
     for length, count in zip(lengths, samples, strict=True):
         more = int(count * (1 + TOLERANCE)) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dynagroup.shapes import BatchShape
 __all__ = ["Group", "Pairs", "draw", "first_batches", "largest", "later_batches", "load_groups", "load_measured"]
 
 FEWEST_MEASURED = 3
+NO_FIELDS = ("ddp", "tied_embeddings")  # which workloads had when the data were made
 DEVICES = np.array([16, 24, 40, 48, 80, 141, 192, 282, 564, 1128]) * 1e9
 """Bytes of the devices (beyond 192 GB: of several that share a model) whose memory a first batch nearly fills."""
 
@@ -58,7 +60,8 @@ def load_groups(path: Path) -> list[Group]:
     groups = []
     for row in sorted(pq.read_table(path).to_pylist(), key=lambda r: r["key"]):
         checked = None if row["checked"] is None else tuple(row["checked"])
-        workload, phases = Workload.from_json(row["workload"]), np.array(row["phases"])
+        known = {k: v for k, v in json.loads(row["workload"]).items() if k not in NO_FIELDS}
+        workload, phases = Workload.from_mapping(known), np.array(row["phases"])
         groups.append(
             Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], phases, checked)
         )

@@ -115,7 +115,7 @@ def test_measurements_in_parquet(table, tmp_path):
 
 def test_the_card_of_a_regressor(table, tmp_path):
     path = tmp_path / "mine.ubj"
-    MemoryRegressor.fit(table, rounds=3).save(path)
+    MemoryRegressor.fit(table).save(path)
     card = path.with_suffix(".json")
     whole = card.read_bytes()
 

@@ -19,22 +19,42 @@ from dynagroup.shapes import TOKENS, BatchShape, target_tokens
 if TYPE_CHECKING:
     import xgboost
 
-__all__ = ["CANDIDATE", "FEATURES", "FORMAT", "MONOTONE", "Features", "TrainingRows", "describe", "features", "is_sharp",
-           "pairs_of", "train_booster"]  # fmt: skip
-
 # They rise when a sample is added to the candidate or lengthened; the regressor may rise with them, never fall.
 CANDIDATE = ("closed_form", "samples", "padded_tokens", "squared_tokens", "target_tokens")
 BASELINE = ("base_samples", "base_longest", "base_tokens", *(f"base_{name}" for name in COMPONENTS), "base_quadratic")
-WORKLOAD = ("generates", "trains", "layers", "encoder_layers", "hidden", "heads", "kv_share", "ffn_share", "vocabulary_share",
-            "gated", "experts", "dropout", "lm_head", "causal", "score_bias", "fixed_tokens", "parameters", "trainable_share",
-            "parameter_bytes", "autocast", "eager", "checkpointing", "new_tokens")  # fmt: skip
-FEATURES = (*CANDIDATE, *BASELINE, *WORKLOAD)
-MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
-FORMAT = 2
-
 # With all of these known the closed form is about this workload, not about a usual one.
 ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
              "vocabulary_size", "encoder_decoder", "dtype", "attention", "gradient_checkpointing")  # fmt: skip
+
+
+def _workload_values(w: Workload) -> dict[str, float]:
+    def known(value: Any, answer: float | None = None) -> float:
+        return np.nan if value is None else float(value if answer is None else answer)
+
+    def log(value: float | None) -> float:
+        return np.nan if value is None else float(np.log1p(value))
+
+    def share(part: int | None, whole: int | None) -> float:
+        return np.nan if part is None or not whole else part / whole
+
+    return {
+        "generates": known(w.mode, w.mode == "generate"), "trains": known(w.mode, w.mode == "train"),
+        "layers": log(w.num_layers), "encoder_layers": log(w.num_encoder_layers), "hidden": log(w.hidden_size),
+        "heads": log(w.num_heads), "kv_share": share(w.num_kv_heads, w.num_heads),
+        "ffn_share": share(w.intermediate_size, w.hidden_size),
+        "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": known(w.gated_mlp),
+        "experts": log(w.experts_per_token), "dropout": known(w.dropout), "lm_head": known(w.lm_head),
+        "causal": known(w.causal), "score_bias": known(w.score_bias), "fixed_tokens": log(w.fixed_tokens),
+        "parameters": log(w.num_parameters), "trainable_share": known(w.trainable_share),
+        "parameter_bytes": known(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
+        "autocast": known(w.dtype, w.autocast is not None), "eager": known(w.attention, w.attention == "eager"),
+        "checkpointing": known(w.gradient_checkpointing), "new_tokens": log(w.max_new_tokens),
+    }  # fmt: skip
+
+
+FEATURES = (*CANDIDATE, *BASELINE, *_workload_values(Workload()))
+MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,39 +92,14 @@ def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: 
     candidate = [ratio, samples, samples + length - length_b, samples + 2 * longer, samples + target - target_b]
     base = [n_b, length_b, n_b + length_b, *form.shares(baseline).T]
     known = [np.broadcast_to(c, size) for c in (*candidate, *base)]
-    about = np.broadcast_to(_workload_values(workload), (size, len(WORKLOAD)))
+    known_values = np.array(list(_workload_values(workload).values()))
+    about = np.broadcast_to(known_values, (size, len(known_values)))
     return Features(np.broadcast_to(ratio, size), np.concatenate([np.stack(known, axis=1), about], axis=1))
 
 
 def _logs(shape: BatchShape) -> list[FloatArray]:
     values = (shape.num_samples, shape.longest[TOKENS], target_tokens(shape))
     return [np.log(np.maximum(v, 1).astype(np.float64)) for v in values]
-
-
-def _workload_values(w: Workload) -> FloatArray:
-    def known(value: Any, answer: float | None = None) -> float:
-        return np.nan if value is None else float(value if answer is None else answer)
-
-    def log(value: float | None) -> float:
-        return np.nan if value is None else float(np.log1p(value))
-
-    def share(part: int | None, whole: int | None) -> float:
-        return np.nan if part is None or not whole else part / whole
-
-    found = {
-        "generates": known(w.mode, w.mode == "generate"), "trains": known(w.mode, w.mode == "train"),
-        "layers": log(w.num_layers), "encoder_layers": log(w.num_encoder_layers), "hidden": log(w.hidden_size),
-        "heads": log(w.num_heads), "kv_share": share(w.num_kv_heads, w.num_heads),
-        "ffn_share": share(w.intermediate_size, w.hidden_size),
-        "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": known(w.gated_mlp),
-        "experts": log(w.experts_per_token), "dropout": known(w.dropout), "lm_head": known(w.lm_head),
-        "causal": known(w.causal), "score_bias": known(w.score_bias), "fixed_tokens": log(w.fixed_tokens),
-        "parameters": log(w.num_parameters), "trainable_share": known(w.trainable_share),
-        "parameter_bytes": known(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
-        "autocast": known(w.dtype, w.autocast is not None), "eager": known(w.attention, w.attention == "eager"),
-        "checkpointing": known(w.gradient_checkpointing), "new_tokens": log(w.max_new_tokens),
-    }  # fmt: skip
-    return np.array([found[name] for name in WORKLOAD])
 
 
 def pairs_of(measurements: Measurements, form: ClosedForm) -> TrainingRows:
@@ -159,12 +154,11 @@ def describe(parts: Sequence[TrainingRows], constants: Mapping[str, float]) -> d
         lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
     ends = {"lowest": np.nan_to_num(lowest, nan=-1e30), "highest": np.nan_to_num(highest, nan=1e30)}
     digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
+    ranges = {name: [round(float(v), 9) for v in end] for name, end in ends.items()}  # last bits differ between CPUs
     return {
         "format": FORMAT,
         "features": list(FEATURES),
-        "ranges": {
-            name: [round(float(v), 9) for v in end] for name, end in ends.items()
-        },  # last bits differ between CPUs
+        "ranges": ranges,
         "constants": dict(constants),
         "rows": len(values),
         "data_hash": digest,

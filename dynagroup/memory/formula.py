@@ -38,7 +38,7 @@ CONSTANTS: dict[str, float] = {
 USUAL: dict[str, Any] = {
     "mode": "train", "num_layers": 24, "num_encoder_layers": 0, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8,
     "head_size": 128, "intermediate_size": 7168, "experts_per_token": 1, "gated_mlp": True, "dropout": False,
-    "vocabulary_size": 65536, "lm_head": True, "tied_embeddings": True, "encoder_decoder": False, "causal": True, "fixed_tokens": 0,  # noqa: E501
+    "vocabulary_size": 65536, "lm_head": True, "encoder_decoder": False, "causal": True, "fixed_tokens": 0,  # noqa: E501
     "num_parameters": None, "trainable_share": 1.0, "dtype": "bfloat16", "attention": "sdpa", "score_bias": False,
     "gradient_checkpointing": False, "max_new_tokens": 256,
 }  # fmt: skip

@@ -14,8 +14,6 @@ from dynagroup.memory.run import FloatArray
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape
 
-__all__ = ["Measurement", "Measurements"]
-
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -42,9 +40,6 @@ _FIELDS = ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes"
 class Measurements:
     """One row a shape, for one workload.
 
-    Raises:
-        ConfigError: a row holds no number where it should, or a number where memory ran out.
-
     >>> rows = Measurements((Measurement(2, {"tokens": 64}, static_bytes=100, batch_bytes=50),), Workload(mode="train"))
     >>> [row.peak_bytes for row in rows]
     [150]
@@ -59,7 +54,12 @@ class Measurements:
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
-            _check(number, row)
+            sizes = [row.num_samples - 1, row.static_bytes, *row.longest.values()]
+            sizes += [] if row.batch_bytes is None else [row.batch_bytes]
+            if row.oom != (row.batch_bytes is None) or not all(0 <= size < float("inf") for size in sizes):
+                raise ConfigError(
+                    f"row {number}: {row} has a size that is negative or not finite, or one where memory ran out"
+                )
 
     def __iter__(self) -> Iterator[Measurement]:
         return iter(self.rows)
@@ -103,45 +103,25 @@ class Measurements:
         """Read what :meth:`to_parquet` wrote.
 
         Raises:
-            ConfigError: the file holds something else.
-            StateError: it is damaged.
+            StateError: the file is damaged, or holds something else.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
             table = pq.read_table(path)
-            about = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-            if "dynagroup.workload" not in about:
-                raise ConfigError(f"{path} holds no dynagroup measurements: its metadata lacks 'dynagroup.workload'")
+            about = {
+                k.decode().removeprefix("dynagroup."): v.decode() for k, v in (table.schema.metadata or {}).items()
+            }
             rows = []
             for values in table.to_pylist():
                 named = {k.removeprefix("longest_"): v for k, v in values.items() if k.startswith("longest_")}
                 longest = {name: value for name, value in named.items() if value is not None}
                 rows.append(Measurement(longest=longest, **{name: values[name] for name in _FIELDS}))
-            workload = Workload.from_json(about["dynagroup.workload"])
-            return cls(tuple(rows), workload, about["dynagroup.source"], json.loads(about["dynagroup.about"]))
-        except (FileNotFoundError, ConfigError):
+            workload = Workload.from_json(about["workload"])
+            return cls(tuple(rows), workload, about["source"], json.loads(about["about"]))
+        except FileNotFoundError:
             raise
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            raise StateError(
-                f"{path} is damaged, or no Parquet file of measurements ({reason}); measure again"
-            ) from error
-
-
-def _check(number: int, row: Measurement) -> None:
-    if row.oom != (row.batch_bytes is None):
-        raise ConfigError(
-            f"row {number}: `batch_bytes` is {row.batch_bytes!r} and `oom` is {row.oom}; a run that ran out of memory has "
-            "no size (None), any other has one"
-        )
-    values = {"num_samples": row.num_samples, "static_bytes": row.static_bytes, "batch_bytes": row.batch_bytes}
-    values |= {f"longest[{name!r}]": value for name, value in row.longest.items()}
-    for name, value in values.items():
-        if value is not None and not (np.isfinite(value) and value >= (1 if name == "num_samples" else 0)):
-            raise ConfigError(
-                f"row {number}: `{name}` must be a finite number, not negative, but is {value!r}; leave the row out"
-            )
-    if TOKENS not in row.longest:
-        raise ConfigError(f"row {number}: `longest` has streams {sorted(row.longest)}, but not 'tokens'")
+            raise StateError(f"{path} is damaged, or no file of measurements ({reason}); measure again") from error

@@ -37,8 +37,6 @@ from dynagroup.validation import warn_user
 if TYPE_CHECKING:
     import xgboost
 
-__all__ = ["LIKE", "PRETRAINED", "MemoryRegressor", "Plausible", "member"]
-
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 MIN_ROWS = 8
 MOST_LIFT = 5.0  # of a log ratio: no limit
@@ -79,22 +77,26 @@ class MemoryRegressor:
         """What :meth:`save` wrote. ``workload``: default, the one it was fitted for. XGBoost is needed where its trees are asked.
 
         Raises:
-            StateError: the file is no UBJSON of XGBoost, is not the one that its card describes, or has other features.
+            StateError: the file is not the one that its card describes, or of another version. No digit of the constants and
+                ranges may have changed: they decide what fits.
         """
         path = Path(path)
-        card = _read_card(path.with_suffix(".json"))
-        trees = _read_trees(path, card["hashes"]["sharp"])
+        trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
+        try:
+            card = json.loads(text)
+            right = {"format": FORMAT, "features": list(FEATURES), "seal": seal_of(card)}
+            wrong = [name for name, value in right.items() if card.get(name) != value]
+            wrong += ["hash"] if hashlib.sha256(trees).hexdigest() != card["hashes"]["sharp"] else []
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise StateError(f"the card beside {path} is damaged ({error}); save the regressor again") from error
+        if wrong:
+            raise StateError(
+                f"{path} is not what its card describes: {', '.join(wrong)} differ; fit or save the regressor again"
+            )
         return cls(trees, card, workload or Workload.from_mapping(card.get("workload", {})))
 
     @classmethod
-    def fit(
-        cls,
-        measurements: Measurements | Sequence[Measurements],
-        *,
-        rounds: int = 120,
-        max_depth: int = 3,
-        seed: int = 0,
-    ) -> MemoryRegressor:
+    def fit(cls, measurements: Measurements | Sequence[Measurements]) -> MemoryRegressor:
         """A regressor for your own workload (or several), from simulated or measured rows.
 
         Where the rows' workload was traced, trees only raise what the trace says; else they correct a form fitted to the rows.
@@ -102,7 +104,6 @@ class MemoryRegressor:
 
         Args:
             measurements: at least 8 rows that did not run out of memory, of shapes like those to be predicted.
-            rounds: trees. max_depth: of each. seed: of XGBoost.
 
         Raises:
             ConfigError: too few rows.
@@ -110,15 +111,12 @@ class MemoryRegressor:
         tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
         least = min((len(t.complete) for t in tables), default=0)
         if least < MIN_ROWS:
-            raise ConfigError(
-                f"fit needs at least {MIN_ROWS} measurements of each workload that did not run out of memory, but got {least}; "
-                "simulate or measure more shapes"
-            )
+            raise ConfigError(f"fit needs at least {MIN_ROWS} measurements of each workload that ran, but got {least}")
         own = [table.workload.phases or Phases(ProfiledMemory.fit(table).rows) for table in tables]
         packed = [table.workload.phases is not None and table.workload.layout == "packed" for table in tables]
         parts = [pairs_of(t, ClosedForm.of_phases(p, k)) for t, p, k in zip(tables, own, packed, strict=True)]
-        few = {"least_weight": 1.0, "regularisation": 1.0}  # hundreds of rows, not hundreds of thousands
-        booster = train_booster(parts, rounds=rounds, max_depth=max_depth, seed=seed, **few)
+        # hundreds of rows, not hundreds of thousands
+        booster = train_booster(parts, rounds=120, max_depth=3, least_weight=1.0, regularisation=1.0)
         workload = tables[0].workload
         about: dict[str, Any] = {"workload": json.loads(workload.to_json())}
         if workload.phases is None:
@@ -136,8 +134,6 @@ class MemoryRegressor:
     def save(self, path: str | Path) -> None:
         """Write XGBoost's UBJSON (``path``) and a JSON card beside it."""
         path = Path(path)
-        if path.suffix != ".ubj":
-            raise ConfigError(f"`path` must end in .ubj, XGBoost's own format, but is {str(path)!r}")
         path.write_bytes(self.trees)
         card = json.loads(json.dumps(dict(self.card)))
         card["seal"] = seal_of(card)
@@ -145,8 +141,8 @@ class MemoryRegressor:
 
     def __str__(self) -> str:
         how = "known by its sizes" if self.sharp else "not known in full, so taken for a hungry one"
-        known = assumed(self.workload)
-        return f"a regressor of a model that is {how if self._traced is None else 'traced'}{f' ({known})' if known else ''}"
+        told = f"a regressor of a model that is {how if self._traced is None else 'traced'} ({assumed(self.workload)})"
+        return told.removesuffix(" ()")
 
     @property
     def sharp(self) -> bool:
@@ -180,7 +176,7 @@ class MemoryRegressor:
             packed = self.layout == "packed"
             return self._traced.bytes(shape, packed) / self._traced.baseline_bytes(baseline, packed)
         if not self.sharp:
-            models = self._plausible(len(shape.longest) > 1)
+            models = self._plausible[len(shape.longest) > 1]
             ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)
             return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
         found = features(shape, baseline, self.workload, self._form)
@@ -189,12 +185,10 @@ class MemoryRegressor:
         raw = _booster(self.trees).inplace_predict(values, predict_type="margin", base_margin=lifted)
         return self._clamped(np.exp(found.margin + np.clip(raw, lowest, highest)), found)  # clipped, it still rises
 
-    def _plausible(self, two_streams: bool) -> Plausible:
-        """Traced models that this one may be like."""
-        cache: dict[bool, Plausible] = self.__dict__.setdefault("_models", {})
-        if two_streams not in cache:
-            cache[two_streams] = Plausible(self.workload, self.card["plausible"], two_streams)
-        return cache[two_streams]
+    @cached_property
+    def _plausible(self) -> list[Plausible]:
+        """Traced models that this one may be like, of one stream and of two."""
+        return [Plausible(self.workload, self.card["plausible"], two_streams) for two_streams in (False, True)]
 
     @cached_property
     def _form(self) -> ClosedForm:
@@ -239,14 +233,8 @@ def member(workload: Workload, two_streams: bool, phases: Sequence[Sequence[floa
 
 
 class Plausible:
-    """What each of several traced models would need for a batch.
-
-    Args:
-        workload: those members count that agree with what is known of it. Lengths are taken to count everything that is
-            read, unless its ``fixed_tokens`` say otherwise.
-        members: from :func:`member`.
-        two_streams: whether batches have a target with lengths of its own.
-    """
+    """What each of several traced models (:func:`member`) would need for a batch: of those that agree with what is known of a
+    workload. Lengths are taken to count everything that is read, unless its ``fixed_tokens`` say otherwise."""
 
     def __init__(self, workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> None:
         chosen = _like(workload, members, two_streams)
@@ -291,39 +279,3 @@ def _booster(trees: bytes) -> xgboost.Booster:
 @lru_cache(maxsize=1)
 def _pretrained() -> MemoryRegressor:
     return MemoryRegressor.load(PRETRAINED)
-
-
-def _read_card(path: Path) -> dict[str, Any]:
-    try:
-        card = json.loads(_bytes_of(path).decode())
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"{path} is not JSON ({error}); save the regressor again") from error
-    form = card.get("format") if isinstance(card, dict) else None
-    if form != FORMAT:
-        raise StateError(f"{path} has format {form!r}, expected {FORMAT}")
-    if card.get("features") != list(FEATURES):
-        raise StateError(f"{path}: this version of dynagroup computes other features; fit it again")
-    if card.get("seal") != seal_of(card):  # constants and ranges decide what fits: no digit of them may have changed
-        raise StateError(f"{path} is not as it was saved, its seal differs; save the regressor again")
-    return card
-
-
-def _read_trees(path: Path, expected: str) -> bytes:
-    raw = _bytes_of(path)
-    if raw[:1] != b"{":  # UBJSON opens an object; refuse anything else before XGBoost reads it
-        raise StateError(f"{path} is not UBJSON; a regressor is saved by MemoryRegressor.save, and never as a pickle")
-    digest = hashlib.sha256(raw).hexdigest()
-    if digest != expected:
-        raise StateError(
-            f"{path} has hash {digest[:12]}, but its card says {expected[:12]}; the two do not belong together"
-        )
-    return raw
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise StateError(
-            f"{path} is missing: a saved regressor is an .ubj file and a .json card beside it; save it again"
-        ) from None

@@ -96,11 +96,11 @@ class TracedMemory:
         Raises:
             ConfigError: an argument is wrong, peft is missing, or the model can neither be traced nor simulated.
         """
-        from dynagroup.memory.trace.model import as_meta_model, as_run_model
+        from dynagroup.memory.trace.model import as_meta_model
         from dynagroup.memory.trace.program import prepare, static_bytes
 
         dtype, attention = Workload(dtype=known.get("dtype")).dtype, known.get("attention")
-        model = as_run_model(model_or_config, dtype=dtype, attention=attention, lora=lora)
+        model = as_meta_model(model_or_config, dtype=dtype, attention=attention, lora=lora)
         if optimizer is not None:
             trained = next((p.dtype for p in model.parameters() if p.requires_grad), "float32")
             known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained).removeprefix("torch."))

@@ -51,7 +51,6 @@ class Workload:
     vocabulary_size: int | None = None
     lm_head: bool | None = None
     """Whether the model computes a logit for every word of the vocabulary."""
-    tied_embeddings: bool | None = None
     encoder_decoder: bool | None = None
     causal: bool | None = None
     """Whether it is a language model of one stack in which a token sees only those before it."""
@@ -73,11 +72,9 @@ class Workload:
     ``outputs.loss.backward()`` keeps it, ``model(**batch).loss.backward()`` does not; None: taken for kept."""
     optimizer_bytes: float | None = None
     """Bytes of optimizer state per trainable parameter."""
-    ddp: bool | None = None
-    """Whether DistributedDataParallel keeps a second copy of the gradients in its buckets."""
     sharding: Sharding | None = None
     """How ranks divide what does not depend on the batch: "zero1" the optimizer state, "zero2" gradients too, "zero3" and
-    "fsdp" parameters too; "ddp" nothing. None: one rank, or not known."""
+    "fsdp" parameters too; "ddp" nothing, and its buckets are a second copy of the gradients. None: one rank, or not known."""
     num_ranks: int | None = None
     """Ranks that divide it."""
     layout: Layout | None = None
@@ -91,21 +88,12 @@ class Workload:
             if (value := getattr(self, known.name)) is not None:
                 kind = str(known.type).removesuffix(" | None")
                 object.__setattr__(self, known.name, _checked(known.name, kind, value))
-        share, state, heads, kv_heads = self.trainable_share, self.optimizer_bytes, self.num_heads, self.num_kv_heads
-        packed, divided = self.layout == "packed", self.sharding not in (None, "ddp")
-        generates = self.mode == "generate"
-        refused: dict[str, Any] = {
-            f"`trainable_share` must be between 0 and 1 or None, but is {share!r}": not 0 <= (share or 0) <= 1,
-            f"`optimizer_bytes` must be between 0 and 64 bytes a parameter or None, but is {state!r}":
-                not 0 <= (state or 0) <= 64,
-            "`layout` 'packed' is for training and forward passes; generate() pads its prompts": packed and generates,
-            "`layout` 'packed' is for models of one stack: nothing keeps the samples of an encoder and a decoder apart without "
-            "padding; leave it out, and group by both lengths": packed and self.encoder_decoder,
-            f"`sharding` {self.sharding!r} divides memory over ranks; say how many: num_ranks=8": divided and not self.num_ranks,
-            f"`num_kv_heads` must be at most `num_heads` ({heads}), but is {kv_heads} instead": heads and (kv_heads or 0) > heads,
-        }  # fmt: skip
-        for message in (message for message, wrong in refused.items() if wrong):
-            raise ConfigError(message)
+        if self.layout == "packed" and self.mode == "generate":
+            raise ConfigError("`layout` 'packed' is for training and forward passes; generate() pads its prompts")
+        if self.layout == "packed" and self.encoder_decoder:
+            raise ConfigError("`layout` 'packed' is for models of one stack; leave it out, and group by both lengths")
+        if self.sharding not in (None, "ddp") and not self.num_ranks:
+            raise ConfigError(f"`sharding` {self.sharding!r} divides memory over ranks; say how many: num_ranks=8")
 
     @classmethod
     def from_model(
@@ -126,9 +114,9 @@ class Workload:
                 memory depends on the batch. Without, or with a warning where that is impossible, it is estimated from the sizes.
             inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take more than text.
             known: fields that you know better, such as ``dtype="bfloat16"``, ``gradient_checkpointing=True``,
-                ``max_new_tokens=256``, ``ddp=True`` or ``optimizer_bytes=8``.
+                ``max_new_tokens=256``, ``sharding="ddp"`` or ``optimizer_bytes=8``.
 
-        AdamW is assumed in training: two states of the parameters' dtype. Gradients of DDP are not, unless ``ddp=True``.
+        AdamW is assumed in training: two states of the parameters' dtype.
 
         >>> from transformers import GPT2Config
         >>> workload = Workload.from_model(GPT2Config(), mode="generate", max_new_tokens=64)
@@ -138,24 +126,21 @@ class Workload:
         from dynagroup.memory.trace.model import describe
 
         known = {name: _dtype(v) if name in ("dtype", "autocast") else v for name, v in known.items()}
+        cls.from_mapping({"mode": mode, **known})  # what is wrong is refused before a model is built
         workload = cls.from_mapping(describe(model_or_config, mode, known))
         if not trace:
             return workload
         try:
             return workload.traced(model_or_config, inputs)
         except ConfigError as error:
-            warnings.warn(
-                f"the memory of this model is estimated from its sizes, because {error}; trace=False keeps this quiet",
-                stacklevel=2,
+            text = (
+                f"the memory of this model is estimated from its sizes, because {error}; trace=False keeps this quiet"
             )
+            warnings.warn(text, stacklevel=2)
             return workload
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
-        """This workload with the phases of its model.
-
-        Raises:
-            ConfigError: it can neither be traced nor simulated.
-        """
+        """This workload with the phases of its model; a ConfigError where it can neither be traced nor simulated."""
         from dynagroup.memory.trace.phases import trace_phases
 
         try:

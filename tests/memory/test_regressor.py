@@ -26,8 +26,8 @@ SHIPPED = ROOT / "dynagroup" / "memory" / "artifacts" / "pretrained.ubj"
 KNOWN = Workload(
     mode="train", num_layers=24, num_encoder_layers=0, hidden_size=896, num_heads=14, num_kv_heads=2, head_size=64,
     intermediate_size=4864, experts_per_token=1, gated_mlp=True, dropout=False, vocabulary_size=151936, lm_head=True,
-    tied_embeddings=True, encoder_decoder=False, fixed_tokens=0, num_parameters=494032768, trainable_share=1.0,
-    dtype="bfloat16", attention="sdpa", score_bias=False, gradient_checkpointing=False, optimizer_bytes=4.0, ddp=False,
+    encoder_decoder=False, fixed_tokens=0, num_parameters=494032768, trainable_share=1.0,
+    dtype="bfloat16", attention="sdpa", score_bias=False, gradient_checkpointing=False, optimizer_bytes=4.0,
     max_new_tokens=0,
 )  # fmt: skip
 WORKLOADS = {
@@ -111,7 +111,9 @@ def test_a_profile_finds_the_phases_and_says_once_when_it_guesses():
 
 @pytest.mark.parametrize(("size", "oom"), [(float("nan"), False), (-1, False), (float("inf"), False), (5, True)])
 def test_absurd_measurements_name_their_row(size, oom):
-    with pytest.raises(ConfigError, match="row 0: `batch_bytes` " + ("is 5 and" if oom else "must be a finite number")):
+    with pytest.raises(
+        ConfigError, match="row 0: .* has a size that is negative or not finite, or one where memory ran out"
+    ):
         Measurements((Measurement(1, {"tokens": 4}, 0, size, oom),), Workload())
 
 
@@ -139,7 +141,7 @@ def truth(n, length):
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    regressor = MemoryRegressor.fit(Measurements(rows(truth), KNOWN), rounds=60)
+    regressor = MemoryRegressor.fit(Measurements(rows(truth), KNOWN))
     path = tmp_path_factory.mktemp("artifact") / "mine.ubj"
     regressor.save(path)
     return regressor, path
@@ -153,10 +155,8 @@ def test_a_regressor_learns_a_workload_of_your_own_and_says_the_same_after_loadi
     again = MemoryRegressor.load(path)
     assert (again.relative(shape, baseline) == regressor.relative(shape, baseline)).all()
     assert (again.workload, again.fingerprint) == (KNOWN, regressor.fingerprint)
-    other = MemoryRegressor.fit(Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN), rounds=60)
+    other = MemoryRegressor.fit(Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN))
     assert other.fingerprint != regressor.fingerprint
-    with pytest.raises(ConfigError, match=r"must end in \.ubj"):
-        regressor.save("model.pkl")
     with pytest.raises(ConfigError, match="`workload` must be a Workload, but is str"):
         MemoryRegressor.pretrained("gpt2")
 
@@ -182,14 +182,11 @@ def edit(path, sealed=True, **changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: p.write_bytes(b"\x80\x04pickle"), "is not UBJSON"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "has hash"),
-        (lambda p: p.with_suffix(".json").unlink(), "card beside it"),
-        (lambda p: p.with_suffix(".json").write_text("{"), "is not JSON"),
-        (lambda p: edit(p, features=["other"]), "computes other features"),
-        (lambda p: edit(p, format=99), "has format 99"),
-        (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "is not as it was saved"),
-        (lambda p: p.unlink(), "is missing"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "describes: hash differ"),
+        (lambda p: p.with_suffix(".json").write_text("{"), "is damaged"),
+        (lambda p: edit(p, features=["other"]), "describes: features differ"),
+        (lambda p: edit(p, format=99), "describes: format differ"),
+        (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "describes: seal differ"),
     ],
 )
 def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
@@ -236,9 +233,6 @@ def test_outside_the_trained_range_it_is_careful_and_says_so_once():
     [
         ({"mode": "serve"}, "`mode` must be one of 'train'"),
         ({"num_layers": 0}, "`num_layers` must be an int of at least 1"),
-        ({"num_heads": 4, "num_kv_heads": 8}, "at most `num_heads` "),
-        ({"trainable_share": 1.5}, "between 0 and 1"),
-        ({"optimizer_bytes": -1}, "between 0 and 64"),
         ({"dropout": 0.1}, "`dropout` must be True or False"),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_7b_model_is_traced_and_simulated_in_little_memory():
 def test_static_memory_is_parameters_gradients_and_optimizer_state():
     workload = Workload.from_model(SMALL, dtype="bfloat16", trace=False)
     plain, with_ddp = (
-        simulate(SMALL, w, [(1, 8)]).rows[0].static_bytes for w in (workload, workload.replace(ddp=True))
+        simulate(SMALL, w, [(1, 8)]).rows[0].static_bytes for w in (workload, workload.replace(sharding="ddp"))
     )
     assert plain == pytest.approx(workload.num_parameters * (2 + 2 + 4), rel=0.05)
     assert with_ddp - plain == pytest.approx(2 * workload.num_parameters, rel=0.05)
@@ -104,11 +104,8 @@ def test_generation_grows_with_its_output():
     ("shapes", "message"),
     [
         ([], "`shapes` is empty"),
-        ([(0, 8)], r"shapes\[0\]: `num_samples` must be a positive integer, but is 0"),
-        ([(1, -8)], r"shapes\[0\]: `tokens` must be a positive integer, but is -8"),
-        ([(1, 8), (1, {"target": 8})], r"shapes\[1\]: longest has streams \['target'\], but not 'tokens'"),
-        ([(2**30, 2**30)], "no device holds that"),
-        ([7], r"must be \(num_samples, longest\)"),
+        ([(0, 8)], "`num_samples` must be an int of at least 1, but is 0"),
+        ([(1, -8)], "`tokens` must be an int of at least 1, but is -8"),
     ],
 )
 def test_absurd_shapes(shapes, message):

@@ -26,7 +26,7 @@ from dynagroup.memory import (
 )
 from dynagroup.memory.run import Phases
 from dynagroup.memory.trace import phases
-from dynagroup.memory.trace.model import as_run_model
+from dynagroup.memory.trace.model import as_meta_model
 from dynagroup.memory.trace.program import kept_bytes
 from dynagroup.memory.traced import line_above, optimizer_bytes
 from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -57,7 +57,8 @@ CASES = {
     "t5": (T5, "train", {"dtype": "bfloat16"}),
     "bart generating": (BART, "generate", {"max_new_tokens": 30}),
     "gemma generating": (GEMMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 40}),
-    "olmoe adapted": (OLMOE, "train", {"dtype": "bfloat16", "lora": 4}),
+    "olmoe": (OLMOE, "train", {"dtype": "bfloat16"}),
+    "bert adapted": (BERT, "train", {"dtype": "bfloat16", "lora": 4}),
 }
 SHAPES = [(9, 33), (3, 120), (2, 500)]
 
@@ -84,7 +85,7 @@ def test_what_was_traced_is_what_the_whole_model_takes(name):
         shapes = [(n, {"tokens": ln, "target": to}) for (n, ln), to in zip(SHAPES, (90, 14, 600), strict=True)]
         renamed = [BatchShape.of(8, {"tokens": [64, 300], other: [200, 50]}) for other in ("target", "labels")]
         assert (memory_of(name).batch_bytes(renamed[0]) == memory_of(name).batch_bytes(renamed[1])).all()
-    model = as_run_model(config, dtype=how.get("dtype"), attention=how.get("attention"), lora=how.get("lora"))
+    model = as_meta_model(config, dtype=how.get("dtype"), attention=how.get("attention"), lora=how.get("lora"))
     assert_as_simulated(memory_of(name), model, shapes)
 
 
@@ -216,7 +217,7 @@ def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(config, how):
     lengths = [128, 4096] if "pad_to_multiple_of" in how else [127, 4095]  # most lengths are no multiple of 16
     budget = MemoryBudget.from_model(config, 10**9, **how)
     workload, samples = budget.model.workload, budget.most_samples(lengths)
-    model = as_run_model(config, dtype=workload.dtype, attention=how.get("attention"), lora=how.get("lora"))
+    model = as_meta_model(config, dtype=workload.dtype, attention=how.get("attention"), lora=how.get("lora"))
     for length, count in zip(lengths, samples.tolist(), strict=True):
         shapes = [(max(count, 1), length), (int(count * 1.05) + 1, length)]
         fits, does_not = (row.peak_bytes for row in simulate(model, workload, shapes))

@@ -5,22 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
 from dynagroup.shapes import TOKENS
 
 ALIKE_LAYERS = 3  # as many layers of one kind make a stack
-
-__all__ = ["ALIKE_LAYERS", "architecture", "as_config", "as_meta_model", "as_random_model", "as_run_model", "checkpoint_layers",
-           "describe", "is_encoder", "is_model", "make_inputs", "stacks"]  # fmt: skip
 
 
 def _transformers() -> Any:
@@ -50,39 +44,32 @@ def as_config(value: Any) -> Any:
 
 
 def as_meta_model(
-    model_or_config: Any, run: Run | None = None, *, attention: Attention | None = None
-) -> torch.nn.Module:
-    """A copy of the model on the meta device: no weights are allocated or read.
+    source: Any,
+    run: Run | None = None,
+    *,
+    dtype: str | None = None,
+    attention: Attention | None = None,
+    lora: Any = None,
+) -> Any:
+    """A copy of a model on the meta device, or one of a config: no weights are allocated or read.
 
-    With a run (a workload), its dtype and attention implementation are set; without one, ``attention``.
+    As a run (a workload) says; or in this dtype and with this attention (None: the source's own), with adapters where ``lora``
+    asks for them: True, their rank, or a config of peft. Adapters are kept in float32, as peft does by itself.
     """
-    asked = run.attention if run else attention
-    kind = "eager" if asked == "eager" else "sdpa" if run or asked else None
-    if not is_model(model_or_config):
-        return _from_config(model_or_config, run.dtype if run else None, kind)
-    memo: dict[int, Any] = {
-        id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model_or_config.parameters()
-    }
-    memo |= {id(b): torch.empty_like(b, device="meta") for b in model_or_config.buffers()}
-    model = copy.deepcopy(model_or_config, memo).to("meta")
-    _fold_on_meta(model)
-    if kind:
-        _attend(model, kind, asked)
-    return model
-
-
-def as_run_model(model_or_config: Any, *, dtype: str | None, attention: Attention | None, lora: Any = None) -> Any:
-    """A copy on the meta device that is run in this dtype, with adapters where ``lora`` asks for them: True, their rank, or a
-    config of peft. Adapters are kept in float32, as peft does by itself."""
-    if is_model(model_or_config):
-        model: Any = as_meta_model(model_or_config, attention=attention)
+    attention = run.attention if run else attention
+    kind = "eager" if attention == "eager" else "sdpa"
+    if is_model(source):
+        memo: dict[int, Any] = {
+            id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in source.parameters()
+        }
+        memo |= {id(b): torch.empty_like(b, device="meta") for b in source.buffers()}
+        model: Any = copy.deepcopy(source, memo).to("meta")
         model = model if dtype is None else model.to(getattr(torch, dtype))
     else:
-        config = as_config(model_or_config)
-        dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-        model = _from_config(config, dtype, "eager" if attention == "eager" else "sdpa")
-        _attend(model, "sdpa", attention) if attention in ("sdpa", "flash") else None
+        model = _from_config(source, run.dtype if run else dtype, kind)
+    if attention is not None:
+        _attend(model, kind, attention)
     return model if lora is None or lora is False else _with_adapters(model, lora)
 
 
@@ -94,17 +81,14 @@ def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Mod
     return _from_config(config, run.dtype, "eager" if run.attention == "eager" else "sdpa", device)
 
 
-def _from_config(
-    config: Any, dtype: str | None, attention: str | None, device: torch.device | str = "meta"
-) -> torch.nn.Module:
+def _from_config(config: Any, dtype: str | None, attention: str, device: torch.device | str = "meta") -> Any:
     config = copy.deepcopy(as_config(config))
-    auto, options = _auto_class(config), {"dtype": getattr(torch, dtype or "float32")}
-    failed: Exception | None = None
+    dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    auto, failed = _auto_class(config), None
     for kind in ("sdpa", "eager") if attention == "sdpa" else (attention,):  # some have none fused
-        how = {"attn_implementation": kind} if kind else {}
         try:
             with torch.device(device):
-                return auto.from_config(config, **options, **how)
+                return auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=kind)
         except Exception as error:  # whatever the model's own code raises
             failed = error
     reason = f"{type(failed).__name__}: {failed}".splitlines()[0][:200]
@@ -113,15 +97,14 @@ def _from_config(
     ) from failed
 
 
-def _attend(model: Any, attention: str, asked: str | None) -> None:
+def _attend(model: Any, attention: str, asked: str) -> None:
     """Raises ConfigError where a model cannot attend as it was asked to."""
     try:
         if hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:
         raise ConfigError(
-            f"`attention` is {asked or attention!r}, but {type(model).__name__} has no fused attention and runs 'eager'; "
-            "leave it out"
+            f"`attention` is {asked!r}, but {type(model).__name__} has no fused attention and runs 'eager'; leave it out"
         ) from error
 
 
@@ -194,10 +177,11 @@ def make_inputs(
     return {k: v for k, v in inputs.items() if k in accepted}
 
 
-def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
+def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the Workload of this model in this mode; ``known`` fields win."""
-    model_or_config = model_or_config if is_model(model_or_config) else as_config(model_or_config)
-    config = getattr(model_or_config, "config", None) if is_model(model_or_config) else model_or_config
+    own, asked = is_model(source), known.get("attention")
+    model: Any = source if own else as_meta_model(source, dtype=known.get("dtype"), attention=asked)
+    config = getattr(model, "config", None)
     if config is None:
         raise ConfigError(
             "`model_or_config` has no transformers config; "
@@ -207,7 +191,9 @@ def describe(model_or_config: Any, mode: str, known: Mapping[str, Any]) -> dict[
         raise ConfigError(
             f"`mode` 'generate' is for models that decode, but {type(config).__name__} is of an encoder; mode='forward'"
         )
-    return {"mode": mode, **architecture(config), **_run_as(model_or_config, config, mode, known), **known}
+    if own and asked in ("sdpa", "flash"):
+        as_meta_model(source, attention=asked)  # refuses what it cannot do
+    return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}
 
 
 def architecture(config: Any) -> dict[str, Any]:
@@ -236,7 +222,6 @@ def architecture(config: Any) -> dict[str, Any]:
         "gated_mlp": bool(getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)),
         "dropout": any(isinstance(p, float) and p > 0 for p in (getattr(text, name, None) for name in _DROPOUTS)),
         "vocabulary_size": first("vocab_size") or 0,
-        "tied_embeddings": bool(getattr(config, "tie_word_embeddings", True)),
         "encoder_decoder": two_stacks,
         "causal": not two_stacks and not is_encoder(config),
         "fixed_tokens": _fixed_tokens(config),
@@ -249,23 +234,17 @@ _PLAIN_MLP = {"gpt2", "opt", "bert", "roberta", "bart", "marian", "m2m_100", "wh
 _DROPOUTS = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", "dropout_rate", "mlp_dropout")
 
 
-def _run_as(model_or_config: Any, config: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
+def _run_as(model: Any, mode: str) -> dict[str, Any]:
     """What a model's parameters and settings say about how it is run."""
-    own = is_model(model_or_config)
-    model: Any = model_or_config if own else as_meta_model(config, attention=known.get("attention"))
     parameters = list({id(p): p for p in model.parameters()}.values())
     trained = [p for p in parameters if p.requires_grad]
     total, count = (sum(p.numel() for p in part) for part in (parameters, trained))
-    dtype = known.get("dtype") or _dtype_of(model_or_config, config)
-    if dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"`dtype` must be one of {', '.join(map(repr, ELEMENT_BYTES))} or None, but is {dtype!r}")
-    # Adapters may be wider than what they adapt.
-    width = sum(p.numel() * p.element_size() for p in trained) / max(count, 1) if own else ELEMENT_BYTES[dtype]
+    # Quantised parameters are integers; what a model computes with is not.
+    dtype = str(next((p.dtype for p in parameters if p.is_floating_point()), "float32")).removeprefix("torch.")
+    width = sum(p.numel() * p.element_size() for p in trained) / max(
+        count, 1
+    )  # adapters may be wider than what they adapt
     stated = getattr(model.config, "_attn_implementation", None)  # what the model runs, not what was asked for
-    attention = stated if stated in ("eager", "sdpa") else "flash" if stated and "flash" in stated else "sdpa"
-    asked = known.get("attention")
-    if asked in ("sdpa", "flash") and asked != attention:
-        _attend(as_meta_model(model) if own else model, "sdpa", asked)
     renamed = hasattr(model, "is_activation_checkpointing")
     checkpoints = getattr(model, "is_activation_checkpointing" if renamed else "is_gradient_checkpointing", False)
     settings = getattr(model, "generation_config", None)
@@ -274,11 +253,10 @@ def _run_as(model_or_config: Any, config: Any, mode: str, known: Mapping[str, An
         "num_parameters": total,
         "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
         "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
-        "dtype": dtype,
-        "attention": attention,
+        "dtype": dtype if dtype in ELEMENT_BYTES else "float32",
+        "attention": stated if stated in ("eager", "sdpa") else "flash" if "flash" in (stated or "") else "sdpa",
         "gradient_checkpointing": bool(checkpoints),
         "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
-        "ddp": False,
         "max_new_tokens": new_tokens if mode == "generate" else 0,
     }
 
@@ -304,22 +282,10 @@ def _fixed_tokens(config: Any) -> int:
     return 0
 
 
-def _dtype_of(model_or_config: Any, config: Any) -> str:
-    if is_model(model_or_config):  # quantised parameters are integers; what it computes with is not
-        dtypes = [p.dtype for p in model_or_config.parameters()]
-        dtype = next((found for found in dtypes if found.is_floating_point), "float32")
-    else:
-        dtype = getattr(config, "dtype", None) or "float32"
-    name = str(dtype).removeprefix("torch.")
-    return name if name in ELEMENT_BYTES else "float32"
-
-
 def _with_adapters(model: Any, lora: Any) -> Any:
     """The model with adapters of every linear layer, unless a LoraConfig says otherwise, kept in float32."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("`lora` needs peft: pip install peft") from error
+    import peft
+
     if not isinstance(lora, (int, peft.LoraConfig)):
         raise ConfigError(f"`lora` must be True, a rank or a LoraConfig of peft, but is {lora!r}")
     own = isinstance(lora, int)
@@ -334,40 +300,3 @@ def _with_adapters(model: Any, lora: Any) -> Any:
         if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
             p.data = p.data.float()
     return adapted.to("meta")
-
-
-def _fold_on_meta(model: torch.nn.Module) -> None:
-    """Let a copy without data run adapters of expert stacks, which are folded into the stack before each use.
-
-    peft folds under ``torch.autocast(device_type=...)``, which PyTorch refuses for "meta"; here it is done without.
-    """
-    for module in model.modules():
-        if hasattr(module, "get_delta_factors") and hasattr(module, "_activate_lora"):
-            module._activate_lora = MethodType(_folded, module)  # type: ignore[assignment]
-
-
-@contextmanager
-def _folded(wrapper: Any, active: list[str]) -> Iterator[None]:
-    named = [name for name in active if name in wrapper.lora_A]
-    if len(named) != 1 or wrapper.num_experts < 2:  # peft then adds the adapters' product, and needs no autocast
-        with type(wrapper)._activate_lora(wrapper, active):
-            yield
-        return
-    layer, name, trained = wrapper.get_base_layer(), wrapper.parameter_name, wrapper.get_param().requires_grad
-    parametrize.register_parametrization(layer, name, _Fold(*wrapper.get_delta_factors(named[0])))
-    layer.parametrizations[name].original.requires_grad_(trained)
-    try:
-        with parametrize.cached():
-            yield
-    finally:
-        wrapper._remove_parametrizations()
-
-
-class _Fold(torch.nn.Module):
-    def __init__(self, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
-        super().__init__()
-        self._factors = (left, right, scaling)
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        left, right, scaling = self._factors
-        return torch.baddbmm(weight, left, right, alpha=scaling)

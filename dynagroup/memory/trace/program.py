@@ -14,8 +14,6 @@ from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
 from dynagroup.memory.trace.model import checkpoint_layers, make_inputs, stacks
 from dynagroup.shapes import TARGET, TOKENS
 
-__all__ = ["MakeInputs", "as_gathered", "kept_bytes", "prepare", "static_bytes", "trace"]
-
 MakeInputs: TypeAlias = Callable[[torch.nn.Module, int, Mapping[str, int]], dict[str, torch.Tensor]]
 REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's `reduce_bucket_size`
 _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
@@ -72,32 +70,26 @@ def static_bytes(model: torch.nn.Module, workload: Run) -> int:
     runs; with "zero1" and "zero2" a bucket of ``REDUCE_BUCKET`` gradients, or all of them where there are fewer.
     """
     kept = _blocks(model.buffers()) + kept_bytes(model, workload)
-    return kept + _held_for_a_while(model, workload) if workload.mode == "train" else kept
+    if workload.mode != "train":
+        return kept
+    gradients, stage = _blocks(_trained(model)), _STAGES[workload.sharding]
+    bucket = REDUCE_BUCKET * max((p.element_size() for p in _trained(model)), default=0)
+    if stage == 3:
+        return kept + (_gathered(model, workload) if _shares_parameters(workload) else 0)
+    return kept + (min(gradients, bucket) if stage else gradients * (workload.sharding == "ddp"))
 
 
 def kept_bytes(model: torch.nn.Module, workload: Run) -> int:
     """This rank's part of parameters and, in training, gradients and optimizer state: what the ZeRO paper counts."""
-    held = _blocks(model.parameters())
+    held, trained = _blocks(model.parameters()), _trained(model)
     if workload.mode != "train":
         return held
-    trained = _trained(model)
     default = 2 * ELEMENT_BYTES[workload.dtype or "float32"]
     per_parameter = default if workload.optimizer_bytes is None else workload.optimizer_bytes
     state = sum(_block(p.numel() * per_parameter) for p in trained)
-    stage = _STAGES[workload.sharding]
-    ranks = (workload.num_ranks or 1) if stage else 1
+    stage, ranks = _STAGES[workload.sharding], workload.num_ranks or 1
     parts = [state, _blocks(trained), held]  # divided in this order
     return sum(-(-size // ranks) if place < stage else size for place, size in enumerate(parts))
-
-
-def _held_for_a_while(model: torch.nn.Module, workload: Run) -> int:
-    """What ranks that train together hold besides, while they exchange it."""
-    trained, stage = _trained(model), _STAGES[workload.sharding]
-    if workload.ddp or workload.sharding == "ddp":
-        return _blocks(trained)
-    if stage == 3:
-        return _gathered(model, workload) if _shares_parameters(workload) else 0
-    return min(_blocks(trained), REDUCE_BUCKET * max((p.element_size() for p in trained), default=0)) if stage else 0
 
 
 def _gathered(model: torch.nn.Module, workload: Run) -> int:

@@ -13,6 +13,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurement, Measurements
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS
+from dynagroup.validation import check_int
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
     from dynagroup.device import Device
     from dynagroup.memory.trace.program import MakeInputs
 
-__all__ = ["Shape", "measure", "simulate"]
-
 Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
-ABSURD = 2**40  # elements of one batch: beyond every device
 
 
 def simulate(
@@ -73,20 +71,10 @@ def simulate(
 def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
     """The shapes with named streams, or a ConfigError about the first that cannot be."""
     checked = []
-    for number, shape in enumerate(shapes):
-        try:
-            num_samples, longest = shape
-        except (TypeError, ValueError):
-            raise ConfigError(f"shapes[{number}] must be (num_samples, longest), but is {shape!r}") from None
+    for num_samples, longest in shapes:
         streams = dict(longest) if isinstance(longest, Mapping) else {TOKENS: longest}
-        if TOKENS not in streams:
-            raise ConfigError(f"shapes[{number}]: longest has streams {sorted(streams)}, but not 'tokens'")
-        for name, value in {"num_samples": num_samples, **streams}.items():
-            if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
-                raise ConfigError(f"shapes[{number}]: `{name}` must be a positive integer, but is {value!r}")
-        if int(num_samples) * max(map(int, streams.values())) > ABSURD:
-            raise ConfigError(f"shapes[{number}] = {shape!r} has more than 2**40 tokens; no device holds that")
-        checked.append((int(num_samples), {k: int(v) for k, v in streams.items()}))
+        sizes = {name: check_int(name, int(value)) for name, value in {"num_samples": num_samples, **streams}.items()}
+        checked.append((sizes.pop("num_samples"), sizes))
     if not checked:
         raise ConfigError("`shapes` is empty; give at least one (num_samples, longest)")
     return checked
@@ -119,11 +107,9 @@ def _explained(workload: Workload) -> Iterator[None]:
         places = [(f.f_globals.get("__name__", ""), line) for f, line in traceback.walk_tb(error.__traceback__)]
         theirs = [(name, line) for name, line in places if not name.startswith(("torch", "dynagroup."))]
         module, line = (theirs or places)[-1]
-        reason = str(error).splitlines()[0] if str(error) else "no message"
         raise ConfigError(
             f"this model cannot be simulated in mode {workload.mode!r}: {module}:{line} needs more than shapes "
-            f"({type(error).__name__}: {reason}). measure() on a device and MemoryRegressor still work; `inputs=` helps where "
-            "only the arguments are wrong"
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). measure() on a device and MemoryRegressor still work"
         ) from error
 
 
@@ -137,10 +123,9 @@ def measure(
 ) -> Measurements:
     """Peak memory of each shape on a real device: what :func:`simulate` predicts, measured.
 
-    The model is moved to the device. Training is measured as a step inside an accumulation, gradients present; no optimizer
-    is run, and its state is added to ``static_bytes`` by size. Generation runs ``model.generate`` for exactly
-    ``max_new_tokens`` tokens. Every shape is run twice and the second counts. A shape that runs out of memory is a row
-    without a size, and longer runs go on.
+    The model is moved to the device. Training is measured as a step inside an accumulation, gradients present; the optimizer's
+    state is added to ``static_bytes`` by size. Generation makes exactly ``max_new_tokens`` tokens. Every shape is run twice and
+    the second run counts. A shape that runs out of memory is a row without a size, and further runs go on.
 
     Args:
         device: counters of another allocator; default: CUDA's.
@@ -199,9 +184,9 @@ def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[tor
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    per_parameter = workload.optimizer_bytes if workload.optimizer_bytes is not None else 8.0
-    ddp = sum(p.numel() * p.element_size() for p in trained) if workload.ddp else 0
-    return model, int(per_parameter * sum(p.numel() for p in trained)) + ddp
+    state = (8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes) * sum(p.numel() for p in trained)
+    buckets = sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0
+    return model, int(state) + buckets
 
 
 def _run(
