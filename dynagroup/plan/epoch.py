@@ -108,6 +108,47 @@ def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
     return ((mixed.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
 
 
+class GroupedOrder:
+    """An order whose updates hold samples of similar length: ``pool`` updates at a time are sorted by length, ties at random, and
+    dealt into updates of neighbours, which come in random order. An epoch's last update stays the one that is short.
+
+    Any slice of it costs one sort of each pool that it touches; the last pool is remembered.
+
+    Args:
+        order: dataset indices, read in slices. lengths: of all samples, by dataset index. size: samples an update.
+
+    >>> GroupedOrder(np.arange(6), np.array([5, 1, 4, 2, 9, 3]), size=2, pool=2, seed=0)[:].tolist()
+    [1, 3, 2, 0, 5, 4]
+    """
+
+    def __init__(
+        self, order: IntArray | EpochOrder, lengths: IntArray, *, size: int, pool: int, seed: int, epoch: int = 0
+    ) -> None:
+        self._order, self._lengths, self._size, self._span = order, lengths, size, size * pool
+        self._seeds, self._pool, self._number = (seed, epoch), np.zeros(0, np.int64), -1
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, where: slice) -> IntArray:
+        start, stop, _ = where.indices(len(self))
+        first = start // self._span
+        pools = [self._dealt(number) for number in range(first, -(-stop // self._span))]
+        return np.concatenate([np.zeros(0, np.int64), *pools])[start - first * self._span : stop - first * self._span]
+
+    def _dealt(self, number: int) -> IntArray:
+        if number != self._number:
+            rng = np.random.default_rng((*self._seeds, number))
+            drawn = rng.permutation(self._order[number * self._span : (number + 1) * self._span])
+            ranked = drawn[np.argsort(self._lengths[drawn], kind="stable")]
+            whole, rest = divmod(len(ranked), self._size)
+            short = int(rng.integers(whole + 1)) * self._size + np.arange(rest)
+            updates = np.delete(ranked, short).reshape(whole, self._size)
+            self._pool = np.append(updates[rng.permutation(whole)], ranked[short])
+            self._number = number
+        return self._pool
+
+
 def windows_of(
     count: int, size: int, *, keep_order: bool = False, longest: Callable[[], int] | None = None
 ) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from dynagroup.fingerprint import described, hashed
 from dynagroup.plan.batches import Batches, RoundBatch, longest_first
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import EpochOrder, windows_of
+from dynagroup.plan.epoch import EpochOrder, GroupedOrder, windows_of
 from dynagroup.plan.padded import FEWEST, cut
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.ranks import cut_rows, prove
@@ -53,19 +53,22 @@ class PlanConfig:
     hardest_first: int = 1
     round_batch: RoundBatch | None = None
     samples_per_update: int | None = None
+    grouping: int | None = None
     work: Work = DEFAULT_WORK
     oversize: Oversize = "alone"
     uneven: Uneven = "repeat"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shuffle", check_flag("shuffle", self.shuffle))
-        for name in ("window", "samples_per_update"):
+        for name in ("window", "samples_per_update", "grouping"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_int(name, getattr(self, name), where=" (or None)"))
         for name in ("seed", "hardest_first"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=0))
         if self.window is not None and self.samples_per_update is not None:
             raise ConfigError("`window` and `samples_per_update` exclude each other: an update is the window")
+        if self.grouping is not None and self.samples_per_update is None:
+            raise ConfigError("`grouping` needs `samples_per_update`: free batches are grouped in a `window`")
         check_choice("oversize", self.oversize, ("alone", "error", "drop"))
         check_choice("uneven", self.uneven, ("repeat", "drop"))
         object.__setattr__(self, "work", check_work(self.work))
@@ -146,6 +149,12 @@ class Planner:
         return self.num_samples - len(self.left_out)
 
     @property
+    def tokens(self) -> IntArray:
+        """Tokens of each sample, of all its padded streams: int (N,)."""
+        first, *others = (self.lengths[name] for name in padded_streams(self.budget, self.lengths))
+        return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
+
+    @property
     def _has_updates(self) -> bool:
         return self.config.samples_per_update is not None
 
@@ -193,13 +202,14 @@ class Planner:
             given = EpochOrder(self.num_planned, seed=config.seed, epoch=cursor.epoch)
         else:
             given, kept = np.arange(self.num_samples) if kept is None else kept, None
+        if config.grouping is not None:
+            tokens, size = self.tokens if kept is None else self.tokens[kept], self.window_size(1)
+            given = GroupedOrder(given, tokens, size=size, pool=config.grouping, seed=config.seed, epoch=cursor.epoch)
 
         def longest() -> int:
-            names = padded_streams(self.budget, self.lengths)
-            tokens = np.add.reduce([self.lengths[name] for name in names], axis=0, dtype=np.int64)
             if isinstance(given, EpochOrder):
-                return given.position_of(int(np.argmax(tokens if kept is None else tokens[kept])))
-            return int(np.argmax(tokens[given]))
+                return given.position_of(int(np.argmax(self.tokens if kept is None else self.tokens[kept])))
+            return int(np.argmax(self.tokens[given[:]]))
 
         leads = config.hardest_first and not self._has_updates
         size = cursor.window_size or self.window_size(1)

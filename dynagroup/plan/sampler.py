@@ -76,6 +76,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         work: predicted time of a batch, e.g. ``Work.of(model)``; default: a small decoder on a fast GPU.
         samples_per_update: each optimizer update consists of exactly so many samples over all ranks, the ones that
             fixed batches drawn in the same order would hold. ``plan.update_ends`` says after which steps to update.
+        grouping: so many updates' samples are sorted by length and dealt into as many updates of the same size: updates of
+            similar samples, hardly any padding even where updates are small. None: updates as they are drawn.
         order: any sampler of dataset indices, read once an epoch; default: a permutation seeded by (seed, epoch).
             It must give the same order on every rank. With it, ``shuffle`` only decides whether steps are shuffled.
         oversize: a sample that does not fit even alone is emitted "alone" (warned once), an "error", or "drop"ped.
@@ -106,6 +108,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         round_batch: RoundBatch | None = None,
         work: Work | None = None,
         samples_per_update: int | None = None,
+        grouping: int | None = None,
         order: Iterable[int] | None = None,
         oversize: Oversize = "alone",
         uneven: Uneven = "repeat",
@@ -120,6 +123,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             round_batch=round_batch,
             work=check_work(work),
             samples_per_update=samples_per_update,
+            grouping=grouping,
             oversize=oversize,
             uneven=uneven,
         )

@@ -35,7 +35,13 @@ from dynagroup.validation import check_flag, check_int, warn_user
 
 B = TypeVar("B")
 LARGEST_UPDATE = 1 << 40
-OURS = {"shuffle", "seed", "samples_per_update", "uneven"}  # settings of a plan that are arguments here, or follow
+OURS = {
+    "shuffle",
+    "seed",
+    "samples_per_update",
+    "grouping",
+    "uneven",
+}  # settings of a plan that are arguments here, or follow
 
 
 class PlannedDataLoader(StepLoader[B]):
@@ -50,6 +56,8 @@ class PlannedDataLoader(StepLoader[B]):
         budget: what a batch may be; a number means so many tokens.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``.
             None: free-running, every ``accumulation`` rows of batches as large as fit are an update.
+        grouping: so many updates' samples are sorted by length and dealt into as many updates of the same size: updates of
+            similar samples, hardly any padding even where updates are small. None: updates as they are drawn.
         accumulation: rows an update, only without ``samples_per_update``.
         shuffle: with ``samples_per_update``: draw samples in an order seeded by (seed, epoch); False: in the dataset's order,
             every epoch. Without: draw other batches every epoch; False: the longest first, the same every epoch.
@@ -83,6 +91,7 @@ class PlannedDataLoader(StepLoader[B]):
         budget: Budget | int,
         *,
         samples_per_update: int | BatchSizeSchedule | None = None,
+        grouping: int | None = None,
         accumulation: int = 1,
         shuffle: bool = True,
         sampler: Iterable[int] | None = None,
@@ -93,13 +102,15 @@ class PlannedDataLoader(StepLoader[B]):
         **further: Any,
     ) -> None:
         super().__init__(dataset, world=world)
-        free, how = samples_per_update is None, {"drop_last": check_flag("drop_last", drop_last)}
+        free = samples_per_update is None
+        how: dict[str, Any] = {"drop_last": check_flag("drop_last", drop_last)}
         how["shuffle"] = check_flag("shuffle", shuffle)
         accumulation, self._weigh = check_int("accumulation", accumulation), weigh
-        if free and (sampler is not None or drop_last):
+        if free and (sampler is not None or drop_last or grouping is not None):
             raise ConfigError(
-                "`sampler` and `drop_last` need `samples_per_update`: free updates are as large as they come"
+                "`sampler`, `drop_last` and `grouping` need `samples_per_update`: free updates are as large as they come"
             )
+        how["grouping"] = None if grouping is None else check_int("grouping", grouping)
         if not free and accumulation != 1:
             raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
         known = {f.name for f in fields(PlanConfig)} - OURS

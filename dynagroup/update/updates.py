@@ -16,7 +16,7 @@ from dynagroup.errors import AlignmentError, BudgetError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import OrderSource, epoch_order
+from dynagroup.plan.epoch import GroupedOrder, OrderSource, epoch_order
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.shapes import IntArray
@@ -154,9 +154,10 @@ class PreservedUpdates(UpdateSizes, _Updates):
         *,
         shuffle: bool,
         drop_last: bool,
+        grouping: int | None = None,
     ) -> None:
         UpdateSizes.__init__(self, schedule, self._num_ordered, drop_last=drop_last)
-        self.planner, self._order, self._shuffle = planner, order, shuffle
+        self.planner, self._order, self._shuffle, self._grouping = planner, order, shuffle, grouping
 
     def _num_ordered(self) -> int:
         return self.planner.num_planned if self._order is None else self._order.counted(self.planner.left_out)
@@ -167,14 +168,27 @@ class PreservedUpdates(UpdateSizes, _Updates):
 
     @property
     def identity(self) -> dict[str, Any]:
-        own = {"drop_last": self.drop_last, "shuffle": self._shuffle, "sampler": self._order is not None}
+        own = {
+            "drop_last": self.drop_last,
+            "shuffle": self._shuffle,
+            "sampler": self._order is not None,
+            "grouping": self._grouping,
+        }
         return {**self.planner.identity, "samples_per_update": described(self.schedule), **own}
 
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return self.start(epoch)
 
+    # Updates are grouped by the size of the epoch's first: one that is changed later cuts the same order elsewhere.
     def order_of(self, epoch: int) -> IntArray:
-        """Dataset indices in the epoch's order."""
+        """Dataset indices in the epoch's order, grouped."""
+        drawn, first = self._drawn(epoch), next(self.spans(self.start(epoch)), None)
+        if self._grouping is None or first is None:
+            return drawn
+        how = {"size": first[2].current, "pool": self._grouping, "seed": self.planner.config.seed, "epoch": epoch}
+        return GroupedOrder(drawn, self.planner.tokens, **how)[:]
+
+    def _drawn(self, epoch: int) -> IntArray:
         count, left_out = self.planner.num_samples, self.planner.left_out
         if self._order is not None:
             return self._order.counted_epoch(epoch, left_out)

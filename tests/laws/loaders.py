@@ -114,6 +114,10 @@ ENTRIES: dict[str, Entry] = {
         },
     ),  # fmt: skip
     "sampler-updates": Entry(sampler, {"samples_per_update": 5}, {**DATA, "samples_per_update": 6, "seed": 1}),
+    "sampler-grouped": Entry(
+        sampler, {"samples_per_update": 3, "grouping": 2}, {"seed": 1, "grouping": 3, "samples_per_update": 4}
+    ),
+    "planned-grouped": Entry(planned, {"samples_per_update": 3, "grouping": 2}, {"seed": 1, "grouping": None}),
     "planned-set": Entry(planned, {"samples_per_update": 5}, {**SIZED, **PLANNED}),
     "planned-scheduled": Entry(
         planned,
