@@ -35,6 +35,8 @@ class DynagroupConfig:
             "free": an update is gradient_accumulation_steps batches on every rank, each as large as fits.
         samples_per_update: samples of an update over all ranks: an int, or a schedule ``(update, current) -> int``. None:
             per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks. Not with updates="free".
+        grouping: of so many updates the samples are sorted by length and dealt into as many updates of the same size, so that
+            small updates hardly pad either. Only with mode="offline" and updates="preserved".
         lengths: tokens of each training sample (int, shape (num_samples,)), or a dict of streams such as
             ``{"tokens": ..., "target": ...}``. None: the length column, else counted from the model's first input;
             encoder-decoders' labels are counted as ``target``.
@@ -59,6 +61,7 @@ class DynagroupConfig:
     mode: Literal["offline", "online"] = "offline"
     updates: Literal["preserved", "free"] = "preserved"
     samples_per_update: int | BatchSizeSchedule | None = None
+    grouping: int | None = None
     lengths: Any = None
     length_of: Callable[[Any], Any] | None = None
     weigh: Literal["auto", "samples"] | Callable[[Any], float] = "auto"
@@ -74,6 +77,10 @@ class DynagroupConfig:
         check_choice("out_of_memory", self.out_of_memory, ("retry", None))
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError("`samples_per_update` needs updates='preserved': free updates are as large as they come")
+        if self.grouping is not None and (self.mode, self.updates) != ("offline", "preserved"):
+            raise ConfigError(
+                "`grouping` needs mode='offline' and updates='preserved': lengths and updates known beforehand"
+            )
 
 
 def trl_classes(trainer: Any) -> set[str]:

@@ -152,9 +152,11 @@ def test_checkpoints_of_others_are_refused_and_an_epoch_can_begin_anew(tmp_path)
         assert list(map(sorted, recorder.samples.values())) == first[:2]
 
 
-@pytest.mark.parametrize("updates", ["preserved", "free"])
-def test_every_sample_is_trained_on_once_an_epoch(tmp_path, updates):
-    run, recorder = recorded(tmp_path, max_steps=-1, num_train_epochs=2, count=70, config={"updates": updates})
+@pytest.mark.parametrize("config", [{}, {"updates": "free"}, {"grouping": 2}], ids=str)
+def test_every_sample_is_trained_on_once_an_epoch(tmp_path, config):
+    run, recorder = recorded(tmp_path, max_steps=-1, num_train_epochs=2, count=70, config=config)
+    if "grouping" in config:
+        assert recorder.sizes == [16, 16, 16, 16, 6] * 2
     seen = [i for update in recorder.samples.values() for i in update]
     assert sorted(seen[:70]) == sorted(seen[70:]) == list(range(70))
     assert recorder.epochs[-1] == 2.0
