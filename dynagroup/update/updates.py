@@ -18,7 +18,7 @@ from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import GroupedOrder, OrderSource, epoch_order
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import Planner
+from dynagroup.plan.planner import Planner, tokens_of
 from dynagroup.shapes import IntArray
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, begun
 
