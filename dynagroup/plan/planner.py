@@ -76,6 +76,12 @@ class PlanConfig:
             check_function("round_batch", self.round_batch, "from int to int")
 
 
+def tokens_of(lengths: Streams, budget: Budget) -> IntArray:
+    """Tokens of each sample, of all its padded streams: int (N,)."""
+    first, *others = (lengths[name] for name in padded_streams(budget, lengths))
+    return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
+
+
 def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
     """Which samples do not fit even alone: bool (N,). Checks once what a budget of the user's own answers.
 
@@ -149,12 +155,6 @@ class Planner:
         return self.num_samples - len(self.left_out)
 
     @property
-    def tokens(self) -> IntArray:
-        """Tokens of each sample, of all its padded streams: int (N,)."""
-        first, *others = (self.lengths[name] for name in padded_streams(self.budget, self.lengths))
-        return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
-
-    @property
     def _has_updates(self) -> bool:
         return self.config.samples_per_update is not None
 
@@ -196,6 +196,7 @@ class Planner:
 
         ``order``: dataset indices; None: shuffled, or the dataset's."""
         config, kept = self.config, np.flatnonzero(~self._oversize) if len(self.left_out) else None
+        tokens = tokens_of(self.lengths, self.budget)
         if order is not None:
             given, kept = order if kept is None else order[~self._oversize[order]], None
         elif config.shuffle or self._has_updates:
@@ -203,13 +204,13 @@ class Planner:
         else:
             given, kept = np.arange(self.num_samples) if kept is None else kept, None
         if config.grouping is not None:
-            tokens, size = self.tokens if kept is None else self.tokens[kept], self.window_size(1)
-            given = GroupedOrder(given, tokens, size=size, pool=config.grouping, seed=config.seed, epoch=cursor.epoch)
+            how = {"size": self.window_size(1), "pool": config.grouping, "seed": config.seed, "epoch": cursor.epoch}
+            given = GroupedOrder(given, tokens if kept is None else tokens[kept], **how)
 
         def longest() -> int:
             if isinstance(given, EpochOrder):
-                return given.position_of(int(np.argmax(self.tokens if kept is None else self.tokens[kept])))
-            return int(np.argmax(self.tokens[given[:]]))
+                return given.position_of(int(np.argmax(tokens if kept is None else tokens[kept])))
+            return int(np.argmax(tokens[given[:]]))
 
         leads = config.hardest_first and not self._has_updates
         size = cursor.window_size or self.window_size(1)

@@ -186,7 +186,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
         if self._grouping is None or first is None:
             return drawn
         how = {"size": first[2].current, "pool": self._grouping, "seed": self.planner.config.seed, "epoch": epoch}
-        return GroupedOrder(drawn, self.planner.tokens, **how)[:]
+        return GroupedOrder(drawn, tokens_of(self.planner.lengths, self.planner.budget), **how)[:]
 
     def _drawn(self, epoch: int) -> IntArray:
         count, left_out = self.planner.num_samples, self.planner.left_out
