@@ -19,7 +19,7 @@ from benchmarks.loader import BUDGET
 from benchmarks.machine import Machine, build, on_ranks
 from benchmarks.train import FIXED, HELD_OUT, IGNORED, SHORT, loss_on, texts_of
 from dynagroup import OnlineDataLoader, TokenBudget
-from dynagroup.online.protocol import WIDTH, Offer, agree, hand_out
+from dynagroup.online.protocol import WIDTH, agree, hand_out, offer
 from dynagroup.plan.padded import cut
 
 DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more
@@ -34,8 +34,8 @@ class Job:
         self.pending: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         self.start = self.made = self.taken = self.steps = self.exchanges = self.bytes = 0
 
-    def load(self, rank: int, everything: bool) -> None:
-        while self.pending[rank] and (everything or self.queued[rank] < LOW_WATER):
+    def load(self, rank: int) -> None:
+        while self.pending[rank] and self.queued[rank] < LOW_WATER:
             first, last = self.pending[rank].pop(0)
             count = len(cut({"tokens": self.lengths[first:last]}, self.budget))
             self.queued[rank] += count
@@ -51,16 +51,14 @@ class Job:
             self.pending[rank] += grant
 
     def run(self) -> Job:
-        everything = False
         while True:
             if self.start < len(self.lengths):
                 self.grant()
             for rank in range(self.ranks):
-                self.load(rank, everything)
+                self.load(rank)
             closed = self.start >= len(self.lengths)
-            offers = [Offer(q, bool(p) or not closed).to_max() for q, p in zip(self.queued, self.pending, strict=True)]
+            offers = [offer(q, bool(p) or not closed) for q, p in zip(self.queued, self.pending, strict=True)]
             agreement = agree([max(column) for column in zip(*offers, strict=True)])
-            everything = agreement.load_all
             self.steps += agreement.steps
             self.exchanges += 1
             self.bytes += 8 * (WIDTH + 2 * agreement.steps + 2 + (0 if closed else self.ranks))

@@ -77,7 +77,7 @@ SAMPLER = (
 )
 PLANNED = "lengths budget samples_per_update accumulation shuffle seed weigh drop_last world"
 ONLINE = (
-    "budget length_of batch_sampler shuffle length_hint window samples_per_update drop_last accumulation seed weigh uneven "
+    "budget length_of batch_sampler shuffle length_hint window samples_per_update drop_last accumulation seed weigh "
     "oversize work window_bytes world"
 )
 FREE: dict[str, Any] = {"samples_per_update": None}

@@ -6,7 +6,6 @@ No collectives happen here. What comes back is typed: nothing is added to the us
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -27,8 +26,6 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said, units_
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import total_of, width_of
 from dynagroup.validation import check_choice, check_function, warn_user
-
-__all__ = ["LengthOf", "Oversize", "RefinementCollator", "measure_sample"]
 
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
 Oversize: TypeAlias = Literal["alone", "error"]
@@ -58,10 +55,8 @@ def measure_sample(sample: Any) -> int:
     mask = mask[0] if getattr(mask, "ndim", 1) > 1 else mask
     if mask[0] and mask[-1]:
         return length
-    warnings.warn(
-        "samples come padded already: lengths are taken from attention_mask; pad in collate_fn instead, "
-        "or the batches will be as wide as the padding",
-        stacklevel=2,
+    warn_user(
+        "samples come padded already: lengths are taken from attention_mask; pad in collate_fn, or batches stay as wide"
     )
     return int(sum(mask))
 
@@ -134,8 +129,8 @@ class RefinementCollator:
             )
         bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
-        marks = [{"group": refined.group, "late": refined.late}] * parts
-        return self._collate_all(_neighbours(np.diff(bounds)), marks, refined.lengths, request, refined.samples)
+        groups = [refined.group] * parts
+        return self._collate_all(_neighbours(np.diff(bounds)), groups, refined.lengths, request, refined.samples)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """True lengths of these samples: stream -> int32 (N,)."""
@@ -144,7 +139,7 @@ class RefinementCollator:
         columns: Mapping[str, Any] = {TOKENS: measured}
         if isinstance(measured[0], Mapping):
             columns = with_tokens({stream: [m[stream] for m in measured] for stream in measured[0]})  # type: ignore[index]
-        return {stream: _as_lengths(values, indices) for stream, values in columns.items()}
+        return {stream: _whole_numbers(name, values, indices) for stream, values in columns.items()}
 
     def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:
         """What measures samples like this one, and its name."""
@@ -160,46 +155,26 @@ class RefinementCollator:
         if not samples:
             return []
         lengths = self.measure(samples, request.indices)
-        batches, marks = self._divide(lengths, request)
-        may_learn = self.length_of is None and not self._collates_to_measure
-        return self._collate_all(batches, marks, lengths, request, samples, may_learn=may_learn)
+        return self._collate_all(*self._divide(lengths, request), lengths, request, samples)
 
-    def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[dict[str, Any]]]:
-        """Planned batches that fit stay, neighbours that both shrank are joined where they fit, all others are cut. With what
-        became of them: see ``group`` and ``late`` of :class:`Refined`."""
+    def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[int]]:
+        """Planned batches that fit stay, all others are cut. With which planned batch each comes from."""
         make = partial(cut, budget=self.budget, work=self.work)
         if request.groups is None:
             batches = make(lengths)
-            return batches, [{}] * len(batches)
+            return batches, [*range(len(batches))]
         planned = _neighbours(np.asarray(request.groups))
-        shapes = shapes_of(planned, lengths)
-        fits = self.budget.fits(shapes)
-        shrunk = np.zeros(len(planned), np.bool_)
-        if request.costs is not None:
-            shrunk = fits & (padded_tokens(shapes, self.budget) < np.asarray(request.costs))
-        parts: list[Batches] = []
-        marks: list[dict[str, Any]] = []
-        for number, members in enumerate(planned):
-            if number and shrunk[number] and shrunk[number - 1]:
-                both = np.concatenate([parts[-1].order, members])
-                if self.budget.fits(BatchShape.of_samples({n: v[both] for n, v in lengths.items()}))[0]:
-                    parts[-1] = _whole(both)
-                    continue
-            stays = fits[number] or len(members) == 1
-            made = _whole(members) if stays else make({n: v[members] for n, v in lengths.items()}).map(members)
-            parts.append(made)
-            marks += [{"group": number, "late": part > 0} for part in range(len(made))]
-        return Batches.concatenate(parts), marks
+        fits = self.budget.fits(shapes_of(planned, lengths))
+        parts = [
+            _whole(members)
+            if stays or len(members) == 1
+            else make({n: v[members] for n, v in lengths.items()}).map(members)
+            for members, stays in zip(planned, fits.tolist(), strict=True)
+        ]
+        return Batches.concatenate(parts), [number for number, part in enumerate(parts) for _ in part]
 
     def _collate_all(
-        self,
-        batches: Batches,
-        marks: Sequence[Mapping[str, Any]],
-        lengths: Streams,
-        request: Request,
-        samples: list[Any],
-        *,
-        may_learn: bool = False,
+        self, batches: Batches, groups: Sequence[int], lengths: Streams, request: Request, samples: list[Any]
     ) -> list[Refined]:
         shapes = shapes_of(batches, lengths)
         counted = _rows(
@@ -218,22 +193,28 @@ class RefinementCollator:
             measured = {name: values[members] for name, values in lengths.items()}
             batch = _asked("collate_fn", self.collate_fn or default_collate, chosen, of=indices)
             if counted[number]["oversize"]:
-                _check_alone(indices, measured, self.oversize)
+                self._check_alone(indices, measured)
             else:
-                self._check_width(batch, indices, measured, widths[number], may_learn=may_learn)
+                self._check_width(batch, indices, measured, widths[number])
             weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
-            facts = {"samples": chosen if number in kept else None, **marks[number], **counted[number]}
+            facts = {"samples": chosen if number in kept else None, "group": groups[number], **counted[number]}
             positions = tuple(request.positions[members].tolist())
             made.append(Refined(batch, indices, positions, measured, weight, **facts))
         return made
 
-    def _check_width(
-        self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int], *, may_learn: bool
-    ) -> None:
+    def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
+        if len(indices) > 1:
+            raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
+        if self.oversize == "error":
+            raise BudgetError(
+                f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; "
+                "truncate it, filter it out, raise the budget, or pass oversize='alone'"
+            )
+
+    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
         """A batch is as wide as its longest sample in every stream that it shows (packed: as long as all of them), or lengths
         were measured wrong."""
-        packed = self.budget.layout == "packed"
-        wide = {}
+        packed, wide = self.budget.layout == "packed", {}
         for name, width in widths.items():
             tokens = total_of(batch, name) if packed else width_of(batch, len(indices), name)
             if tokens is not None and tokens > width + -width % self.budget.pad_to_multiple_of:
@@ -245,19 +226,18 @@ class RefinementCollator:
         told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} " + " and ".join(
             str(widths[name]) for name in wide
         )
-        if may_learn:
+        if self.length_of is None and not self._collates_to_measure:
             raise _WiderThanMeasured(told)
         shape, true = BatchShape.of_samples(lengths), {name: np.array([tokens]) for name, tokens in wide.items()}
-        longest = {**shape.longest, **({} if packed else true)}
-        total = {**shape.total, **(true if packed else {})}
+        longest, total = (
+            (shape.longest, {**shape.total, **true}) if packed else ({**shape.longest, **true}, shape.total)
+        )
+        way_out = "correct `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
         if not self.budget.fits(BatchShape(shape.num_samples, longest, total))[0]:
-            raise BudgetError(
-                f"{told}: the batch does not fit; correct `length_of`, or give the budget the collate function's "
-                "`pad_to_multiple_of`"
-            )
+            raise BudgetError(f"{told}: the batch does not fit; {way_out}")
         if not self._warned_wide:
             self._warned_wide = True
-            warn_user(f"{told}; correct `length_of`, or give the budget `pad_to_multiple_of`")
+            warn_user(f"{told}; {way_out}")
 
 
 class _WiderThanMeasured(Exception):
@@ -286,16 +266,6 @@ def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int
     return measure_sample(sample) if tokens is None else tokens
 
 
-def _check_alone(indices: Sequence[int], lengths: Streams, oversize: Oversize) -> None:
-    if len(indices) > 1:
-        raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
-    if oversize == "error":
-        raise BudgetError(
-            f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; "
-            "truncate it, filter it out, raise the budget, or pass oversize='alone'"
-        )
-
-
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
     """What a function of the user's gives. Errors but ours come with its name and what it was asked about: a StopIteration, left
     alone, would end the loader's iteration."""
@@ -308,26 +278,19 @@ def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[i
         raise RuntimeError(f"{name} failed on {asked}: {type(error).__name__}: {error}") from error
 
 
-def _as_lengths(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
+def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
     try:
         array = np.asarray(values)
-    except ValueError:
+    except ValueError:  # ragged
         array = np.empty(0)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
-        bad = next((i for i, v in enumerate(values) if not _is_count(v)), 0)
-        raise ConfigError(
-            f"`length_of` must give a whole number of tokens, but gives {values[bad]!r} for sample {indices[bad]}"
-        )
-    if array.max(initial=0) > LONGEST:
-        longest = int(array.argmax())
-        raise ConfigError(
-            f"sample {indices[longest]} has {array[longest]} units of a stream; at most {LONGEST} are possible"
-        )
+    if (
+        array.ndim != 1
+        or array.dtype.kind not in "iu"
+        or not 0 <= array.min(initial=0) <= array.max(initial=0) <= LONGEST
+    ):
+        found = f"{shorten(values)} for the samples {shorten(indices)}"
+        raise ConfigError(f"`{name}` must give whole numbers from 0 to {LONGEST}, but gives {found}")
     return array.astype(np.int32)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _neighbours(sizes: IntArray) -> Batches:

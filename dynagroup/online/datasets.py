@@ -13,9 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
-from dynagroup.online.messages import Request, WindowSamples, content_of, shorten
-
-__all__ = ["IndexedDataset", "IterableWindows", "is_stream", "opening_of", "sample_bytes", "set_epoch"]
+from dynagroup.online.messages import Request, WindowSamples, shorten
 
 OPENING = 16
 """Samples by which ranks' and workers' shares are compared; fewer than a quarter of them different say nothing."""
@@ -48,26 +46,21 @@ def sample_bytes(sample: Any) -> int:
     >>> sample_bytes({"pixels": torch.zeros(3, 4), "name": "cat"})
     51
     """
-    kind = type(sample)
-    if kind is list or kind is tuple:
+    if isinstance(sample, (list, tuple)):
         flat = not sample or isinstance(sample[0], (int, float))
         return 8 * len(sample) if flat else sum(map(sample_bytes, sample))
-    if kind is dict:
-        return sum(map(sample_bytes, sample.values()))
-    if kind is str or kind is bytes:
+    if isinstance(sample, (str, bytes)):
         return len(sample)
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return sample.nbytes
     if isinstance(sample, Mapping) or hasattr(sample, "items"):
         return sum(map(sample_bytes, sample.values()))
-    if isinstance(sample, (list, tuple)):
-        return sample_bytes(list(sample))
     return sum(map(sample_bytes, getattr(sample, "__dict__", {}).values())) or 8
 
 
 def opening_of(samples: Sequence[Any]) -> int:
-    """63 bits of a share's first samples, to find shares that are one and the same; 0 where they are too few, too alike, or
-    cannot be pickled.
+    """63 bits of how a share's first samples look in print, to find shares that are one and the same; 0 where they are too few
+    or too alike.
 
     >>> opening_of(["a", "b", "c", "d"]) == opening_of(["a", "b", "c", "d"]) != opening_of(["b", "c", "d", "a"])
     True
@@ -75,26 +68,26 @@ def opening_of(samples: Sequence[Any]) -> int:
     0
     """
     try:
-        prints = [hashed(content_of(sample)) for sample in samples[:OPENING]]
+        shown = [repr(sample) for sample in samples[:OPENING]]
     except Exception:  # noqa: BLE001 - a sample's own code
         return 0
-    return int(hashed("".join(prints)), 16) >> 1 if len(set(prints)) >= OPENING // 4 else 0
+    return int(hashed("\n".join(shown)), 16) >> 1 if len(set(shown)) >= OPENING // 4 else 0
 
 
 class _Forwarding:
     """Attributes that are not its own are the dataset's, also when set: ``worker_init_fn`` may know the dataset only."""
 
-    _own: frozenset[str] = frozenset()
-    dataset: Any
+    def __init__(self, **own: Any) -> None:
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "dataset" not in self.__dict__:
+        if name.startswith("__") or "dataset" not in vars(self):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own or "dataset" not in self.__dict__:
-            object.__setattr__(self, name, value)
+        if name in vars(self):
+            vars(self)[name] = value
         else:
             setattr(self.dataset, name, value)
 
@@ -109,11 +102,8 @@ class IndexedDataset(_Forwarding):
     (['c', 'a'], [2, 0])
     """
 
-    _own = frozenset({"dataset", "_epoch"})
-
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self._epoch = None
+        super().__init__(dataset=dataset, _epoch=None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -185,15 +175,12 @@ class IterableWindows(_Forwarding, IterableDataset):
         rank, size: a worker's n-th sample is given the number ``(n * workers + worker) * size + rank``.
     """
 
-    _own = frozenset({"dataset", "window", "max_bytes", "rank", "size", "_epoch", "_resume"})
-
     def __init__(
         self, dataset: Any, window: int, *, max_bytes: int | None = None, rank: int = 0, size: int = 1
     ) -> None:
-        self.dataset = dataset
-        self.window, self.max_bytes, self.rank, self.size = window, max_bytes, rank, size
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers see it change
-        self._resume: tuple[int, Mapping[str, Any]] = (0, {})
+        epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers see it change
+        how: dict[str, Any] = {"window": window, "max_bytes": max_bytes, "rank": rank, "size": size}
+        super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
 
     def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
         """Choose the epoch of the next iteration, and the spot from where each worker resumes it."""

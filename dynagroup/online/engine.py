@@ -14,30 +14,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dynagroup.errors import AlignmentError
-from dynagroup.online.feeds import MapFeed, Workers
-from dynagroup.online.iterables import IterableFeed
-from dynagroup.online.messages import Refined, RefinedWindow, shorten
-from dynagroup.online.plans import KINDS, Source, behind, handed_out
-from dynagroup.online.protocol import (
-    Agreement,
-    Exchange,
-    Offer,
-    Uneven,
-    agree,
-    even_parts,
-    in_rows,
-    placed,
-    print_of,
-    quantile,
-)
+from dynagroup.online.feeds import IterableFeed, MapFeed, Workers
+from dynagroup.online.messages import Refined, RefinedWindow
+from dynagroup.online.plans import Source, behind, handed_out
+from dynagroup.online.protocol import Agreement, Exchange, agree, even_parts, offer, placed, print_of, quantile
 from dynagroup.online.state import LearnedLengths, pack
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import units_of
 from dynagroup.update.loss_weight import Share, loss_scale
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import warn_user
-
-__all__ = ["FreeRunner", "Runner", "UpdateRunner"]
 
 LOW_WATER = 32
 """Batches that a rank wants queued before an exchange: so many steps follow one exchange."""
@@ -69,17 +55,15 @@ class Runner(ABC):
         workers: Workers,
         stands: Cursor,
         place: Mapping[str, Any] | None,
-        *,
         under_way: int,
         identity: Mapping[str, Any],
         stats: LoaderStats,
         learned: LearnedLengths | None,
     ) -> None:
-        self.source, self.config, self.world, self.kind = source, source.config, source.world, KINDS[source.kind]
+        self.source, self.config, self.world, self._workers = source, source.config, source.world, workers
         self.exchange = Exchange(self.world, stands.epoch)
         self.stats, self._learned, self._identity, self._place = stats, learned, identity, place
         self.feed: Any = (IterableFeed if source.iterable else MapFeed)(source, workers, place and place["feed"])
-        self._split = workers.collator.split
         self.stands, self._under_way = stands, under_way
         self.queue: list[Refined] = []
         """Batches that wait for an agreement."""
@@ -87,11 +71,8 @@ class Runner(ABC):
         """Steps that wait for the rest of their update."""
         self.due: deque[Take] = deque()
         """Steps whose update's totals are known."""
-        self.load_all = self.ended = False
-        """``ended``: the steps that are agreed are the epoch's last."""
-        self.delivered = (0, 0)
-        """Batches and samples that workers delivered here."""
-        self.samples_per_batch = 0.0
+        self.ended = False
+        """The steps that are agreed are the epoch's last."""
         self._smallest: Refined | None = None
         """What this rank idles on: a copy of the smallest batch that it had, or was lent."""
 
@@ -114,15 +95,12 @@ class Runner(ABC):
         if self.over:
             return None
         base, front = self.source.order.base, [*(take.batch for take in self.due), *self.agreed]
+        feed = self.feed.state(front, self.queue)
         return {
-            "kind": self.source.kind,
-            "base": None if base is None else pack(base),
+            "base": base if base is None else pack(base),
             "under_way": self._under_way,
-            "load_all": self.load_all,
             "ended": self.ended,
-            "delivered": list(self.delivered),
-            "samples_per_batch": self.samples_per_batch,
-            "feed": self.feed.state(front, self.queue),
+            "feed": feed,
         }
 
     def close(self) -> None:
@@ -133,23 +111,21 @@ class Runner(ABC):
         """Reload what a resumed epoch had queued, and compare ranks; an error on one of them reaches all. Then the steps."""
         failure, place = None, self._place
         try:
-            if place is not None:
-                self.load_all, self.samples_per_batch = place["load_all"], place["samples_per_batch"]
-                self.delivered = (place["delivered"][0], place["delivered"][1])
-                self.agreed, self.queue = self.feed.reload()
+            self.agreed, self.queue = self.feed.reload()
+            self._note_smallest([batch for batch in self.agreed if batch] + self.queue)
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
         self.exchange.compare(self._identity, failure)
         self._refuse_equal_batches()
         if place is not None:
-            waits = self.exchange.highest([len(self.queue), int(self.feed.receiving)])
             # What was the end is none if some batch had to be split and waits again, or if an iterable is read again.
-            self.ended = place["ended"] and not any(waits)
+            waits = len(self.queue) or int(place["ended"] and self.feed.receiving)
+            waits, lacking = self.exchange.highest([waits, int(self._smallest is None)])
+            self.ended = place["ended"] and not waits
+            self._lend(lacking and self.agreed)
         elif self.feed.shares:
             self.feed.share([0] * self.world.size, 0)
         yield from self._steps()
-        if self.config.uneven == "stop":
-            self._count_left()
 
     def _refuse_equal_batches(self) -> None:
         batches = self.source.batches
@@ -163,15 +139,6 @@ class Runner(ABC):
                 "each rank its own (LengthAwareBatchSampler does), or pass `sampler` and let the loader divide"
             )
 
-    def _count_left(self) -> None:
-        unused = self.feed.unused(self.queue)
-        self.stats.left_samples += len(unused)
-        if unused:
-            warn_user(
-                f"uneven='stop' ended the epoch with {len(unused)} samples left on rank {self.world.rank}: "
-                f"{shorten(unused)}; uneven='idle' uses them"
-            )
-
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
         """Split batches whose samples were kept, until there are ``steps`` or none can be split."""
         if len(batches) >= steps:
@@ -179,33 +146,38 @@ class Runner(ABC):
         sizes = [1 if batch.samples is None else len(batch) for batch in batches]
         evened = []
         for batch, parts in zip(batches, even_parts(sizes, steps), strict=True):
-            evened += [batch] if parts == 1 else self._split(batch, parts)
+            evened += [batch] if parts == 1 else self._workers.collator.split(batch, parts)
         return evened
 
     def _loaded(self) -> Sequence[Refined] | None:
         began = time.perf_counter()
         window = self.feed.take()
         self.stats.wait_s += time.perf_counter() - began
+        self._note_smallest(window or ())
         return window
 
-    def _agree(self, offer: Offer, failure: BaseException | None, uneven: Uneven) -> Agreement:
+    def _note_smallest(self, batches: Sequence[Refined]) -> None:
+        if self.world.size > 1 and batches:
+            smallest = min(batches, key=lambda batch: batch.size_key)
+            if self._smallest is None or smallest.size_key < self._smallest.size_key:
+                self._smallest = smallest.copied()
+
+    def _agree(self, queued: int, receiving: bool, failure: BaseException | None) -> Agreement:
         """What all ranks do next."""
         opening = self.feed.opening
-        lacks = int(self.feed.has_nothing and self._smallest is None)
-        *highest, first, last, nothing = self.exchange.highest([*offer.to_max(), opening, -opening, lacks], failure)
-        if first and first == -last and self.world.size > 1:
-            self.feed.tell_of_equal_ranks()
-        agreement = agree(highest, uneven)
-        if nothing and agreement.steps:
-            self._lend()
+        values = [*offer(queued, receiving), opening, -opening, int(self._smallest is None)]
+        *highest, first, last, lacking = self.exchange.highest(values, failure)
+        agreement = agree(highest)
+        if self.world.size > 1 and first and first == -last:
+            self._workers.tell_of_sharing(f"all {self.world.size} ranks")
+        self._lend(lacking and agreement.steps)
         return agreement
 
-    def _lend(self) -> None:
-        """Some rank's share of an iterable is empty: it idles on a copy of another rank's smallest batch."""
-        smallest = min(self.queue, key=lambda batch: batch.size_key, default=None)
-        window = self.exchange.lend(smallest and RefinedWindow(-1, [replace(smallest, samples=None)]))
-        if window is not None and self._smallest is None and not self.queue:
-            self._smallest = window.batches[0]
+    def _lend(self, needed: Any) -> None:
+        """Some rank had no batch so far: it idles on a copy of another rank's smallest one."""
+        if needed and self.world.size > 1:
+            lent = self.exchange.lend(self._smallest and RefinedWindow(-1, [self._smallest]))
+            self._smallest = self._smallest or lent.batches[0]
 
     def _total(self, updates: list[list[Refined | None]], extra: Sequence[int] = ()) -> list[float]:
         """Make these updates due, with their totals over ranks; gives back ``extra``, summed too."""
@@ -214,7 +186,8 @@ class Runner(ABC):
         if updates:
             weights[0] += self.stands.begun_weight
             samples[0] += self.stands.begun_samples
-        found = self.exchange.total([*weights, *samples, *extra])
+        values = [*weights, *samples, *extra]
+        found = self.exchange.total(values) if values else []
         for number, update in enumerate(updates):
             total, count = found[number], round(found[len(updates) + number])
             for place, batch in enumerate(update):
@@ -235,13 +208,14 @@ class Runner(ABC):
             begun |= {"begun_rows": cursor.begun_rows + 1, "begun_weight": cursor.begun_weight + take.weight.local}
             begun["begun_samples"] = cursor.begun_samples + int(take.samples.local)
         self.stands = replace(cursor, **begun)
-        if batch is None:
-            self.stats.count_step(idle=True)
-            spare = self._smallest = self._smallest or self.feed.spare()
-            held, indices = copy.deepcopy(spare.batch), list(spare.indices)
-        else:
+        if batch is not None:
             self._count(batch)
-            held, indices = batch.batch, list(batch.indices)
+            held = batch.batch
+        else:
+            self.stats.count_step(idle=True)
+            assert self._smallest is not None, "a rank idles with no batch to idle on"
+            held = copy.deepcopy(self._smallest.batch)
+        indices = list((batch or self._smallest).indices)  # type: ignore[union-attr]
         scale = loss_scale(take.weight, self.world.size)
         return Step(held, indices, take.samples, take.weight, scale, take.ends_update, idle=batch is None)
 
@@ -255,8 +229,6 @@ class Runner(ABC):
         self.stats.oversize += batch.oversize
         if self._learned is not None:
             self._learned.observe(batch.indices, batch.lengths)
-        if self.world.size > 1 and (self._smallest is None or batch.size_key < self._smallest.size_key):
-            self._smallest = batch.copied()
 
 
 class FreeRunner(Runner):
@@ -283,40 +255,34 @@ class FreeRunner(Runner):
             self._exchange()
 
     def _exchange(self) -> None:
-        failure = None
+        failure, feed = None, self.feed
         try:
-            self._load()
+            while feed.can_take and len(self.queue) < LOW_WATER:
+                self.queue += self._loaded() or ()
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
-        offer = Offer(len(self.queue), self.feed.receiving, bounded=self.kind.bounded)
-        agreement = self._agree(offer, failure, self.config.uneven)
-        self.load_all, self.ended = agreement.load_all, agreement.last
+        agreement = self._agree(len(self.queue), feed.receiving, failure)
+        self.ended = agreement.last
+        held = [len(self.queue), sum(map(len, self.queue))]
         self.agreed += self._pick(agreement)
-        shares = self.feed.shares
-        batches, samples, *loads = self._complete([*self.delivered, *(self._loads() if shares else ())])
-        self.samples_per_batch = samples / max(batches, 1)
-        if shares:
-            self.feed.share([round(load) for load in loads], round(LOW_WATER * self.samples_per_batch))
-
-    def _load(self) -> None:
-        while self.feed.can_take and (self.load_all or len(self.queue) < LOW_WATER):
-            window = self._loaded()
-            if window is None:
-                break
-            self.queue += window
-            batches, samples = self.delivered
-            self.delivered = batches + len(window), samples + sum(len(batch) for batch in window)
-        self.queue.sort(key=(lambda batch: batch.late) if self.kind.ordered else (lambda batch: batch.rank_key))
+        if not feed.shares:
+            self._complete([])
+            return
+        # What each rank still has to emit, one number a rank, and how many samples a batch holds.
+        loads = [0] * self.world.size
+        loads[self.world.rank] = sum(map(len, self.queue)) + feed.pending_samples
+        batches, samples, *loads = self._complete([*held, *loads])
+        feed.share([round(load) for load in loads], round(LOW_WATER * samples / max(batches, 1)))
 
     def _pick(self, agreement: Agreement) -> list[Refined | None]:
         """So many batches of the queue: in order, or from places spread evenly over it, alike on all ranks."""
-        if (agreement.last or not self.feed.receiving) and self.config.uneven == "idle":
+        if not self.feed.receiving:
             self.queue = self._even_out(self.queue, agreement.steps)
         count, number = min(agreement.steps, len(self.queue)), self.stands.steps + len(self.agreed)
-        if self.kind.ordered:
+        if self.source.batches is not None:  # the user's order
             picked, self.queue = self.queue[:count], self.queue[count:]
         else:
-            self.queue.sort(key=lambda batch: batch.rank_key)  # what was split has a place of its own
+            self.queue.sort(key=lambda batch: batch.rank_key)
             at = [quantile(self.config.seed, self.exchange.epoch, step) for step in range(number, number + count)]
             chosen = [self.queue.pop(int(share * len(self.queue))) for share in at]
             picked = placed(sorted(chosen, key=lambda batch: batch.rank_key), at)
@@ -335,25 +301,19 @@ class FreeRunner(Runner):
         self.agreed = self.agreed[start:]
         return self._total(updates, extra)
 
-    def _loads(self) -> list[int]:
-        """One number a rank: what this one still has to emit, in samples; zeros for the others, to be summed."""
-        batches, samples = self.delivered
-        per_batch = self.samples_per_batch or samples / max(batches, 1)
-        loads = [0] * self.world.size
-        loads[self.world.rank] = round(len(self.queue) * per_batch) + self.feed.pending_samples
-        return loads
-
 
 class UpdateRunner(Runner):
     """Updates of a set number of samples: a window is one rank's share of one update.
 
-    Every rank takes its share's batches; with fewer batches than another rank it splits them, then idles. Cost: one MAX and one
-    SUM an update.
+    Every rank takes its share's batches, dearest first; with fewer batches than another rank it splits them, then idles. Cost:
+    one MAX and one SUM an update.
     """
 
     @property
     def over(self) -> bool:
-        return not self.due and not self.agreed and not self.feed.receiving
+        sizes, stands = self.source.sizes, self.stands
+        begun = self.due or self.agreed or stands.begun_rows
+        return not begun and sizes is not None and next(sizes.spans(stands), None) is None
 
     def _steps(self) -> Iterator[Step[Any]]:
         while not self.over:
@@ -369,8 +329,8 @@ class UpdateRunner(Runner):
             batches = batches or self._loaded() or ()
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
-        steps = max(self._agree(Offer(len(batches), receiving=False), failure, "idle").steps, 1)
+        steps = self._agree(len(batches), False, failure).steps
         evened = self._even_out([batch for batch in batches if batch is not None], steps)
         if not resumed:  # which go on in the order that they had
-            evened = in_rows(evened)
+            evened.sort(key=lambda batch: batch.rank_key)
         self._total([[*evened, *[None] * (steps - len(evened))]])

@@ -1,10 +1,10 @@
 """What brings an epoch's windows: the queue that a DataLoader pulls requests from, the DataLoader that holds the workers, and the
-feed of a dataset with positions, which sends them requests."""
+feeds of map-style and of iterable datasets."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -14,54 +14,33 @@ import torch
 from torch.utils.data import DataLoader
 
 from dynagroup.distributed import World
-from dynagroup.errors import ConfigError
+from dynagroup.errors import StateError
 from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, IterableWindows, is_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request
-from dynagroup.online.plans import OnlineConfig, Source
+from dynagroup.online.plans import OnlineConfig, Order, Source, handed_out
 from dynagroup.online.protocol import hand_out
-from dynagroup.online.state import pack, pack_groups, unpack, unpack_groups
+from dynagroup.online.state import LearnedLengths, pack, pack_groups, unpack, unpack_groups
 from dynagroup.plan.cursor import Cursor
+from dynagroup.shapes import IntArray
 from dynagroup.update.loader import ENDED_EARLY
 from dynagroup.validation import warn_user
 
-__all__ = ["FREE_RUNNING", "MapFeed", "RequestQueue", "Workers"]
-
-FREE_RUNNING = "set_samples_per_update needs a loader with samples_per_update: this one is free-running"
 BLANK = Request(np.zeros(0, np.int64))
 
 
 class RequestQueue:
-    """The ``batch_sampler`` of the inner DataLoader: hands out what was put, and blanks where nothing was yet.
+    """The ``batch_sampler`` of the inner DataLoader: hands out what the feed that runs has, and blanks, which are empty windows,
+    where it has nothing yet: workers fetch ahead of what ranks have agreed, and of knowing whether an answer is whole."""
 
-    Workers fetch ahead, so the DataLoader may pull before the ranks have agreed who opens what, or before it is known
-    whether an answer is whole. A blank is an empty window. The queue ends when ``more`` may come says no.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: deque[Request] = deque()
-        self.reset()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """What waits belongs to an iteration, which a copy has none of."""
-        return RequestQueue, ()
-
-    def reset(
-        self, pull: Callable[[], Request | None] = lambda: None, more: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Forget everything. ``pull`` gives requests beyond those that wait; ``more``: whether others may come."""
-        self.waiting.clear()
-        self._next, self._more = pull, more
+    feed: MapFeed | None = None
 
     def __iter__(self) -> Iterator[Request]:
-        while True:
-            request = self.waiting.popleft() if self.waiting else self._next()
-            if request is not None:
-                yield request
-            elif self._more():
-                yield BLANK
-            else:
+        while self.feed is not None:
+            request = self.feed.pull()
+            if request is None:
                 return
+            yield request
 
 
 class Workers:
@@ -74,12 +53,10 @@ class Workers:
     def __init__(
         self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]
     ) -> None:
-        self.queue = RequestQueue()
+        self.queue, self.collator = RequestQueue(), collator
         self.iterable = is_stream(dataset)
-        self.collator = collator
         self.num_workers: int = kwargs.get("num_workers", 0)
         self.prefetch_factor: int = kwargs.get("prefetch_factor") or 1
-        self.in_order: bool = kwargs.get("in_order") is not False
         self.persistent = bool(kwargs.get("persistent_workers"))
         self._dataset, self._config = dataset, config
         # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
@@ -90,18 +67,22 @@ class Workers:
         self._told = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loader": None, "_windows": None}
+        return {**vars(self), "queue": RequestQueue(), "_loader": None, "_windows": None}
 
     @property
     def depth(self) -> int:
         """Windows that workers fetch ahead."""
         return self.num_workers * self.prefetch_factor
 
-    def tell_of_sharing(self, message: str) -> None:
+    def tell_of_sharing(self, who: str) -> None:
         """Warn, once for all epochs, that an iterable does not divide itself."""
         if not self._told:
             self._told = True
-            warn_user(message)
+            warn_user(
+                f"{who} read the same samples: an iterable dataset must divide itself, or samples come several times; let each "
+                "yield its own part: by torch.utils.data.get_worker_info() of a worker, and by "
+                "dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node of a rank"
+            )
 
     def seed(self, *key: int) -> None:
         """Seed what workers draw in this epoch, unless the user gave a generator."""
@@ -112,12 +93,8 @@ class Workers:
         """Start workers anew at the next epoch."""
         self._loader = None
 
-    def made_here(self, index: list[int]) -> Refined:
-        """A batch of one sample, processed in this process."""
-        return self.collator(IndexedDataset(self._dataset).__getitems__(index)).batches[0]
-
     def open_map(self) -> Iterator[Any]:
-        """Iterate over what is put into the queue."""
+        """Iterate over what the queue's feed asks for."""
         if self._loader is None or not self.persistent:
             data: Any = IndexedDataset(self._dataset)
             self._loader = DataLoader(data, batch_sampler=self.queue, collate_fn=self.collator, **self._kwargs)  # type: ignore[arg-type]
@@ -126,8 +103,8 @@ class Workers:
     def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
         """Iterate over the iterable's windows, from the spots where its workers stood."""
         if self._loader is None or self._windows is None or not self.persistent or spots:
-            of_window = {"window": self._config.window, "max_bytes": self._config.window_bytes}
-            self._windows = IterableWindows(self._dataset, **of_window, rank=world.rank, size=world.size)
+            how = {"window": self._config.window, "max_bytes": self._config.window_bytes}
+            self._windows = IterableWindows(self._dataset, **how, rank=world.rank, size=world.size)
             self._loader = DataLoader(self._windows, batch_size=None, collate_fn=self.collator, **self._kwargs)
         self._windows.start(epoch, spots)
         return iter(self._loader)
@@ -144,45 +121,48 @@ class MapFeed:
     """
 
     opening = 0
-    has_nothing = False
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
-        self.source, self.workers = source, workers
-        self.start, self.stop = (
-            place["handed_out"] if place else (0, source.order.num_positions * (source.kind == "windows"))
-        )
+        self.source, self.workers, self._place = source, workers, place
+        world = source.world
         # Ranks agree on all steps of an update at once.
-        self._max_bytes = None if source.kind == "updates" else source.config.window_bytes
+        self._max_bytes = None if source.sizes is not None else source.config.window_bytes
+        self._plans = source.requests(world.rank, world.size)
+        self._planned = 0  # requests of the plans that were pulled
+        self._upcoming: Request | None = None
+        self._start, self._stop = 0, source.order.num_positions * source.shares
+        """Positions that the ranks' loads hand out."""
         self._iterator: Iterator[RefinedWindow] | None = None
         self._number = 0
         self._turns: deque[int] = deque()
+        self._waiting: deque[Request] = deque()
         self._sent: dict[int, Request] = {}
         self._early: dict[int, RefinedWindow] = {}
-        self._replan(() if place and place["next"] is None else source.requests(place and place["next"]))
-        self.workers.queue.reset(self._pull, lambda: self.shares or (self._max_bytes is not None and bool(self._sent)))
-        self._resumed = place
+        workers.queue.feed = self
         if place is not None:
             self._send_again(place)
 
     def _send_again(self, place: Mapping[str, Any]) -> None:
         """One request for all batches that were agreed or queued, then what was left of larger ones."""
-        count = self.source.order.num_positions
-        groups = [group for name in ("front", "pool") for group in unpack_groups(place[name], count) if group]
+        self._start = place["start"]
+        if self.source.sizes is None:
+            self._planned = sum(1 for _ in islice(self._plans, place["next"]))
+        groups = [group for group in unpack_groups(place["front"]) + unpack_groups(place["pool"]) if group]
         if groups:
-            keep = len(groups) if any(flag & 1 for flag in place["flags"]) else 0
-            self._send(Request(np.concatenate(groups), tuple(map(len, groups)), keep=keep), whole=True)
-        for text, sizes, costs, keep in place["rest"]:
-            self._send(Request(unpack(text, count), sizes and tuple(sizes), costs and tuple(costs), keep))
+            request = Request(np.concatenate(groups), tuple(map(len, groups)), keep=bool(place["kept"]))
+            self._send(request, limit=None)
+        for positions, sizes, keep in place["rest"]:
+            self._send(Request(unpack(positions), sizes and tuple(sizes), keep), limit=self._max_bytes)
 
     @property
     def shares(self) -> bool:
-        """Positions are left that the ranks' loads hand out; meanwhile workers that have nothing to do are given blanks."""
-        return self.start < self.stop
+        """Positions are left that the ranks' loads hand out."""
+        return self._start < self._stop
 
     @property
     def can_take(self) -> bool:
-        """Something was sent, or is planned, that did not come back yet."""
-        return bool(self._sent) or self._upcoming is not None
+        """Something was sent, or may be planned, that did not come back yet."""
+        return bool(self._sent) or self._peeked() is not None
 
     @property
     def receiving(self) -> bool:
@@ -190,26 +170,36 @@ class MapFeed:
         return self.can_take or self.shares
 
     @property
-    def pending(self) -> list[Request]:
-        """What was sent and did not come back yet, in order."""
-        return [self._sent[number] for number in self._turns]
-
-    @property
     def pending_samples(self) -> int:
         """Samples handed out and not taken yet."""
-        return sum(len(request.positions) for request in self.pending)
+        return sum(len(request) for request in self._sent.values())
 
     def share(self, loads: Sequence[int], ahead: int) -> None:
         """Hand out positions by all ranks' loads, in samples, so that each has ``ahead`` and what its workers prefetch."""
-        window = self.source.config.window
+        window, world = self.source.config.window, self.source.world
         target = (self.workers.depth + 1) * window + ahead
-        windows, self.start = hand_out(loads, self.start, self.stop, window=window, target=target)
-        for start, stop in windows[self.source.world.rank]:
-            self._send(Request(np.arange(start, stop), keep=0 if self.shares else stop - start))
+        windows, self._start = hand_out(loads, self._start, self._stop, window=window, target=target)
+        for start, stop in windows[world.rank]:
+            self._send(Request(np.arange(start, stop), keep=world.size > 1), limit=self._max_bytes)
 
-    def take(self) -> list[Refined] | None:
-        """The next window's batches, in the order in which windows were sent, also where workers answer out of order. Raises what
-        a worker raised."""
+    def pull(self) -> Request | None:
+        """What a worker is asked for next; None at the end."""
+        if self._waiting:
+            return self._waiting.popleft()
+        request, self._upcoming = self._peeked(), None
+        if request is not None:
+            self._planned += 1
+            self._turns.append(self._number)
+            return self._numbered(replace(request, planned=True), self._max_bytes)
+        return BLANK if self.shares or (self._max_bytes is not None and self._sent) else None
+
+    def _peeked(self) -> Request | None:
+        if self._upcoming is None:
+            self._upcoming = next(self._plans, None)
+        return self._upcoming
+
+    def take(self) -> list[Refined]:
+        """The next window's batches, in the order in which windows were sent. Raises what a worker raised."""
         if self._iterator is None:
             self._iterator = self.workers.open_map()
         while not self._turns or self._turns[0] not in self._early:  # the next request may not have been pulled yet
@@ -220,29 +210,21 @@ class MapFeed:
                 self._early[window.number] = window
         number = self._turns.popleft()
         window, request = self._early.pop(number), self._sent.pop(number)
-        count = sum(len(refined) for refined in window)
+        count = sum(map(len, window.batches))
         if count < len(request):
-            rest = replace(request.part(count, len(request)), mark=None)
             self._turns.appendleft(self._number)
-            self.workers.queue.waiting.appendleft(self._numbered(rest, self._max_bytes))
+            rest = replace(request.part(count, len(request)), planned=False)
+            self._waiting.appendleft(self._numbered(rest, self._max_bytes))
         return window.batches
 
     def close(self) -> None:
         """Let go of the workers; a later fork must not inherit them. Nor does the queue keep this feed: workers in a circle of
         objects take five seconds each to end when it is collected."""
-        self._iterator = None
-        self.workers.queue.reset()
+        self._iterator = self.workers.queue.feed = None
 
-    def _send(self, request: Request, *, whole: bool = False) -> None:
+    def _send(self, request: Request, *, limit: int | None) -> None:
         self._turns.append(self._number)
-        self.workers.queue.waiting.append(self._numbered(request, None if whole else self._max_bytes))
-
-    def _pull(self) -> Request | None:
-        request, self._upcoming = self._upcoming, next(self._plans, None)
-        if request is None:
-            return None
-        self._turns.append(self._number)
-        return self._numbered(request, self._max_bytes)
+        self._waiting.append(self._numbered(request, limit))
 
     def _numbered(self, request: Request, limit: int | None) -> Request:
         number, indices = self._number, self.source.order.at(request.positions)
@@ -251,73 +233,149 @@ class MapFeed:
         self._number += 1
         return self._sent[number]
 
-    def _replan(self, plans: Iterable[Request]) -> None:
-        """From the upcoming request on, take other plans."""
-        self._plans = iter(plans)
-        self._upcoming = next(self._plans, None)
-
-    def _next_mark(self) -> Any:
-        """Where the first request stands in its plan that did not come back yet."""
-        waiting = [*self.pending, *([] if self._upcoming is None else [self._upcoming])]
-        return next((request.mark for request in waiting if request.mark is not None), None)
-
-    def spare(self) -> Refined:
-        """One sample as a batch, for a rank that idles and never had any."""
-        order = self.source.order
-        return self.workers.made_here(order.at(np.zeros(1, np.int64)) if order.num_positions else [0])
-
     def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
         """Its place, and the batches that it gave and that are not used: ``front`` are agreed steps, ``pool`` is queued."""
-        mark = self._next_mark()
+        pending = [self._sent[number] for number in self._turns]
         return {
             "front": pack_groups(batch.positions if batch else () for batch in front),
             "pool": pack_groups(batch.positions for batch in pool),
-            "flags": [2 * batch.late + (batch.samples is not None) for batch in pool],
-            "rest": [
-                [pack(r.positions), r.groups and list(r.groups), r.costs and list(r.costs), r.keep]
-                for r in self.pending
-                if r.mark is None
-            ],
-            "next": None if mark is None else [] if isinstance(mark, Cursor) else [int(part) for part in mark],
-            "handed_out": [self.start, self.stop],
+            "kept": [place for place, batch in enumerate(pool) if batch.samples is not None],
+            "rest": [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in pending if not r.planned],
+            "next": self._planned - sum(request.planned for request in pending),
+            "start": self._start,
         }
 
     def reload(self) -> tuple[list[Refined | None], list[Refined]]:
         """What a resumed epoch had agreed and queued, loaded again."""
-        place, self._resumed, count = self._resumed, None, self.source.order.num_positions
+        place, self._place = self._place, None
         if place is None:
             return [], []
-        front, pool = unpack_groups(place["front"], count), unpack_groups(place["pool"], count)
+        front, pool = unpack_groups(place["front"]), unpack_groups(place["pool"])
         pieces: dict[int, list[Refined]] = {}
-        for batch in (self.take() or ()) if any(front) or any(pool) else ():
+        for batch in self.take() if any(front) or any(pool) else ():
             pieces.setdefault(batch.group, []).append(batch)
         numbers = iter(range(len(pieces)))
         slots = [pieces[next(numbers)] if group else [] for group in (*front, *pool)]
         agreed = [slot[0] if slot else None for slot in slots[: len(front)]]
-        queued = [batch for slot in slots[len(front) :] for batch in slot]
-        queued += [batch for slot in slots[: len(front)] for batch in slot[1:]]
-        if len(place["flags"]) == len(queued):  # processing may have changed lengths, and so the number of batches
-            flagged = zip(queued, place["flags"], strict=True)
-            queued = [replace(b, late=bool(flag & 2), samples=b.samples if flag & 1 else None) for b, flag in flagged]
+        # Processing may have changed lengths, and so the number of batches.
+        kept = {len(front) + number for number in place["kept"]}
+        queued = [
+            replace(b, samples=b.samples if n in kept else None)
+            for n, slot in enumerate(slots)
+            for b in slot[n < len(front) :]
+        ]
         return agreed, queued
 
-    def unused(self, pool: Sequence[Refined]) -> list[int]:
-        """Dataset indices of what this rank would still have emitted. Only at an epoch's end: it uses the plans up."""
-        open_range = np.arange(self.start, self.stop if self.source.world.rank == 0 else self.start)
-        planned = [*([] if self._upcoming is None else [self._upcoming]), *self._plans]
-        waiting = [*(request.positions for request in (*self.pending, *planned)), open_range]
-        held = [index for batch in pool for index in batch.indices]
-        return held + [index for positions in waiting for index in self.source.order.at(positions)]
 
-    def set_samples_per_update(self, samples: int) -> int:
-        """Change the size of updates from the first on that no rank's workers can have been asked for."""
-        sizes, source = self.source.sizes, self.source
-        if sizes is None:
-            raise ConfigError(FREE_RUNNING)
-        cursor = self._next_mark() or sizes.end(source.cursor.epoch)
-        for after in islice(sizes.cursors(cursor), self.workers.depth):
-            cursor = after
-        update = sizes.change(cursor, samples)
-        if self._upcoming is not None:
-            self._replan(source.requests(self._upcoming.mark))
-        return update
+class IterableFeed:
+    """Windows of an iterable dataset, until it ends. Its place is where each worker reads on, and what it leaves out.
+
+    One that does not divide itself gives every sample to every worker, or every rank. Shares that are one and the same begin
+    with the same samples; that is told, and never guessed: samples that are all alike, or drawn at random, say nothing.
+    """
+
+    shares = False
+    pending_samples = 0
+
+    def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
+        self._workers, self._epoch, self._world = workers, source.cursor.epoch, source.world
+        self._spots: Mapping[str, Any] = place["workers"] if place else {}
+        self._iterator: Iterator[RefinedWindow] | None = None
+        self._openings: dict[int, int] = {}
+        self._opened: dict[int, deque[Mapping[str, Any]]] = {}
+        """Worker -> its windows that may not be fully used: where each began, and its samples' numbers."""
+        self.can_take = self.receiving = True
+        self.opening = 0
+        """What this rank's share begins with, see :func:`~dynagroup.online.datasets.opening_of`; 0: not known."""
+
+    def take(self) -> list[Refined] | None:
+        """The next window's batches; None at the end."""
+        if self._iterator is None:
+            self._iterator = self._workers.open_iterable(self._epoch, self._world, self._spots)
+        window = next(self._iterator, None)
+        if window is None:
+            self.can_take = self.receiving = False
+            return None
+        opening, worker = window.place["opening"], window.place["worker"]
+        self.opening = self.opening or opening
+        if opening and self._openings.setdefault(opening, worker) != worker:
+            self._workers.tell_of_sharing(f"workers {self._openings[opening]} and {worker}")
+        self._opened.setdefault(worker, deque()).append(window.place)
+        return window.batches
+
+    def close(self) -> None:
+        """Let go of the workers."""
+        self._iterator = None
+
+    def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
+        """Where each worker reads on, and what it leaves out: all but the samples of these batches."""
+        workers, size = max(self._workers.num_workers, 1), self._world.size
+        remaining: dict[int, set[int]] = {worker: set() for worker in range(workers)}
+        for arrival in (arrival for batch in (*front, *pool) if batch for arrival in batch.indices):
+            number, worker = divmod(arrival // size, workers)
+            remaining[worker].add(number)
+        spots = dict(self._spots)  # of workers that gave nothing since
+        for worker, opened in self._opened.items():
+            while len(opened) > 1 and not remaining[worker].intersection(opened[0]["numbers"]):
+                opened.popleft()
+            first, last = opened[0], opened[-1]
+            before = spots.get(str(worker), {"until": 0, "keep": ()})
+            keep = remaining[worker].union(n for n in before["keep"] if n >= last["until"])  # not read again so far
+            until = max(last["until"], before["until"])
+            spots[str(worker)] = {"read": first["read"], "until": until, "keep": sorted(keep), "state": first["state"]}
+        return {"workers": spots}
+
+    def reload(self) -> tuple[list[Refined | None], list[Refined]]:
+        """Nothing: what was queued is read again."""
+        return [], []
+
+
+def resumed(
+    source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, hint: IntArray | None
+) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
+    """Where an epoch goes on from states: what it draws on, this rank's saved place, and where it stands.
+
+    On as many ranks as before it goes on with the very batches that were queued. On another number, what no rank has emitted
+    becomes an order of its own, which is begun like an epoch, in the middle of the update that was under way.
+    """
+    cursor, sizes = source.cursor, source.sizes
+    if not states:
+        return source.with_lengths(learned, hint), None, cursor
+    place, indices = states[0]["running"], source.order.indices
+    order = source.order if place["base"] is None else Order(indices, unpack(place["base"]))
+    source = source._replace(order=order, cursor=handed_out(cursor, place["under_way"], sizes))
+    source = source.with_lengths(learned, hint)
+    if states[0]["world_size"] == source.world.size:
+        return source, place, cursor
+    order = order.restricted(left(source, [state["running"]["feed"] for state in states]))
+    # Other ranks have begun the update under way: what it holds so far counts on the first rank.
+    begun = [Cursor.of(state["cursor"]) for state in states] if source.world.rank == 0 else []
+    samples, weight = sum(c.begun_samples for c in begun), float(sum(c.begun_weight for c in begun))
+    joined = replace(cursor, begun_samples=samples, begun_weight=weight)
+    return source._replace(order=order, cursor=cursor).with_lengths(learned, hint), None, joined
+
+
+def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
+    """Positions that no rank has emitted, from the places of all of them.
+
+    Raises:
+        StateError: the user divides the samples among ranks, so that they resume on as many ranks only.
+    """
+    size, count = len(places), source.order.num_positions
+    if source.iterable or source.batches is not None:
+        raise StateError(
+            f"{'an iterable dataset' if source.iterable else 'a batch_sampler'} is divided among ranks by itself: it resumes "
+            f"on {size} ranks, as before, not on {source.world.size}"
+        )
+    parts = [
+        np.asarray(group) for place in places for name in ("front", "pool") for group in unpack_groups(place[name])
+    ]
+    parts += [unpack(rest[0]) for place in places for rest in place["rest"]]
+    if source.shares:
+        parts.append(np.arange(places[0]["start"], count))
+    elif source.sizes is not None:
+        parts.append(np.arange(source.cursor.samples_used - source.order.skipped, count))
+    else:
+        for rank, place in enumerate(places):
+            parts += [request.positions for request in islice(source.requests(rank, size), place["next"], None)]
+    return np.sort(np.concatenate(parts)).astype(np.int64)

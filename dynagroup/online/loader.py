@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,29 +13,33 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
-from dynagroup.errors import ConfigError
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.online.collator import LengthOf, Oversize, RefinementCollator
-from dynagroup.online.datasets import is_stream
-from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig
-from dynagroup.online.protocol import Uneven
-from dynagroup.online.steps import OnlineSteps
+from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
+from dynagroup.online.feeds import Workers, resumed
+from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, handed_out
+from dynagroup.online.protocol import Exchange, print_of
+from dynagroup.online.state import LearnedLengths, together
 from dynagroup.plan.cost import DEFAULT_WORK, Work
-from dynagroup.shapes import TOKENS, IntArray
-from dynagroup.update.loader import checked_kwargs
+from dynagroup.plan.cursor import Cursor
+from dynagroup.shapes import TOKENS
+from dynagroup.update.loader import StepLoader, checked_kwargs
 from dynagroup.update.loss_weight import Weigh
-from dynagroup.update.schedule import BatchSizeSchedule
+from dynagroup.update.schedule import BatchSizeSchedule, Walk
+from dynagroup.update.step import Step
 
-__all__ = ["OnlineDataLoader"]
+FIELDS = ("world_size", "rank", "epoch", "running", "changes", "cursor", "lengths")
 
 
-class OnlineDataLoader(OnlineSteps):
+class OnlineDataLoader(StepLoader[Any]):
     """A loader that cuts batches where true lengths are known, after processing, and keeps ranks in step.
 
     Workers process a window of samples, measure it, and cut it into batches that fit; ranks agree on the number of steps
     with one small all-reduce pair for several steps. Every sample is emitted exactly once an epoch over all ranks.
 
     How many steps an epoch takes is not known beforehand, so there is no ``len()``. With ``samples_per_update`` every update has
-    exactly that many samples, and ``num_updates`` is exact; an update takes one step or more.
+    exactly that many samples, and ``num_updates`` is exact; an update takes one step or more. Where one rank has no samples left,
+    it repeats a small batch with weight 0 until all have ended.
 
     Args:
         dataset: map-style (``__getitems__`` is used where there is one); or iterable, which divides itself among ranks and
@@ -46,8 +51,8 @@ class OnlineDataLoader(OnlineSteps):
         batch_sampler: this rank's batches of dataset indices; each is cut to fit, in place of windows that the loader forms.
         sampler: dataset indices of all ranks together, in their order, the same on every rank. Default: 0, 1, 2 ...
         shuffle: draw them in an order that follows from ``seed`` and the epoch.
-        length_hint: a number a sample, or index -> number, in any unit that grows with length: similar samples then
-            meet in a window in the first epoch already. Later epochs are planned by the lengths that were seen.
+        length_hint: a number a sample, or index -> number, in any unit that grows with length: ranks then hold windows of
+            like samples in the first epoch already. Later epochs are planned by the lengths that were seen.
         window: samples that are sorted and grouped together on one rank; so many wait in memory, processed, for each worker.
             With ``samples_per_update`` the window is this rank's share of an update, whatever stands here.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``, see
@@ -57,8 +62,6 @@ class OnlineDataLoader(OnlineSteps):
         seed: an int from 0; of the order and of what workers draw at random.
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts, -100 left out), "samples", or a function from a batch to a number.
-        uneven: where one rank has no samples left: "idle" (it repeats a small batch with weight 0 until all have ended) or
-            "stop" (the epoch ends for all; what the others still had is not used; not with ``samples_per_update``).
         oversize: a sample that does not fit even alone: "alone" (emitted by itself, warned of once, counted in
             ``stats.oversize``) or "error".
         work: predicted time of a batch; ``Work.of(model)`` knows better than the default.
@@ -79,6 +82,8 @@ class OnlineDataLoader(OnlineSteps):
     [[0, 2], [1, 3]]
     """
 
+    KIND = "OnlineDataLoader"
+
     def __init__(
         self,
         dataset: Any,
@@ -97,26 +102,30 @@ class OnlineDataLoader(OnlineSteps):
         accumulation: int = 1,
         seed: int = 0,
         weigh: Weigh = "tokens",
-        uneven: Uneven = "idle",
         oversize: Oversize = "alone",
         work: Work = DEFAULT_WORK,
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        knobs = {"work": work, "weigh": weigh}
-        sized = {"samples_per_update": samples_per_update, "drop_last": drop_last, "accumulation": accumulation}
-        config = OnlineConfig(
-            window=window, window_bytes=window_bytes, seed=seed, shuffle=shuffle, uneven=uneven, **knobs, **sized
-        )
+        super().__init__(dataset, world=world)
+        knobs: dict[str, Any] = {"work": work, "weigh": weigh}
+        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "window": window, "window_bytes": window_bytes}
+        sized: dict[str, Any] = {"samples_per_update": samples_per_update, "drop_last": drop_last}
+        self.config = config = OnlineConfig(accumulation=accumulation, **knobs, **order, **sized)
         collator = RefinementCollator(collate_fn, as_budget(budget), length_of, oversize=oversize, **knobs)
-        iterable, kwargs = is_stream(dataset), worker_kwargs(dataloader_kwargs)
-        sources = {"batch_sampler": batch_sampler, "sampler": sampler}
-        check_sources(sources, iterable=iterable, per_update=samples_per_update is not None, shuffle=config.shuffle)
         check_budget(collator.budget)
-        orders = EpochOrders(None if iterable else len(dataset), config, **sources)
-        learns = not iterable and batch_sampler is None
-        hint = None if length_hint is None else as_hint(length_hint, len(dataset))
-        super().__init__(dataset, config, collator, orders, hint=hint, kwargs=kwargs, learns=learns, world=world)
+        self._orders = EpochOrders(dataset, config, batch_sampler, sampler, length_hint)
+        self._workers = Workers(dataset, collator, config, worker_kwargs(dataloader_kwargs))
+        self._learned = LearnedLengths(len(dataset)) if self._orders.learns else None
+        self.sizes = self._orders.sizes
+        self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
+        self._resume: list[Mapping[str, Any]] = []
+        """States of a place that was loaded, until it is gone on from."""
+        self._cursor = Cursor()
+        """Where the last run of an epoch ended, or the loaded place."""
+        learner = collator.budget.learner
+        if learner is not None and self._workers.persistent:
+            learner.share_memory()
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> OnlineDataLoader:
@@ -131,21 +140,176 @@ class OnlineDataLoader(OnlineSteps):
         """
         return cls(**{**taken_over(loader), **options, "budget": budget})
 
-    def __len__(self) -> int:
-        raise TypeError(
-            "an OnlineDataLoader has no len(): how many steps an epoch takes is known at its end; with `samples_per_update`, "
-            "`num_updates` is exact"
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no iteration: it begins where this loader's next one would, or where it stands in an epoch."""
+        own: dict[str, Any] = {"_live": None, "_run_of": None}
+        if self._run_of is not None and not self._resume:
+            place, epoch = self._state(), self.epoch
+            own |= {"_cursor": Cursor.of(place["cursor"]), "_epoch": epoch, "_next": epoch}
+            own["_resume"] = [] if place["running"] is None else [place]
+        return {**vars(self), **own}
+
+    @property
+    def budget(self) -> Budget:
+        """What a batch may be."""
+        return self._workers.collator.budget
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that an epoch draws over all ranks; None of an iterable dataset, and where each rank brings its own batches."""
+        return self._orders.num_samples
+
+    @property
+    def num_changes(self) -> int:
+        """How often the size of updates was changed at run time."""
+        return 0 if self.sizes is None else len(self.sizes.changes)
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the updates that were handed out end, the one under way included."""
+        stands = self._resume or (self._run_of is not None and not self._begun_anew)
+        return self._reached if stands else self._start()
+
+    @property
+    def _reached(self) -> Cursor:
+        """The same of the place that was loaded, or else of the epoch that was begun last."""
+        if self._resume:
+            return handed_out(self._cursor, self._resume[0]["running"]["under_way"], self.sizes)
+        return self._cursor if self._run_of is None else self._run_of.cursor
+
+    def set_samples_per_update(self, samples: int) -> int:
+        """See :meth:`StepLoader.set_samples_per_update`: with ``num_workers=0`` the next update is the first one of the new size;
+        otherwise ``num_workers * prefetch_factor`` updates come in between, also across an epoch's end."""
+        if self.sizes is None:
+            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
+        cursor = self.cursor
+        runs = self._run_of is not None and not self._begun_anew and not self._resume
+        for after in islice(self.sizes.cursors(cursor), self._workers.depth if runs else 0):
+            cursor = after
+        return self.sizes.change(cursor, samples)
+
+    def _identity(self) -> dict[str, Any]:
+        workers = self._workers
+        fixed = {
+            "oversize": workers.collator.oversize,
+            "num_workers": workers.num_workers if workers.iterable else None,
+        }
+        return {**self.config.identity(), **self._orders.identity, **fixed, "budget": self.budget.fingerprint}
+
+    def _state(self) -> dict[str, Any]:
+        """This rank's: a few KB, besides lengths seen (a few bytes a sample)."""
+        rank, size = self._rank_and_size()
+        if self._resume:
+            if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
+                raise StateError("a state was just loaded on another number of ranks: take a step before saving again")
+            return {name: self._resume[0][name] for name in FIELDS}
+        begun = None if self._begun_anew else self._run_of
+        running = None if begun is None else begun.state()
+        if running is not None:
+            running["order"] = self._orders.fingerprint(self._epoch)
+        return dict(
+            world_size=size,
+            rank=rank,
+            epoch=self.epoch if begun is None else self._epoch + (running is None),
+            running=running,
+            changes=[] if self.sizes is None else [list(change) for change in self.sizes.changes],
+            cursor=(self._start() if begun is None else begun.stands).state(),
+            lengths=None if self._learned is None else self._learned.state(),
         )
 
+    def _checked(self, states: list[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], LearnedLengths | None]:
+        needed = together(states, *self._rank_and_size())
+        running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
+        if running is not None and running["order"] != self._orders.fingerprint(epoch):
+            raise StateError(
+                f"`{self._orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken: "
+                "seed its generator alike, or give it a set_epoch"
+            )
+        return needed, None if learned is None else learned.restored([state["lengths"] for state in needed])
 
-OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "dataset")
+    def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:
+        needed, self._learned = found
+        own = needed[0]
+        if self.sizes is not None:
+            self.sizes.restore(own["changes"])
+        self._epoch = self._next = own["epoch"]
+        self._cursor, self._run_of = Cursor.of(own["cursor"]), None
+        self._resume = [] if own["running"] is None else needed
+        self._workers.restart()
+
+    def _start(self) -> Cursor:
+        """The beginning of the epoch that comes."""
+        if self.sizes is not None:
+            return self.sizes.start(self.epoch)
+        done = self._reached
+        return Cursor(self.epoch, update=done.update, samples_seen=done.samples_seen, current=done.current)
+
+    @property
+    def _begun_anew(self) -> bool:
+        """Another epoch was chosen than the one that was begun last."""
+        return self._live is None and self._next != self._epoch + 1
+
+    def _forget(self) -> None:
+        self._cursor = self._reached
+        self._run_of, self._resume = None, []
+
+    def _walk(self) -> Walk:
+        if self.sizes is None:
+            raise ConfigError("the number of updates is known beforehand only with `samples_per_update`")
+        return self.sizes
+
+    def _run(self) -> Iterator[Step[Any]]:
+        run = self._run_of = self._begin()
+        try:
+            yield from run
+        finally:
+            run.close()
+
+    def _begin(self) -> Runner:
+        """The epoch that is due; learned lengths and limits are told to all ranks before it."""
+        world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume
+        cursor = self._cursor if states else self._start()
+        self._resume = []
+        learner = None if states else self.budget.learner
+        learned = self._learned if cursor.samples_seen and not states else None
+        if learned is not None or learner is not None:
+            Exchange(world, epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
+        if learned is not None:
+            learned.merge(world)
+        if learner is not None:
+            learner.apply(world)
+        workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
+        order, batches = self._orders.of_epoch(epoch), self._orders.batches(epoch)
+        source = Source(world, self.config, self.budget, workers.iterable, cursor, order, self.sizes, batches)
+        source, place, joined = resumed(source, states, self._learned, self._orders.hint)
+        identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
+        under_way = states[0]["running"]["under_way"] if states else 0
+        make = FreeRunner if self.sizes is None else UpdateRunner
+        return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
+
+    def _of_ranks(self, source: Source) -> dict[str, Any]:
+        """What all ranks must have alike in an epoch."""
+        epoch, workers, orders, sizes = source.cursor.epoch, self._workers, self._orders, self.sizes
+        varies = sizes is not None and not sizes.is_constant
+        identity = {
+            **self._identity(),
+            "order": [orders.decided_by, orders.fingerprint(epoch) if orders.num_samples is not None else None],
+            "epoch": epoch,
+            "rest": None if source.order.base is None else print_of(source.order.base.tolist()),
+            "sizes of updates": [stop for _, stop, _ in sizes.spans(sizes.start(epoch))] if sizes and varies else None,
+            "num_workers": f"{workers.num_workers} with prefetch_factor={workers.prefetch_factor}",
+        }
+        if callable(self.config.weigh):
+            del identity["weigh"]  # may read what differs by rank, such as a device
+        return identity
 
 
 def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What goes on to torch's ``DataLoader``, checked."""
-    for name in OURS:
-        if name in kwargs:
-            raise ConfigError(f"`{name}` is not an argument of OnlineDataLoader: the budget decides what a batch is")
+    if "batch_size" in kwargs:
+        raise ConfigError("`batch_size` is not an argument of OnlineDataLoader: the budget decides what a batch is")
+    if kwargs.get("in_order") is False:
+        raise ConfigError("`in_order=False` is of no use: windows are taken in the order in which they were sent")
     checked = checked_kwargs(kwargs)
     if checked.get("num_workers", 0) > 0:
         checked.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
@@ -161,71 +325,17 @@ def check_budget(budget: Budget) -> None:
         )
 
 
-def check_sources(sources: Mapping[str, Any], *, iterable: bool, per_update: bool, shuffle: bool) -> None:
-    """Refuse two orders at once, and orders that the dataset or the ranks cannot follow."""
-    given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * shuffle
-    if len(given) > 1:
-        raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
-    if iterable and given:
-        raise ConfigError(f"`{given[0]}` needs a map-style dataset; an iterable one brings its own order")
-    if per_update and (iterable or sources["batch_sampler"] is not None):
-        raise ConfigError(
-            "`samples_per_update` needs a map-style dataset and no `batch_sampler`: an update's samples are drawn "
-            "from one order over all ranks; of an iterable dataset set `accumulation`"
-        )
-    for name, source in sources.items():
-        if isinstance(source, Iterator):
-            raise ConfigError(
-                f"`{name}` is a {type(source).__name__}, which is used up after one epoch; give a list, or a Sampler"
-            )
-        try:
-            iter(() if source is None else source)
-        except TypeError:  # also of what has __getitem__ or __iter__ and holds a single number
-            raise ConfigError(f"`{name}` must be an iterable, but is {source!r}") from None
-    ranks = getattr(sources["sampler"], "num_replicas", 1)
-    if isinstance(ranks, int) and ranks > 1:
-        raise ConfigError(
-            f"`sampler` divides its indices among {ranks} ranks already ({type(sources['sampler']).__name__}); give the "
-            "undivided one: the loader hands out samples to ranks itself"
-        )
-
-
-def as_hint(hint: Any, num_samples: int) -> IntArray:
-    values = [hint(i) for i in range(num_samples)] if callable(hint) else hint
-    array = np.asarray(values)
-    if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
-        raise ConfigError(
-            f"`length_hint` must be one finite number for each of the {num_samples} samples, or a function from index to "
-            f"number, but is an array of {array.dtype} {array.shape}"
-        )
-    if array.dtype.kind == "f":
-        wide = array.astype(np.float64)  # 2**40 is beyond float16
-        array = wide * (2**40 / (float(np.abs(wide).max(initial=1.0)) or 1.0))
-    return array.astype(np.int64)
-
-
-CARRIED = {
-    "timeout": 0,
-    "worker_init_fn": None,
-    "multiprocessing_context": None,
-    "generator": None,
-    "persistent_workers": False,
-    "pin_memory_device": "",
-    "in_order": True,
-}
-"""Taken over where they are not torch's defaults."""
+CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+           "generator", "persistent_workers")  # fmt: skip
 
 
 def taken_over(loader: DataLoader[Any]) -> dict[str, Any]:
     """Arguments of an OnlineDataLoader that does what this loader did. The loader is not changed."""
-    taken = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "num_workers", "pin_memory")}
-    values = {name: getattr(loader, name, default) for name, default in CARRIED.items()}
-    taken |= {name: value for name, value in values.items() if value is not None and value != CARRIED[name]}
+    taken, sampler = {name: getattr(loader, name) for name in CARRIED}, loader.sampler
     if isinstance(loader.dataset, IterableDataset):
         return taken
     if loader.drop_last:
         warnings.warn("drop_last=True is not taken over: every sample is used once an epoch", stacklevel=3)
-    sampler = loader.sampler
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         return {**taken, "batch_sampler": loader.batch_sampler}
     if isinstance(sampler, SequentialSampler):

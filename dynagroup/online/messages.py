@@ -28,17 +28,6 @@ import torch
 from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.step import pin
 
-__all__ = [
-    "Refined",
-    "RefinedWindow",
-    "Request",
-    "WindowSamples",
-    "content_of",
-    "pack_tensors",
-    "shorten",
-    "unpack_tensors",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -46,9 +35,8 @@ class Request:
 
     positions: IntArray  # places in the epoch's order: int64 (N,)
     groups: tuple[int, ...] | None = None  # sizes of batches already planned; None: one window to be cut
-    costs: tuple[int, ...] | None = None  # their padded tokens; neighbours that both came out smaller are joined
     keep: int = 0  # so many of the largest batches come back with their samples, so that they can be split later
-    mark: Any = None  # where it stands in the plan it comes from; None for what comes from no plan
+    planned: bool = False  # it follows from the plans, which a saved place only counts
     number: int = -1  # which of this rank's requests; answers carry it. -1: nothing is asked for
     indices: Sequence[int] = ()  # dataset indices
     epoch: int = 0  # handed to the dataset's ``set_epoch`` in the worker, where it has one
@@ -59,11 +47,11 @@ class Request:
 
     def part(self, start: int, stop: int) -> Request:
         """The same for these samples only, which must be whole groups."""
-        taken: dict[str, Any] = {"positions": self.positions[start:stop], "indices": self.indices[start:stop]}
-        if self.groups is not None:
-            first, end = np.searchsorted(np.cumsum(self.groups), (start, stop), side="right").tolist()
-            taken |= {"groups": self.groups[first:end], "costs": self.costs and self.costs[first:end]}
-        return replace(self, **taken)
+        groups = self.groups
+        if groups is not None:
+            first, end = np.searchsorted(np.cumsum(groups), (start, stop), side="right").tolist()
+            groups = groups[first:end]
+        return replace(self, positions=self.positions[start:stop], indices=self.indices[start:stop], groups=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +75,7 @@ class Refined:
     padded: int  # padded tokens
     work: float  # predicted time without the price of a step, in linear tokens
     real: int  # tokens that are no padding
-    group: int = 0  # which planned batch it came from
-    late: bool = False  # what splitting a planned batch brought on top waits behind all that was planned
+    group: int = 0  # which of the request's batches it came from
     oversize: bool = False  # a single sample that does not fit even alone
     samples: list[Any] | None = None  # the processed ones, where they were kept, so that it can be split
 
@@ -123,9 +110,6 @@ class RefinedWindow:
 
     def __iter__(self) -> Iterator[Refined]:
         return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Between processes all tensors travel in one block; what cannot be pickled so goes the usual way."""
@@ -191,15 +175,6 @@ class _Unpacker(pickle.Unpickler):
 def _is_plain(tensor: torch.Tensor) -> bool:
     strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_complex()
     return strided and tensor.device.type == "cpu" and not tensor.requires_grad
-
-
-def content_of(value: Any) -> bytes:
-    """What a value holds, the same in every process: of its tensors their numbers, where pickle would give an address."""
-    file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(value)
-    held = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in packer.tensors]
-    return b"".join([file.getvalue(), *(array.tobytes() for array in held)])
 
 
 def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:

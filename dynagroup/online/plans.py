@@ -1,36 +1,35 @@
-"""Which samples come when: the order of an epoch, and a table of kinds of epochs, with the requests that each makes of it. Pure
-functions of their arguments.
+"""Which samples come when: the order of an epoch, and the requests that follow from it. Pure functions of their arguments.
 
-============  =====================================  ========================================
-kind          when                                   its place in the epoch
-============  =====================================  ========================================
-``windows``   nothing is known of the samples        what was handed out, what is still to be
-``exact``     lengths were seen in an earlier epoch  the next request of the plan
-``rough``     lengths are hinted at, or change       the next request of the plan
-``updates``   ``samples_per_update`` is set          the run's cursor
-``batches``   the user gives batches                 the number of the next batch
-``iterable``  the dataset is iterable                where each worker stands
-============  =====================================  ========================================
+======================  ==============================================================
+what is given           requests
+======================  ==============================================================
+nothing                 windows that the ranks are handed out at exchanges
+rough lengths           windows of like samples, dealt out to the ranks
+lengths seen before     batches in rows of equal work
+``samples_per_update``  this rank's share of each update
+``batch_sampler``       the user's batches
+an iterable dataset     none: each worker reads one window after another
+======================  ==============================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain
 from operator import index as as_index
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynagroup.budget.base import Budget, padded_streams, padded_tokens
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.online.datasets import set_epoch
+from dynagroup.fingerprint import described
+from dynagroup.online.datasets import is_stream, set_epoch
 from dynagroup.online.messages import Request
-from dynagroup.online.protocol import Uneven, print_of
+from dynagroup.online.protocol import print_of
 from dynagroup.online.state import LearnedLengths
-from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, OrderSource
@@ -39,12 +38,10 @@ from dynagroup.plan.ranks import cut_rows
 from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes
-from dynagroup.validation import check_choice, check_flag, check_int
-
-__all__ = ["KINDS", "EpochOrders", "OnlineConfig", "Order", "Source", "behind", "handed_out"]
+from dynagroup.validation import check_flag, check_int
 
 ROWS_A_REQUEST = 16
-CHUNKS_A_WINDOW = 8
+SORTED = 8  # windows a rank whose samples are sorted together by a hint
 WINDOW_BYTES = 1 << 28
 
 
@@ -59,7 +56,6 @@ class OnlineConfig:
     seed: int = 0
     shuffle: bool = False
     weigh: Weigh = "tokens"
-    uneven: Uneven = "idle"
     window_bytes: int | None = WINDOW_BYTES
     work: Work = DEFAULT_WORK
 
@@ -75,7 +71,6 @@ class OnlineConfig:
             checked["samples_per_update"] = check_int("samples_per_update", self.samples_per_update)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        check_choice("uneven", self.uneven, ("idle", "stop"))
         if self.samples_per_update is None and self.drop_last:
             raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
         if self.samples_per_update is not None and self.accumulation != 1:
@@ -83,11 +78,11 @@ class OnlineConfig:
                 f"`accumulation` ({self.accumulation}) and `samples_per_update` exclude each other: an update takes "
                 "as many steps as its samples need"
             )
-        if self.samples_per_update is not None and self.uneven == "stop":
-            raise ConfigError(
-                "`uneven='stop'` and `samples_per_update` exclude each other: an update is whole on all ranks; to leave out "
-                "the epoch's last one where it is smaller, pass `drop_last=True`"
-            )
+
+    def identity(self) -> dict[str, Any]:
+        """What states and ranks are compared by."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {n: v if v is None or isinstance(v, (int, str)) else described(v) for n, v in values}
 
 
 class Order(NamedTuple):
@@ -98,7 +93,6 @@ class Order(NamedTuple):
 
     @property
     def num_positions(self) -> int:
-        """Positions."""
         return len(self.indices if self.base is None else self.base)
 
     @property
@@ -122,25 +116,51 @@ class EpochOrders:
     """The order of samples in each epoch, whoever decides it: the user's sampler or batches, a seeded shuffle, or the dataset.
 
     Args:
-        size: samples of the dataset; None for an iterable one.
         sampler: of all ranks' indices. batch_sampler: of this rank's batches.
+        length_hint: a number a sample, or index -> number.
     """
 
-    def __init__(
-        self,
-        size: int | None,
-        config: OnlineConfig,
-        *,
-        sampler: Iterable[int] | None = None,
-        batch_sampler: Iterable[Sequence[int]] | None = None,
-    ) -> None:
-        self._config, self.size = config, size
-        self._sampler = None if sampler is None or size is None else OrderSource(sampler, size)
+    def __init__(self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any) -> None:
+        iterable = is_stream(dataset)
+        sources = {"batch_sampler": batch_sampler, "sampler": sampler}
+        given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * config.shuffle
+        if len(given) > 1:
+            raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
+        if iterable and given:
+            raise ConfigError(f"`{given[0]}` needs a map-style dataset; an iterable one brings its own order")
+        if config.samples_per_update is not None and (iterable or batch_sampler is not None):
+            raise ConfigError(
+                "`samples_per_update` needs a map-style dataset and no `batch_sampler`: an update's samples are drawn "
+                "from one order over all ranks; of an iterable dataset set `accumulation`"
+            )
+        ranks = getattr(sampler, "num_replicas", 1)
+        if isinstance(ranks, int) and ranks > 1:
+            raise ConfigError(
+                f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__}); give the "
+                "undivided one: the loader hands out samples to ranks itself"
+            )
+        if batch_sampler is not None and (
+            isinstance(batch_sampler, Iterator) or not hasattr(batch_sampler, "__iter__")
+        ):
+            raise ConfigError(f"`batch_sampler` must give batches anew every epoch, but is {batch_sampler!r:.200}")
+        self._config, self.size = config, None if iterable else len(dataset)
+        self._sampler = None if sampler is None else OrderSource(sampler, len(dataset))
         self._batch_sampler = batch_sampler
         self._drawn: tuple[int, list[list[int]]] = (-1, [])
-        own = {"sampler": self._sampler is not None, "batch_sampler": batch_sampler is not None}
-        self.decided_by = next((name for name in own if own[name]), "shuffle" if config.shuffle else "dataset")
+        self.learns = not iterable and batch_sampler is None
+        """Lengths that were seen plan later epochs."""
+        self.sizes: UpdateSizes | None = None
+        """How many samples each update holds; None without ``samples_per_update``."""
+        if config.samples_per_update is not None:
+            self.sizes = UpdateSizes(config.samples_per_update, self.num_ordered, drop_last=config.drop_last)
+        self.hint = None if length_hint is None else as_hint(length_hint, len(dataset))
+        self.decided_by = given[0] if given else "dataset"
         """In a word, for comparing runs."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        hint = None if self.hint is None else described(self.hint)
+        return {"num_samples": self.size, "order": self.decided_by, "length_hint": hint}
 
     @property
     def num_samples(self) -> int | None:
@@ -161,9 +181,8 @@ class EpochOrders:
         if self._sampler is not None:
             counts = self._config.samples_per_update is not None
             return Order(self._sampler.counted_epoch(epoch) if counts else self._sampler.of_epoch(epoch))
-        return Order(
-            EpochOrder(self.size, seed=self._config.seed, epoch=epoch) if self._config.shuffle else np.arange(self.size)
-        )
+        shuffled = EpochOrder(self.size, seed=self._config.seed, epoch=epoch) if self._config.shuffle else None
+        return Order(np.arange(self.size) if shuffled is None else shuffled)
 
     def batches(self, epoch: int) -> list[list[int]] | None:
         """This rank's batches, where the user gives them. A sampler that cannot be told the epoch is drawn for each before."""
@@ -209,21 +228,20 @@ class Source(NamedTuple):
     rough: IntArray | None = None  # roughly known ones, by position
 
     @property
-    def kind(self) -> str:
-        """Which kind of epoch it makes, see the table."""
-        if self.iterable:
-            return "iterable"
-        if self.batches is not None:
-            return "batches"
-        if self.sizes is not None:
-            return "updates"
-        if self.lengths is not None:
-            return "exact"
-        return "windows" if self.rough is None else "rough"
+    def shares(self) -> bool:
+        """Windows belong to no rank until an exchange hands them out."""
+        divided = self.iterable or self.batches is not None or self.sizes is not None
+        return not divided and self.lengths is None and self.rough is None
 
-    def requests(self, start: Any) -> Iterable[Request]:
-        """This rank's requests from a mark on; None: from the epoch's beginning."""
-        return KINDS[self.kind].plans(self, self.world.rank, self.world.size, start)
+    def requests(self, rank: int, size: int) -> Iterator[Request]:
+        """A rank's requests: from the cursor on where updates are of a set size, else from the order's beginning."""
+        if self.batches is not None:
+            return _batches(self.batches)
+        if self.sizes is not None:
+            return _updates(self, rank, size)
+        if self.lengths is not None:
+            return _rows(self, rank, size)
+        return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
     def with_lengths(self, learned: LearnedLengths | None, hint: IntArray | None) -> Source:
         """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows."""
@@ -244,61 +262,75 @@ class Source(NamedTuple):
         return source._replace(rough=np.sum(padded, axis=0, dtype=np.int64))
 
 
-def rank_batches(
-    source: Source, lengths: Streams, rank: int, size: int, *, shuffled: bool, window: int
-) -> tuple[list[IntArray], list[int]]:
-    """A rank's batches of one window, a row each, as positions in the window, and their padded tokens; no sample is repeated
-    to fill a row, and nobody always has the dearest batch."""
+def _in_rows(source: Source, lengths: Streams, rank: int, size: int, *, number: int) -> list[IntArray]:
+    """A rank's batches of one window, one a row, as positions in the window; no sample is repeated to fill a row, and nobody
+    always has the dearest batch."""
     config = source.config
     batches = cut_rows(lengths, source.budget, size, work=config.work)
-    num_rows = -(-len(batches) // size)
-    rng = np.random.default_rng((config.seed, source.cursor.epoch, window))
-    columns = [int(rng.permutation(size)[rank]) if size > 1 else 0 for _ in range(num_rows)]
-    rows = list(range(num_rows))
-    if shuffled:
-        place = rng.permutation(num_rows)
-        rows.sort(key=lambda row: place[row] if (row + 1) * size <= len(batches) else num_rows)
-    numbers = [row * size + columns[row] for row in rows]
-    mine = batches.take(np.array([number for number in numbers if number < len(batches)], np.int64))
-    return list(mine), padded_tokens(shapes_of(mine, lengths), source.budget).tolist()
+    rng, full = np.random.default_rng((config.seed, source.cursor.epoch, number)), len(batches) // size
+    rows = np.append(
+        rng.permutation(full) if config.shuffle else np.arange(full), full
+    )  # what cannot be filled comes last
+    mine = rows * size + (rank + rng.integers(size, size=len(rows))) % size
+    return list(batches.take(mine[mine < len(batches)]))
 
 
-def exact_plans(source: Source, rank: int, size: int, start: Sequence[int] | None) -> Iterator[Request]:
+def _rows(source: Source, rank: int, size: int) -> Iterator[Request]:
     """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks. All ranks' windows
     up to a quarter of an epoch are planned together, so that batches differ from epoch to epoch; at least what the offline
-    sampler would choose. A mark is (window, request of the window)."""
+    sampler would choose."""
     lengths, config, count = source.lengths or {}, source.config, source.order.num_positions
-    if not count:
-        return
     offline = Planner(lengths, source.budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
     window = max(offline, min(config.window * size, count // 4))
-    begin, done = start or (0, 0)
-    for number in range(begin, -(-count // window)):
-        first = number * window
+    for first in range(0, count, window):
         part = {name: values[first : first + window] for name, values in lengths.items()}
-        mine, costs = rank_batches(source, part, rank, size, shuffled=config.shuffle, window=number)
-        for chunk in range(done if number == begin else 0, -(-len(mine) // ROWS_A_REQUEST)):
-            rows = slice(chunk * ROWS_A_REQUEST, (chunk + 1) * ROWS_A_REQUEST)
-            sizes, flat = tuple(map(len, mine[rows])), first + np.concatenate(mine[rows])
-            yield Request(flat, sizes, tuple(costs[rows]), keep=size > 1, mark=(number, chunk))
+        mine = _in_rows(source, part, rank, size, number=first // window)
+        for start in range(0, len(mine), ROWS_A_REQUEST):
+            batches = mine[start : start + ROWS_A_REQUEST]
+            yield Request(first + np.concatenate(batches), tuple(map(len, batches)), keep=size > 1)
 
 
-def rough_plans(source: Source, rank: int, size: int, start: Sequence[int] | None) -> Iterator[Request]:
-    """Windows of similar samples where lengths are known roughly: workers cut them by true lengths.
+def _like(source: Source, rough: IntArray, rank: int, size: int) -> Iterator[Request]:
+    """Windows of like samples, where lengths are known roughly: those of several windows a rank are sorted, and dealt out so that
+    all ranks hold the like at the same time."""
+    config = source.config
+    alike, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
+    for span in np.array_split(np.arange(len(rough)), range(SORTED * alike, len(rough), SORTED * alike)):
+        longest_first = span[np.argsort(-rough[span], kind="stable")]
+        groups = np.array_split(longest_first, range(alike, len(span), alike))
+        for number in rng.permutation(len(groups)):
+            yield Request(np.sort(groups[number][rank::size]), keep=size > 1)
 
-    The samples of all ranks' windows are sorted by the hint and dealt out like cards, so that all ranks hold the like;
-    each rank's share is cut into chunks of neighbours, which come in the same shuffled order on all ranks.
+
+def _batches(batches: Sequence[Sequence[int]]) -> Iterator[Request]:
+    """The user's batches, each refined by itself; positions number this rank's samples as they come."""
+    first = 0
+    for batch in batches:
+        yield Request(np.arange(first, first + len(batch)), (len(batch),))
+        first += len(batch)
+
+
+def _updates(source: Source, rank: int, size: int) -> Iterator[Request]:
+    """One request an update: this rank's share of the samples that fixed batches would draw for it. By known lengths shares are
+    planned batches, in rows over the ranks; by roughly known ones they are balanced, without either of equal size.
+
+    Of an epoch that goes on on other ranks, the first samples have no position any more; of the update that was under way then,
+    only the rest.
     """
-    span, hint = source.config.window * size, np.asarray(source.rough)
-    begin, done = start or (0, 0)
-    for number in range(begin, -(-len(hint) // span)):
-        first = number * span
-        mine = first + deal(hint[first : first + span], rank, size)
-        count = max(1, min(CHUNKS_A_WINDOW, len(mine) // 32))
-        rng = np.random.default_rng((source.config.seed, source.cursor.epoch, number))
-        order, chunks = rng.permutation(CHUNKS_A_WINDOW), np.array_split(mine, count)
-        for place in range(done if number == begin else 0, count):
-            yield Request(np.sort(chunks[order[order < count][place]]), keep=size > 1, mark=(number, place))
+    mark, skipped = source.cursor, source.order.skipped
+    for begin, stop, after in source.sizes.spans(mark) if source.sizes is not None else ():
+        first, end = max(begin - skipped, 0), stop - skipped
+        groups = None
+        if source.lengths is not None:
+            part = {name: values[first:end] for name, values in source.lengths.items()}
+            mine = _in_rows(source, part, rank, size, number=mark.update)
+            groups, share = tuple(map(len, mine)), np.concatenate([np.zeros(0, np.int64), *mine])
+        elif source.rough is not None:
+            share = np.sort(deal(source.rough[first:end], rank, size))
+        else:
+            share = np.array_split(np.arange(end - first), size)[(rank + mark.update) % size]
+        yield Request(first + share, groups, keep=size > 1)
+        mark = after
 
 
 def deal(hint: IntArray, rank: int, size: int) -> IntArray:
@@ -312,57 +344,18 @@ def deal(hint: IntArray, rank: int, size: int) -> IntArray:
     return order[np.where(rounds % 2, size - 1 - column, column) == rank]
 
 
-def batch_plans(source: Source, rank: int, size: int, start: Sequence[int] | None) -> Iterator[Request]:
-    """The user's batches, each refined by itself; positions number this rank's samples as they come."""
-    batches = source.batches or []
-    ends = np.cumsum([0, *map(len, batches)]).tolist()
-    for number in range(start[0] if start else 0, len(batches)):
-        yield Request(np.arange(ends[number], ends[number + 1]), (len(batches[number]),), mark=(number,))
-
-
-def update_plans(source: Source, rank: int, size: int, start: Cursor | None) -> Iterator[Request]:
-    """One request an update: this rank's share of the samples that fixed batches would draw for it. By known lengths shares are
-    planned batches, in rows over the ranks; by roughly known ones they are balanced, without either of equal size.
-
-    Of an epoch that goes on on other ranks, the first samples have no position any more; of the update that was under way then,
-    only the rest.
-    """
-    mark, skipped = start or source.cursor, source.order.skipped
-    for begin, stop, after in source.sizes.spans(mark) if source.sizes is not None else ():
-        first, end = max(begin - skipped, 0), stop - skipped
-        if source.lengths is not None:
-            part = {name: values[first:end] for name, values in source.lengths.items()}
-            mine, costs = rank_batches(source, part, rank, size, shuffled=False, window=mark.update)
-            flat = first + np.concatenate([np.zeros(0, np.int64), *mine])
-            yield Request(flat, tuple(map(len, mine)), tuple(costs), keep=size > 1, mark=mark)
-        elif source.rough is not None:
-            yield Request(first + np.sort(deal(source.rough[first:end], rank, size)), keep=size > 1, mark=mark)
-        else:
-            share = np.array_split(np.arange(first, end), size)[(rank + mark.update) % size]
-            yield Request(share, keep=size > 1, mark=mark)
-        mark = after
-
-
-class Kind(NamedTuple):
-    """Where the requests of an epoch come from, and what may be done with their batches."""
-
-    plans: Callable[[Source, int, int, Any], Iterable[Request]] = lambda source, rank, size, start: ()
-    ordered: bool = False
-    """Batches keep the order in which they come (they were planned in rows), instead of being shuffled."""
-    bounded: bool = True
-    """What a rank still receives is known beforehand."""
-    divided: str = ""
-    """What divides the samples among ranks, if the user's does."""
-
-
-KINDS: Mapping[str, Kind] = {
-    "windows": Kind(),
-    "exact": Kind(exact_plans, ordered=True),
-    "rough": Kind(rough_plans),
-    "updates": Kind(update_plans),
-    "batches": Kind(batch_plans, ordered=True, bounded=False, divided="a batch_sampler"),
-    "iterable": Kind(bounded=False, divided="an iterable dataset"),
-}
+def as_hint(hint: Any, num_samples: int) -> IntArray:
+    values = [hint(i) for i in range(num_samples)] if callable(hint) else hint
+    array = np.asarray(values)
+    if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        raise ConfigError(
+            f"`length_hint` must be one finite number for each of the {num_samples} samples, or a function from index to "
+            f"number, but is an array of {array.dtype} {array.shape}"
+        )
+    if array.dtype.kind == "f":
+        wide = array.astype(np.float64)  # 2**40 is beyond float16
+        array = wide * (2**40 / (float(np.abs(wide).max(initial=1.0)) or 1.0))
+    return array.astype(np.int64)
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,62 +20,37 @@ from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import hashed
 
-__all__ = ["Exchange", "Offer", "agree", "even_parts", "hand_out", "in_rows", "level", "placed", "print_of", "quantile"]
-
 T = TypeVar("T")
-Uneven: TypeAlias = Literal["idle", "stop"]
 NOTHING = 1 << 40
 """Stands for "no such rank" in a minimum over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What one rank says before steps are agreed: batches ready to run; whether more may arrive; and whether all that may arrive
-    was handed out already, so that loading it all at once ends."""
-
-    queued: int
-    receiving: bool
-    bounded: bool = True
-
-    def to_max(self) -> list[int]:
-        """Integers whose maximum over ranks is all that :func:`agree` needs."""
-        open_queue = self.queued if self.receiving else NOTHING
-        unbounded = self.receiving and not self.bounded
-        return [self.queued, -self.queued, -open_queue, int(self.receiving), int(not self.receiving), int(unbounded)]
-
-
-@dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks do until the next exchange: so many steps; whether the epoch ends with them, so that every rank evens out
-    its queue to them by splitting, then by idling; and whether to load all that was handed out before the next exchange."""
+    """What all ranks do until the next exchange: so many steps; and whether the epoch ends with them."""
 
     steps: int
     last: bool = False
-    load_all: bool = False
 
 
-def agree(highest: Sequence[int], uneven: Uneven = "idle") -> Agreement:
-    """Steps that every rank takes next, from the maximum over ranks of :meth:`Offer.to_max`.
+def offer(queued: int, receiving: bool) -> list[int]:
+    """What one rank says of its queue, and of whether more may arrive: its maximum over ranks is all that :func:`agree` needs."""
+    return [queued, -(queued if receiving else NOTHING)]
 
-    While every rank receives windows they take the smallest queue's length. Once a rank receives no more, all that was
-    handed out is loaded everywhere, and they take the longest queue's length: the least possible without moving samples.
-    Streams, whose rest is unknown, take the smallest queue's length among the ranks that still receive.
 
-    >>> agree([max(column) for column in zip(Offer(5, True).to_max(), Offer(3, True).to_max())])
-    Agreement(steps=3, last=False, load_all=False)
-    >>> agree([max(column) for column in zip(Offer(5, False).to_max(), Offer(3, False).to_max())])
-    Agreement(steps=5, last=True, load_all=False)
+def agree(highest: Sequence[int]) -> Agreement:
+    """Steps that every rank takes next, from the maximum over ranks of what they :func:`offer`.
+
+    The smallest queue's length among ranks that still receive; the others even out what they have left by splitting, then by
+    idling. Once nobody receives any more, the longest queue's length: the least possible without moving samples.
+
+    >>> agree([max(column) for column in zip(offer(5, True), offer(3, True))])
+    Agreement(steps=3, last=False)
+    >>> agree([max(column) for column in zip(offer(5, False), offer(3, False))])
+    Agreement(steps=5, last=True)
     """
-    most, least, least_open, any_receives, any_done, any_unbounded = highest[0], -highest[1], -highest[2], *highest[3:6]
-    if not any_receives:
-        return Agreement(least if uneven == "stop" else most, last=True)
-    if not any_done:
-        return Agreement(least)
-    if uneven == "stop":
-        return Agreement(least, last=least == 0)
-    if any_unbounded:
-        return Agreement(least_open)
-    return Agreement(least // 2, load_all=True)
+    most, least_open = highest[0], -highest[1]
+    return Agreement(most, last=True) if least_open == NOTHING else Agreement(least_open)
 
 
 def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
@@ -92,35 +67,16 @@ def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
     return parts
 
 
-def level(loads: Sequence[int], amount: int) -> list[int]:
-    """Water filling: divide ``amount`` so that the smallest loads are raised to one level; exact, ties to lower ranks.
-
-    >>> level([5, 0, 3], 10)
-    [1, 6, 3]
-    """
-    values = np.asarray(loads, np.int64)
-    order = np.argsort(values, kind="stable")
-    rising = values[order]
-    below = np.arange(1, len(loads) + 1) * rising - np.cumsum(rising)  # what brings the ranks below up to each load
-    used = int(np.searchsorted(below, amount, side="right"))
-    height, extra = divmod(int(rising[:used].sum()) + amount, used)
-    shares = np.zeros(len(loads), np.int64)
-    shares[order[:used]] = height + (np.arange(used) < extra) - rising[:used]
-    return shares.tolist()
-
-
 def hand_out(
     loads: Sequence[int], start: int, stop: int, *, window: int, target: int
 ) -> tuple[list[list[tuple[int, int]]], int]:
-    """Which windows each rank opens next, by a prefix sum over what the ranks need.
-
-    A rank whose windows made fewer batches has a smaller load and opens more of them. When less than a window a rank
-    would remain, everything is given out, so that all ranks end at one level.
+    """Which windows each rank opens next. Greedy: the rank that has least to emit is given the next window, until each has
+    ``target`` samples. The last window a rank is given out at once, by eighths of a window, so that all end at one level.
 
     Args:
         loads: what each rank still has to emit, in samples.
         start, stop: positions of the epoch's order that are not given out yet.
-        window: samples a window, at most. target: load, in samples, up to which a rank is supplied.
+        window: samples a window, at most.
 
     Returns:
         For each rank its windows, ranges of positions; and the new ``start``.
@@ -128,15 +84,18 @@ def hand_out(
     >>> hand_out([0, 9], 0, 100, window=10, target=20)
     ([[(0, 10), (10, 20)], [(20, 30), (30, 40)]], 40)
     """
-    wanted = [max(0, -(-(target - load) // window)) for load in loads]
-    closing = (sum(wanted) + len(loads)) * window >= stop - start
-    shares = level(loads, stop - start) if closing else [count * window for count in wanted]
+    loads, left, given = list(loads), stop - start, [0] * len(loads)
+    while left and (min(loads) < target or left <= len(loads) * window):
+        rank = loads.index(min(loads))
+        amount = min(left, window if left > len(loads) * window else -(-window // 8))
+        loads[rank] += amount
+        given[rank] += amount
+        left -= amount
     windows = []
-    for share in shares:
-        count = -(-share // window)
-        bounds = [start + (share * i // count if closing else i * window) for i in range(count + 1)] if count else []
-        windows.append(list(zip(bounds[:-1], bounds[1:], strict=True)))
-        start += share
+    for amount in given:
+        count = max(-(-amount // window), 1)
+        windows.append(list(pairwise(start + amount * i // count for i in range(count + 1))) if amount else [])
+        start += amount
     return windows, start
 
 
@@ -177,22 +136,8 @@ def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     return found
 
 
-def in_rows(batches: Sequence[Any]) -> list[Any]:
-    """Planned batches in the order of their rows, which are of equal work, and behind them what was split off; batches of
-    one group, or none planned, dearest first. Ranks that follow the same plan take the same row at the same step."""
-    seen: Counter[int] = Counter()
-    found = []
-    for batch in sorted(batches, key=lambda batch: batch.rank_key):
-        found.append((seen[batch.group], batch.group, batch))
-        seen[batch.group] += 1
-    return [batch for *_, batch in sorted(found, key=lambda item: item[:2])]
-
-
-TEXT_WORDS = 64
 WIDTH = 48
 """Integers of a MAX; always the same number, so that ranks at different places still understand each other."""
-COMPARED = (WIDTH - 3) // 2
-"""Values that one MAX compares."""
 
 
 def print_of(value: Any) -> int:
@@ -219,15 +164,13 @@ class Exchange:
         """Element-wise maximum over ranks. Where one tells a failure instead, it raises that itself, and all others an
         AlignmentError; so they do where one stands at another exchange."""
         self.count += 1
-        if self.world.size == 1:
-            if failure is not None:
-                raise failure
-            return list(values)
-        place = (self.epoch << 32) + self.count
-        vector = [place, -place, 0 if failure is None else self.world.rank + 1, *values]
-        found = self.world.all_max(vector + [0] * (WIDTH - len(vector)))
+        rank, place = self.world.rank, (self.epoch << 32) + self.count
+        vector = [place, -place, 0 if failure is None else rank + 1, *values]
+        found = vector if self.world.size == 1 else self.world.all_max(vector + [0] * (WIDTH - len(vector)))
         if found[2]:
-            self._spread(failure, found[2] - 1)
+            said = f"{type(failure).__name__}: {failure}".encode() if found[2] == rank + 1 else b""
+            text = self._sent(said).decode(errors="replace")
+            raise failure or AlignmentError(f"rank {found[2] - 1} failed while it loaded data: {text}")
         if found[0] != -found[1]:
             raise AlignmentError(
                 f"ranks stand at different places: this one at exchange {self.count} of epoch {self.epoch}, the last at "
@@ -243,39 +186,26 @@ class Exchange:
         return self.world.all_sum(values)
 
     def lend(self, thing: Any) -> Any:
-        """What the highest rank that has something gives to all: pickled, as a MAX of its bytes. None stands for nothing."""
-        giver, text, failure = self.highest([0 if thing is None else self.world.rank + 1])[0] - 1, b"", None
-        if giver < 0:
-            return None
-        if giver == self.world.rank:
-            try:
-                text = pickle.dumps(thing)
-            except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
-                failure = error
-        size = self.highest([len(text)], failure)[0]
-        words = self.world.all_max(np.frombuffer(text.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist())
-        return pickle.loads(np.asarray(words, "<u4").tobytes()[:size])
+        """What the highest rank that has something gives to all; None where nobody has."""
+        data, failure = b"", None
+        try:
+            data = b"" if thing is None else pickle.dumps(thing)
+        except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
+            failure = error
+        giver = self.highest([self.world.rank + 1 if data else 0], failure)[0] - 1
+        return None if giver < 0 else pickle.loads(self._sent(data if giver == self.world.rank else b""))
 
     def compare(self, identity: Mapping[str, Any], failure: BaseException | None = None) -> None:
         """Refuse ranks that differ in any of these values: an AlignmentError names it, and this rank's value."""
-        differing: list[str] = []
-        for start in range(0, len(identity), COMPARED):
-            names = list(identity)[start : start + COMPARED]
-            prints = [print_of(identity[name]) for name in names]
-            found = self.highest([*prints, *(-p for p in prints)], failure)
-            differing += [name for i, name in enumerate(names) if found[i] != -found[len(names) + i]]
+        prints = [print_of(value) for value in identity.values()]
+        found = self.highest([*prints, *(-p for p in prints)], failure)
+        differing = [name for i, name in enumerate(identity) if found[i] != -found[len(prints) + i]]
         if differing:
             shown = "; ".join(f"{name} (rank {self.world.rank} has {identity[name]!r})" for name in differing)
             raise AlignmentError(f"ranks differ in {shown}; give every rank the same data, seed and settings")
 
-    def _spread(self, failure: BaseException | None, rank: int) -> None:
-        """All ranks learn what the failing rank says; with several, the highest is heard."""
-        words = [0] * TEXT_WORDS
-        if failure is not None and rank == self.world.rank:
-            text = f"{type(failure).__name__}: {failure}".encode()[: TEXT_WORDS * 7]
-            words = [int.from_bytes(text[7 * i : 7 * i + 7].ljust(7), "big") for i in range(TEXT_WORDS)]
-        words = self.world.all_max(words)
-        if failure is not None:
-            raise failure
-        text = b"".join(word.to_bytes(7, "big") for word in words).decode(errors="replace").strip()
-        raise AlignmentError(f"rank {rank} failed while it loaded data: {text}")
+    def _sent(self, data: bytes) -> bytes:
+        """On every rank, the bytes that one of them gives, as a MAX of them."""
+        [size] = self.world.all_max([len(data)])
+        words = self.world.all_max(np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist())
+        return np.asarray(words, "<u4").tobytes()[:size]

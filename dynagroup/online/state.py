@@ -14,13 +14,11 @@ from dynagroup.distributed import World
 from dynagroup.errors import StateError
 from dynagroup.shapes import IntArray, Streams
 
-__all__ = ["LearnedLengths", "pack", "pack_groups", "together", "unpack", "unpack_groups"]
-
 
 def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
     """Integers as compressed text; runs and small steps cost little.
 
-    >>> unpack(pack([5, 6, 1000]), most=3).tolist()
+    >>> unpack(pack([5, 6, 1000])).tolist()
     [5, 6, 1000]
     """
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
@@ -29,37 +27,24 @@ def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
     return base64.b64encode(zlib.compress(planes, 9)).decode()
 
 
-def unpack(text: str, most: int) -> IntArray:
-    """What :func:`pack` packed: at most so many integers, the samples that there are. A text of a few kilobytes could unpack to
-    a thousand times as many bytes.
-
-    Raises:
-        StateError: the text is damaged, or holds more.
-    """
-    try:
-        reader = zlib.decompressobj()
-        planes = np.frombuffer(reader.decompress(base64.b64decode(text, validate=True), 8 * most + 1), np.uint8)
-        if not reader.eof:
-            raise ValueError("packed integers end too early, or are more than there are samples")
-        steps = np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1)
-    except (ValueError, TypeError, zlib.error) as error:
-        raise StateError(f"the state is damaged: {error}") from error
+def unpack(text: str) -> IntArray:
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+    steps = np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1)
     return np.cumsum(steps, dtype=np.int64)
 
 
 def pack_groups(groups: Iterable[Sequence[int]]) -> list[Any]:
     """Lists of integers, as their sizes and their members.
 
-    >>> unpack_groups(pack_groups([[3, 1], [], [2]]), most=3)
+    >>> unpack_groups(pack_groups([[3, 1], [], [2]]))
     [[3, 1], [], [2]]
     """
     groups = [list(group) for group in groups]
     return [[len(group) for group in groups], pack([i for group in groups for i in group])]
 
 
-def unpack_groups(packed: Sequence[Any], most: int) -> list[list[int]]:
-    """What :func:`pack_groups` packed; ``most`` members in all."""
-    members = iter(unpack(packed[1], most).tolist())
+def unpack_groups(packed: Sequence[Any]) -> list[list[int]]:
+    members = iter(unpack(packed[1]).tolist())
     return [[next(members) for _ in range(size)] for size in packed[0]]
 
 
@@ -128,8 +113,9 @@ class LearnedLengths:
         names = sorted(fresh)
         if world.size > 1:
             most, fewest = world.all_max([len(names), -len(names)])
-            if most != -fewest:  # a rank without a single sample knows no streams
-                return
+            names = names if most == -fewest else []  # a rank without a single sample knows no streams
+        if not names:
+            return
         changed = np.zeros(self.num_samples, np.bool_)
         for name in names:
             for start in range(0, self.num_samples if world.size > 1 else 0, CHUNK):
@@ -143,17 +129,15 @@ class LearnedLengths:
 
     def state(self) -> dict[str, Any]:
         """JSON-able; a few bytes a sample."""
-        fresh = {
-            name: pack(values.astype(np.int64) - self.seen.get(name, UNKNOWN)) for name, values in self._fresh.items()
-        }
+        fresh = {name: pack(values.astype(np.int64)) for name, values in self._fresh.items()}
         return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
 
     def restored(self, states: Sequence[Mapping[str, Any]]) -> LearnedLengths:
         """What a state knows; of further ranks' states the observations are added."""
-        other, count = LearnedLengths(self.num_samples), self.num_samples
+        other = LearnedLengths(self.num_samples)
         other.steady = states[0]["steady"]
-        other.seen = {name: unpack(text, count).astype(np.int32) for name, text in states[0]["seen"].items()}
+        other.seen = {name: unpack(text).astype(np.int32) for name, text in states[0]["seen"].items()}
         for name, text in ((name, text) for state in states for name, text in state["fresh"].items()):
-            values = (unpack(text, count) + other.seen.get(name, UNKNOWN)).astype(np.int32)
+            values = unpack(text).astype(np.int32)
             other._fresh[name] = np.maximum(other._fresh.get(name, values), values)
         return other

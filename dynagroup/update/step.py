@@ -127,11 +127,10 @@ class LoaderStats:
     real_tokens: int = 0  # of the samples
     padded_tokens: int = 0  # that the device multiplied, idle steps not counted
     oversize: int = 0  # samples that did not fit even alone and were emitted by themselves
-    left_samples: int = 0  # that ``uneven="stop"`` left behind
     wait_s: float = 0.0  # that the main process waited for workers
 
     def __str__(self) -> str:
-        sizes, names = self.batch_sizes or [0], {"oversize": "too large even alone", "left_samples": "left"}
+        sizes, names = self.batch_sizes or [0], {"oversize": "too large even alone"}
         rare = (f"; {getattr(self, name):,} {what}" for name, what in names.items() if getattr(self, name))
         return (
             f"{self.samples:,} samples in {self.steps:,} steps ({self.idle_steps:,} idle) and {self.updates:,} updates; batches "

@@ -133,7 +133,7 @@ ENTRIES: dict[str, Entry] = {
     "online-free": Entry(
         online,
         {"accumulation": 2},
-        {**BOTH, "accumulation": 3, "window": 7, "shuffle": False, "uneven": "stop", "length_hint": LENGTHS},
+        {**BOTH, "accumulation": 3, "window": 7, "shuffle": False, "length_hint": LENGTHS},
     ),
     "online-scheduled": Entry(
         online,

@@ -13,8 +13,8 @@ from dynagroup import BudgetError, ConfigError, OnlineDataLoader, RefinementColl
 from dynagroup.online.collator import measure_sample
 from dynagroup.online.datasets import sample_bytes
 from dynagroup.online.messages import Request, WindowSamples, pack_tensors, unpack_tensors
-from dynagroup.testing import assert_conserves, run_ranks
-from tests.online.helpers import Tokens, collate, collate_packed, lengths_of, make_loader, used
+from dynagroup.testing import assert_conserves
+from tests.online.helpers import collate, collate_packed
 
 
 def samples(*lengths: int) -> list[dict[str, torch.Tensor]]:
@@ -88,7 +88,7 @@ def test_lengths_must_be_counts(bad: Any) -> None:
 def test_a_length_beyond_int32_is_refused() -> None:
     """It would wrap to a small number, and fit."""
     collator = refining(list, length_of=lambda sample: sample, weigh="samples")
-    with pytest.raises(ConfigError, match=f"sample 1 has {2**31} units"):
+    with pytest.raises(ConfigError, match=str(2**31)):
         collator([3, 2**31])
     assert [r.real for r in collator([2**31 - 1])] == [2**31 - 1]
 
@@ -135,40 +135,16 @@ def test_samples_are_collated_by_themselves_only_where_that_changes_their_length
     assert sorted(len(step.indices) for step in loader) == sorted(asked), "each batch once, and nothing else"
 
 
-def window_of(lengths: list[int], groups: Any, costs: Any) -> list[Any]:
+def window_of(lengths: list[int], groups: Any) -> list[Any]:
     data = [{"input_ids": [0] * length} for length in lengths]
-    request = Request(np.arange(len(data)), groups, costs, number=0, indices=range(len(data)))
+    request = Request(np.arange(len(data)), groups, number=0, indices=range(len(data)))
     found = refining(list, 12, weigh="samples")(WindowSamples(request, data))
-    return [(refined.indices, refined.group, refined.late) for refined in found]
+    return [(refined.indices, refined.group) for refined in found]
 
 
-def test_planned_neighbours_that_both_shrank_are_joined_where_they_fit() -> None:
-    joined = [([0, 1, 2], 0, False), ([3], 2, False), ([4], 3, False)]
-    assert window_of([3, 3, 3, 9, 2], (1, 2, 1, 1), (8, 12, 9, 5)) == joined
-    assert window_of([3, 3, 3], (1, 2), None) == [([0], 0, False), ([1, 2], 1, False)], "of a resumed run"
-    assert window_of([7, 7, 3], (1, 2), (8, 12)) == [([0], 0, False), ([1], 1, False), ([2], 1, True)], "cut"
-
-
-class Shrinking(Tokens):
-    """From epoch 1 on, longer samples are cut off at 20 tokens: a curriculum that the plan does not know of."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self.top = 20 if epoch else 64
-
-    def __getitem__(self, index: int) -> Any:
-        return {name: values[: self.top] for name, values in super().__getitem__(index).items()}
-
-
-@pytest.mark.parametrize("options", [{}, {"samples_per_update": 40}], ids=["free", "update"])
-def test_shorter_samples_than_planned_make_fewer_steps(options: Any) -> None:
-    def run(world: Any) -> Any:
-        loader = make_loader(world, lengths_of(200, seed=6), dataset=Shrinking, shuffle=True, **options)
-        first, second = ([used(step) for step in loader] for _ in range(2))
-        return len(first), second
-
-    found = run_ranks(2, run)
-    assert sorted(i for _, steps in found for step in steps for i in step) == list(range(200))
-    assert all(len(steps) < first for first, steps in found)
+def test_planned_batches_that_grew_are_cut_and_others_stay() -> None:
+    assert window_of([3, 3, 3], (1, 2)) == [([0], 0), ([1, 2], 1)]
+    assert window_of([7, 7, 3], (1, 2)) == [([0], 0), ([1], 1), ([2], 1)]
 
 
 PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype(int).tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -240,23 +239,6 @@ def test_rows_of_known_lengths_are_balanced():
     _, second = epochs(2, lengths_of(600, seed=2), 2, shuffle=True)
     cost = np.array([[step.batch["input_ids"].numel() for step in steps] for steps in second])
     assert cost.max(axis=0).sum() / cost.mean(axis=0).sum() < 1.05
-
-
-def test_stop_ends_for_all_and_names_what_was_left():
-    lengths = lengths_of(100, seed=3)
-
-    def run(world):
-        loader = make_loader(world, lengths, uneven="stop", window=8)
-        return list(loader), loader.stats.left_samples
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        results = run_ranks(3, run)
-    assert len({len(steps) for steps, _ in results}) == 1
-    assert not any(step.idle for steps, _ in results for step in steps)
-    left = sum(count for _, count in results)
-    assert len(all_ids([steps for steps, _ in results])) + left == 100
-    assert left == 0 or any("samples left on rank" in str(w.message) for w in caught)
 
 
 def test_hints_in_any_unit_keep_the_laws_and_cost_less():

@@ -75,9 +75,3 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         next(iter(online(None, samples_per_update=lambda update, current: 0)))
     with pytest.raises(ConfigError, match="this one is free-running"):
         online(None).set_samples_per_update(4)
-
-    def unordered(world: Any) -> None:
-        online(world, samples_per_update=8, in_order=False, **WORKERS).set_samples_per_update(4)
-
-    with pytest.raises(ConfigError, match="needs in_order=True"):
-        run_ranks(2, unordered)

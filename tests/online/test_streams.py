@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.datasets import OPENING, opening_of
 from dynagroup.testing import run_ranks
 from tests.online.helpers import Stream, collate, ids_in, lengths_of, make_loader
@@ -163,14 +162,3 @@ def test_hugging_face_streams_resume_and_are_shuffled_anew_in_persistent_workers
     first, second = ([i for step in loader for i in ids_in(step)] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(60))
     assert first != second
-
-
-def test_what_stopping_leaves_is_counted_to_the_end_of_a_ranks_share() -> None:
-    def run(world: Any) -> tuple[int, int]:
-        batches = [[k] for k in range(55)] if world.rank == 0 else [[k] for k in range(55, 60)]
-        data, how = [{"input_ids": [1] * 9}] * 60, {"collate_fn": list, "weigh": "samples", "uneven": "stop"}
-        loader = OnlineDataLoader(data, TokenBudget(64), batch_sampler=batches, window=1, world=world, **how)
-        return sum(len(step.indices) for step in loader), loader.stats.left_samples
-
-    with pytest.warns(UserWarning, match="uneven='stop' ended the epoch"):
-        assert sum(used + left for used, left in run_ranks(2, run)) == 60

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import UserDict
 from typing import Any, NamedTuple
 
@@ -17,17 +16,14 @@ from dynagroup.update.step import pin
 from tests.online.helpers import Tokens, all_ids, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(120, seed=3)
-ANY_ORDER = pytest.param(
-    {"in_order": False, "prefetch_factor": 2, "window_bytes": 700},
-    marks=pytest.mark.skipif("in_order" not in inspect.signature(DataLoader).parameters, reason="torch before 2.6"),
-)
 SPAWN = pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.slow)
-ORDERLY = [{"persistent_workers": True}, {"prefetch_factor": 4, "window": 4}, {"samples_per_update": 20}, SPAWN]
+PARTS = {"prefetch_factor": 2, "window_bytes": 700}
+OPTIONS = [{"persistent_workers": True}, {"prefetch_factor": 4, "window": 4}, {"samples_per_update": 20}, PARTS, SPAWN]
 
 
-@pytest.mark.parametrize("options", [*ORDERLY, ANY_ORDER], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_workers_give_every_sample_once(options: dict[str, Any]) -> None:
-    """Also where they fetch before windows are handed out, so that blanks travel, and where they answer in any order."""
+    """Also where they fetch before windows are handed out, so that blanks travel, and where they answer in parts."""
 
     def run(world: Any) -> Any:
         loader = make_loader(world, LENGTHS, num_workers=2, shuffle=True, **options)
