@@ -250,8 +250,7 @@ class OnlineDataLoader(StepLoader[Any]):
         return self._live is None and self._next != self._epoch + 1
 
     def _forget(self) -> None:
-        self._cursor = self._reached
-        self._run_of, self._resume = None, []
+        self._cursor, self._run_of, self._resume = self._reached, None, []
 
     def _walk(self) -> Walk:
         if self.sizes is None:
@@ -318,7 +317,8 @@ def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_budget(budget: Budget) -> None:
     """Refuse a budget whose limit is taken from the lengths of a whole dataset: nobody knows them beforehand."""
-    if budget.bind({TOKENS: np.ones(1, np.int32)}).fingerprint != budget.fingerprint:
+    bound = budget.bind({TOKENS: np.ones(1, np.int32)})
+    if bound is not budget and bound.fingerprint != budget.fingerprint:
         raise ConfigError(
             "`budget` takes its limit from the lengths of the whole dataset, which an OnlineDataLoader does not know "
             "beforehand; give MemoryBudget(..., longest=tokens of the longest sample), MemoryBudget.from_bytes or a TokenBudget"
