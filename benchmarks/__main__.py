@@ -31,7 +31,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "pack": ("predicted", "packs", "pack"),
     },
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
-    "loader": {"speed": ("loader", "speed", "loader_speed"), "overhead": ("loader", "overhead", "loader_overhead")},
+    "loader": {"speed": ("loader", "speed", "loader_speed")},
     "ranks": {"windows": ("ranks", "windows", "loader_ranks"), "train": ("ranks", "train", "loader_train")},
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
@@ -40,7 +40,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "trainer": ("trainer", "adapter", "trainer"),
     },
     "generate": {
-        "wrapper": ("recovery", "wrapper", "oom_wrapper"),
         "work": ("recovery", "work", "oom_work"),
         "update": ("recovery", "update", "oom_update"),
         "rivals": ("infer", "generate", "generate_rivals"),

@@ -1,18 +1,17 @@
-"""What gets worse without each mechanism above a hundred lines: one switched off at a time, or the law that would fall.
+"""What gets worse without each mechanism above a hundred lines that no law asks for: one switched off at a time.
 
 A mechanism earns its lines by 1 % of predicted time on some length file, by a law, by 1.3 times the speed, or by a promise of the
-pages. All is counted or predicted; a clock is read where nothing else runs.
+pages. All is counted or predicted but the CPU time of planning.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -59,12 +58,7 @@ MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
     "greedy runs in large windows (padded)": ("large", padded, "EXACT_UP_TO", 1 << 30),
     "an order alike in all streams (multistream)": ("pairs", padded, "alike_order", without_order),
     "rows by dynamic programming, two streams (ranks)": ("pairs", ranks, "_cheapest", without_rows),
-    "rows filled up to their longest sample (packed)": (
-        "packed",
-        packed,
-        "_paces",
-        lambda _, rows, multiple: [1.0] * rows,
-    ),
+    "rows filled up to their longest sample (packed)": ("packed", packed, "_paces", lambda _, rows, __: [1.0] * rows),
 }
 """Name -> the layout it is for, its module, what it is called there, and what stands in for it."""
 
@@ -87,72 +81,37 @@ def cases(layout: str) -> dict[str, Callable[[], Any]]:
     return found
 
 
-class Planned(NamedTuple):
-    time: float
-    """Predicted."""
-    uneven: int
-    rows: int
-    """Of those in which no sample is more work than the mean: which differ by more than 5 % of it, and how many there are."""
-    seconds: float
-
-
-def made(plan_of: Callable[[], Any]) -> Planned:
+def made(plans: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], float]:
+    """Predicted time of each, and the CPU seconds that all took."""
     start = time.process_time()
-    plan = plan_of()
-    seconds = time.process_time() - start
-    streams = {name: values for name, values in plan.lengths.items() if plan.budget.pads(name)}
-    each = plan.work.of_lengths(streams)
-    work = plan.work.of_batches(plan.batches, plan.lengths, plan.budget)[plan.table]
-    dearest = np.asarray([each[batch].max() for batch in plan.batches])[plan.table].max(axis=1)
-    mean = work.mean(axis=1)
-    apart = work.max(axis=1) - work.min(axis=1) > 0.05 * mean
-    return Planned(plan.predicted_time, int((apart & (dearest <= mean)).sum()), int((dearest <= mean).sum()), seconds)
+    times = {case: plan_of().predicted_time for case, plan_of in plans.items()}
+    return times, time.process_time() - start
 
 
 def ablation(_machine: Machine) -> dict[str, Any]:
-    """Planning without each of its mechanisms; the other rooms, measured; and which law or promise rests on the rest."""
-    measured = {what: {"lines": _count(_paths(files)), **measure()} for what, (files, measure) in MEASURED.items()}
-    held, named = [], set()
-    for what, files, why, test in HELD:
-        assert (ROOT / test).exists(), f"{test}, which holds {what}, is gone"
-        paths = _paths(files) - named
-        named |= paths
-        held.append({"mechanism": what, "lines": _count(paths), "files": files, "holds": why, "test": test})
-    return {"planning": planning(), "rooms": measured, "held": held}
+    """Planning without each of its mechanisms; and what the other rooms count, or predict."""
+    rooms = {what: {"lines": _count(files), **measure()} for what, (files, measure) in MEASURED.items()}
+    return {"planning": planning(), "rooms": rooms}
 
 
-def _paths(files: str) -> set[Path]:
-    found = {path for name in files.split() for path in ROOT.glob(f"dynagroup/{name}.py")}
-    assert found, f"{files} are gone"
-    return found
-
-
-def _count(paths: set[Path]) -> int:
+def _count(files: str) -> int:
+    paths = [path for name in files.split() for path in ROOT.glob(f"dynagroup/{name}.py")]
+    assert paths, f"{files} are gone"
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
 def planning() -> dict[str, Any]:
-    """By how much predicted time grows without each, on average, at most and where; uneven rows; speed.
-
-    Real lengths, updates of 64, 256 and 1,024 samples and plain windows, 1 and 8 ranks.
-    """
-    found, quiet = {}, os.getloadavg()[0] < 1.5
+    """By how much predicted time grows without each, on average, at most and where; and CPU time of planning over today's."""
+    found = {}
     for name, (layout, module, called, instead) in MECHANISMS.items():
         plans = cases(layout)
-        now = {case: made(plan_of) for case, plan_of in plans.items()}
+        now, seconds = made(plans)
         with mock.patch.object(module, called, instead):
-            then = {case: made(plan_of) for case, plan_of in plans.items()}
-        more = {case: then[case].time / now[case].time - 1 for case in plans}
+            then, seconds_then = made(plans)
+        more = {case: then[case] / now[case] - 1 for case in plans}
         worst = max(more, key=lambda case: more[case])
-        found[name] = {
-            "plans": len(plans),
-            "more_time_mean": round(float(np.mean(list(more.values()))), 5),
-            "more_time_worst": round(more[worst], 5),
-            "worst": worst,
-            "uneven_rows": [sum(plan.uneven for plan in plans_.values()) for plans_ in (now, then)],
-            "rows": [sum(plan.rows for plan in plans_.values()) for plans_ in (now, then)],
-            "planning_s": quiet and [sum(plan.seconds for plan in plans_.values()) for plans_ in (now, then)],
-        }
+        about = {"mean": round(float(np.mean(list(more.values()))), 5), "most": round(more[worst], 5), "worst": worst}
+        found[name] = {**about, "plans": len(plans), "speed": round(seconds_then / seconds, 2)}
     return found
 
 
@@ -169,16 +128,10 @@ def micro_batches() -> dict[str, Any]:
     return _compared("predicted time of a rollout's update", 1.0, float(np.mean(over)), instead)
 
 
-def hand_out() -> dict[str, Any]:
+def protocol(without: str, instead: str) -> dict[str, Any]:
     found = simulated(64)
-    above, fixed = 1 + found["above_all_batches_over_ranks"], 1 + found["above_with_fixed_shards"]
-    return _compared("steps over all batches / ranks, 64 ranks", above, fixed, "shards fixed beforehand")
-
-
-def queues() -> dict[str, Any]:
-    found = simulated(64)
-    above, aligned = 1 + found["above_all_batches_over_ranks"], 1 + found["above_with_alignment_of_every_window"]
-    return _compared("steps over all batches / ranks, 64 ranks", above, aligned, "every window aligned by itself")
+    above, other = 1 + found["above_all_batches_over_ranks"], 1 + found[without]
+    return _compared("steps over all batches / ranks, 64 ranks", above, other, instead)
 
 
 def learned_plans() -> dict[str, Any]:
@@ -232,59 +185,17 @@ def few_shapes() -> dict[str, Any]:
 MEASURED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "micro-batches of a rollout": ("plan/partition", micro_batches),
     "a ladder of shapes": ("plan/static_shapes", few_shapes),
-    "windows handed out at the exchanges": ("online/protocol", hand_out),
-    "queues of batches, agreed on by MAX": ("online/protocol", queues),
+    "windows handed out at the exchanges": (
+        "online/protocol",
+        partial(protocol, "above_with_fixed_shards", "shards fixed beforehand"),
+    ),
+    "queues of batches, agreed on by MAX": (
+        "online/protocol",
+        partial(protocol, "above_with_alignment_of_every_window", "every window aligned by itself"),
+    ),
     "plans from lengths that were learned": ("online/plans", learned_plans),
     "what does not fit is learned": ("budget/learning", learned_limits),
     "a model's program is traced": ("memory/trace/* memory/traced", tracing),
     "attention without masks": ("integrations/varlen", attention_masks),
 }
 """What it is -> its files, and what is counted with it and without."""
-
-
-LAWS = "tests/laws/test_table.py"
-HELD = (
-    (
-        "programs traced into bytes",
-        "memory/trace/* memory/traced",
-        "promise: MemoryBudget.from_model",
-        "tests/memory/test_traced.py",
-    ),
-    (
-        "regressor, formula, profile",
-        "memory/*",
-        "promise: MemoryBudget(32), ProfiledMemory",
-        "tests/memory/test_regressor.py",
-    ),
-    (
-        "order of an epoch",
-        "plan/epoch plan/cursor",
-        "the same again; resume from every step",
-        "tests/plan/test_epoch.py",
-    ),
-    ("packed batches", "plan/packed", "fit; equal work, packed", "tests/plan/test_packed.py"),
-    ("rows and windows", "plan/ranks plan/padded plan/multistream", "equal work", "tests/plan/test_ranks.py"),
-    ("reports of plans", "plan/report plan/plots", "promise: report, plot, compare", "tests/plan/test_report.py"),
-    ("the plan", "plan/*", "every sample once; fit; equal steps", LAWS),
-    (
-        "schedules of updates",
-        "update/schedule",
-        "promise: samples_per_update by a schedule",
-        "tests/update/test_schedule.py",
-    ),
-    ("loaders of steps", "update/*", "every sample once; gradients of one process; resume", LAWS),
-    ("the online loader", "online/*", "every sample once; fit, as measured; equal steps; resume", LAWS),
-    ("backward passes that fail", "oom/train oom/gradients", "gradients of one process", "tests/oom/test_train.py"),
-    (
-        "retry by halving",
-        "oom/retry oom/split oom/generate",
-        "promise: results in input order",
-        "tests/oom/test_generate.py",
-    ),
-    ("jobs and their journal", "oom/*", "nothing done twice; another job is refused", "tests/oom/test_storage.py"),
-    ("budgets", "budget/*", "budgets are monotone", "tests/budget/test_budget.py"),
-    ("adapters", "integrations/*", "promise: README's table of frameworks", "tests/integrations/test_hf_trainer.py"),
-    ("command line, demo", "cli/* demo", "promise: doctor, plan, fit, demo", "tests/test_cli.py"),
-    ("states, ranks, devices, shapes, lengths", "*", "a state that does not belong is refused; equal steps", LAWS),
-)
-"""What is not measured: mechanism, its files but those named before it, the law or promise that would fall, the test of it."""

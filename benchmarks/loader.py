@@ -1,9 +1,8 @@
-"""The online loader on one machine: speed and overhead; a peer in the same run."""
+"""The online loader on one machine, and a peer in the same run; and the rows of four ranks."""
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import itemgetter
@@ -15,9 +14,7 @@ from torch.utils.data import DataLoader
 from benchmarks.data import CV_ONE, Numbered, collate, lengths_of
 from benchmarks.machine import Machine, paired
 from benchmarks.methods import online_dynamic_batching
-from benchmarks.record import spread
 from dynagroup import OnlineDataLoader, TokenBudget, Work
-from dynagroup.plan.padded import cut
 from dynagroup.testing import run_ranks
 
 BUDGET = 16_384
@@ -73,19 +70,6 @@ def speed(machine: Machine, samples: int = 20_000, repeats: int = 3) -> dict[str
         for peer in ("plain, 16 a batch", RIVAL):
             figures[f"{name} / {peer}"] = paired(rates[name], rates[peer])
     return figures
-
-
-def overhead(machine: Machine, repeats: int = 5) -> dict[str, Any]:
-    """Main process, one rank: time a step beyond what fetching windows takes; and cutting a window of 1,024."""
-    lengths, per_step = lengths_of(CV_ONE, 40_000), []
-    for _ in range(repeats):
-        loader = light_loader(lengths, TokenBudget(BUDGET))
-        start = time.perf_counter()
-        steps = sum(1 for _ in loader)
-        per_step.append((time.perf_counter() - start - loader.stats.wait_s) / steps * 1e6)
-    windows = [{"tokens": lengths[start : start + 1024]} for start in range(0, 20 * 1024, 1024)]
-    cuts = [1e3 * machine.seconds(lambda window=window: cut(window, TokenBudget(BUDGET))) for window in windows]
-    return {"microseconds_a_step": spread(per_step), "milliseconds_to_cut_1024": spread(cuts)}
 
 
 def row_costs(epochs: int = 2) -> list[np.ndarray]:

@@ -57,11 +57,8 @@ PLANNING = {
 
 
 def growth(found: Figures) -> list[Row]:
-    ends = {
-        name: {"first": one["costs"][0], "last": one["costs"][-1], "largest": one["sizes"][-1]}
-        for name, one in found.items()
-    }
-    return [{**row, **ends[row["key"]]} for row in rows_of(found)]
+    ends = {"first": ("costs", 0), "last": ("costs", -1), "least": ("sizes", 0), "most": ("sizes", -1)}
+    return [{**row, **{end: row[name][place] for end, (name, place) in ends.items()}} for row in rows_of(found)]
 
 
 def packing(dataset: str) -> Callable[[Figures], list[Row]]:
@@ -79,17 +76,6 @@ def yes(truth: bool) -> str:
     return "yes" if truth else "no"
 
 
-def ablation(found: Figures) -> list[Row]:
-    """What planning loses without each of its mechanisms."""
-    rows = rows_of(found["planning"])
-    for row in rows:
-        uneven = zip(row["uneven_rows"], row["rows"], strict=True)
-        row["uneven"] = ", ".join(f"{bad / max(count, 1):.1%}" for bad, count in uneven)
-        if row["planning_s"]:
-            row["speed"] = row["planning_s"][1] / row["planning_s"][0]
-    return rows
-
-
 # Loading and training
 
 
@@ -102,17 +88,6 @@ def loader_speed(found: Figures) -> list[Row]:
     return rows
 
 
-def overhead(found: Figures) -> str:
-    step, window = Spread(found["microseconds_a_step"]), found["milliseconds_to_cut_1024"]["median"]
-    return f"{step:.0f} microseconds a step on one rank; cutting a window of 1,024: {window:.2f} ms"
-
-
-def protocol(found: Figures) -> list[Row]:
-    """A number of ranks a row, at 16,000 samples a rank of CV 1.0."""
-    runs = found["windows"]["synth_sharegpt4o"]
-    return [run for run in runs if run["samples_a_rank"] == 16_000 and run["ranks"] > 1]
-
-
 def demo_speed(found: Figures) -> str:
     low, high = found["speedup_quartiles"]
     return f"{found['speedup']:.2f}x samples/s in the median update (middle half: {low:.2f}x to {high:.2f}x)"
@@ -120,19 +95,12 @@ def demo_speed(found: Figures) -> str:
 
 def rivals(found: Figures) -> list[Row]:
     """Samples a second only where every method had the same ones."""
-    rows = []
-    for case, methods in ((case, one["methods"]) for case, one in found.items()):
-        base = methods["fixed"]["samples_per_s"]["median"]
-        for row in rows_of(methods):
-            speed, own = row.pop("samples_per_s"), row["same_updates"]
-            row |= {
-                "case": case,
-                "tokens": row["real_tokens_per_s"] / methods["fixed"]["real_tokens_per_s"],
-                "same": yes(own),
-            }
-            if own:
-                row |= {"speed": over(speed, base), "loss": row["held_out_loss"]}
-            rows.append(row)
+    rows = [{"case": case, **row} for case, one in found.items() for row in rows_of(one["methods"])]
+    for row in rows:
+        fixed = found[row["case"]]["methods"]["fixed"]
+        row |= {"tokens": row["real_tokens_per_s"] / fixed["real_tokens_per_s"], "same": yes(row["same_updates"])}
+        if row["same_updates"]:
+            row |= {"speed": over(row["samples_per_s"], fixed["samples_per_s"]["median"]), "loss": row["held_out_loss"]}
     return rows
 
 
@@ -174,19 +142,13 @@ def quality_summary(found: Figures) -> str:
 
 
 def recovery(update: Figures) -> list[Row]:
-    calls, work = read("oom_wrapper"), read("oom_work")
-    beyond = calls["OomSafeBackward"]["median"] - calls["plain backward"]["median"]
+    work, about = read("oom_work"), f"{update['parameters'] / 1e6:.0f} million parameters, {update['ranks']} gloo ranks"
     left = f"{work['batches_that_do_not_fit']:.0%} of {work['planned_batches']} planned batches do not fit"
     found = {
-        "`run_with_oom_retry` around a call that fits": f"{calls['run_with_oom_retry']['median']:.1f} us",
-        "`generate_with_oom_retry` around a call that fits": f"{calls['generate_with_oom_retry']['median']:.1f} us",
-        "`OomSafeBackward`, beyond a plain backward pass, one rank": f"{beyond:.0f} us",
-        f"{work['texts']:,} texts, {left}; forward passes and tokens over a run that knew the limit": (
-            "{forward_passes:.2f}x, {tokens:.2f}x".format_map(work["ratio"])
-        ),
-        "times that it ran out of memory there": work["learned"]["failures"],
+        f"{work['texts']:,} texts, {left}: {name} over a run that knew": f"{x:.2f}x"
+        for name, x in work["ratio"].items()
     }
-    about = f"{update['parameters'] / 1e6:.0f} million parameters, {update['ranks']} gloo ranks"
+    found["times that it ran out of memory there"] = work["learned"]["failures"]
     for number, one in update["batches_an_update"].items():
         found[f"an update of {number} over DDP's own ({about}), wall time"] = f"{Spread(one['ratio']):.2fx}"
     return [{"key": key, "found": value} for key, value in found.items()]
@@ -218,22 +180,15 @@ ROWS: dict[str, Callable[[Any], list[Row]]] = {
     "growth": growth,
     "packing_conversations": packing("azure_llm_conv_2023"),
     "packing_files": packing("python_files"),
-    "ablation": ablation,
-    "ablation_rooms": lambda found: rows_of(found["rooms"]),
-    "ablation_held": lambda found: found["held"],
     "loader_speed": loader_speed,
-    "protocol": protocol,
-    "demo": lambda found: rows_of(found["runs"]),
+    "protocol": lambda found: found["windows"]["synth_sharegpt4o"],
     "rivals": rivals,
     "ranks_training": ranks_training,
     "trainer": named(TRAINER),
-    "objective": rows_of,
-    "embed": lambda found: rows_of(found["methods"]),
-    "generation": lambda found: rows_of(found["methods"]),
     "recovery": recovery,
     "faults": lambda found: [{"key": name, "cases": count} for name, count in found["by_fault"].items()],
 }
-"""The rows of each table below, made of the figures of its file."""
+"""The rows of tables below that are more than the entries of their file."""
 TABLES = """
 padding: plan_padding
 | lengths | fixed 16, shuffled | HF `group_by_length` | dynagroup, `samples_per_update=256` | `shuffle=True` | sorted |
@@ -252,7 +207,7 @@ planning_rival: plan_rival
 
 growth: growth
 | | over | from, to | exponent |
-| {key} | {sizes[0]:,} to {largest:,} {over} | {first:.3g} to {last:.3g} {unit} | {exponent:.2f} |
+| {key} | {least:,} to {most:,} {over} | {first:.3g} to {last:.3g} {unit} | {exponent:.2f} |
 
 packing_conversations: pack
 | | steps | tokens of the cap used | dearest rank / mean | samples cut | left out | updates of fixed batches | predicted time |
@@ -262,17 +217,13 @@ packing_files: pack
 | | steps | tokens of the cap used | dearest rank / mean | samples cut | left out | updates of fixed batches | predicted time |
 | {key} | {steps:,} | {fill:.1%} | {row_imbalance:.2f} | {samples_cut:,} | {samples_dropped:,} | {same} | {time:.2f} |
 
-ablation: ablation
-| without | predicted time: mean | worst | where | rows beyond 5 %: now, without | CPU time of planning |
-| {key} | {more_time_mean:+.2%} | {more_time_worst:+.2%} | {worst} | {uneven} | {speed:.1f}x |
+ablation: ablation planning
+| without | predicted time: mean | worst | where | CPU time of planning |
+| {key} | {mean:+.2%} | {most:+.2%} | {worst} | {speed:.1f}x |
 
-ablation_rooms: ablation
+ablation_rooms: ablation rooms
 | mechanism | lines | what is counted | with | without | what stands in |
 | {key} | {lines:,} | {unit} | {with:.6g} | {without:.6g} | {instead} |
-
-ablation_held: ablation
-| mechanism | lines | what would fall | its test |
-| {mechanism} | {lines:,} | {holds} | `{test}` |
 
 loader_speed: loader_speed
 | loader | samples a CPU second | real / padded tokens | over plain | over online-dynamic-batching |
@@ -283,7 +234,7 @@ protocol: loader_ranks
 | {ranks:,} | {above_all_batches_over_ranks:.1%} | {above_with_fixed_shards:.1%} | \
 {above_with_alignment_of_every_window:.1%} | {exchanges} | {bytes_a_rank_a_step:.0f} |
 
-demo: demo_cpu
+demo: demo_cpu runs
 | | samples/s | real tokens/s | padding | largest batch | steps | updates | CPU s | held-out loss |
 | {key} | {samples_per_s:.0f} | {real_tokens_per_s:,.0f} | {padding:.1%} | {largest_batch_tokens:,} | {steps} | {updates} | \
 {seconds:.0f} | {held_out_loss:.4f} |
@@ -306,11 +257,11 @@ objective: objective
 {methods[time][samples_per_s][median]:.0f} ({methods[time][padding]:.0%}) | \
 {methods[time, a step costs 128][samples_per_s][median]:.0f} ({methods[time, a step costs 128][padding]:.0%}) |
 
-embed: embed
+embed: embed methods
 | | CPU s | against fixed |
 | {key} | {cpu_s[median]:.1f} | {speed:.2fx} |
 
-generation: generate_rivals
+generation: generate_rivals methods
 | | against fixed | batches | padding of prompts | largest batch, tokens |
 | {key} | {speed:.2fx} | {batches} | {padding:.1%} | {largest_batch_tokens:,} |
 
@@ -322,10 +273,9 @@ faults: faults
 | fault | cases |
 | {key} | {cases} |
 """
-"""A name, its file of results; the head; what stands in a row."""
+"""A name, its file of results and what is shown of it; the head; what stands in a row."""
 SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "planning_memory": ("plan_speed", "{token_budget_1m_peak_mb_over_input:.0f} MB"),
-    "loader_overhead": ("loader_overhead", overhead),
     "demo_speed": ("demo_cpu", demo_speed),
     "rivals_best": ("train_rivals", rivals_best),
     "quality_summary": ("quality", quality_summary),
@@ -341,8 +291,9 @@ def shown() -> dict[str, str]:
     """What stands between marks of each name: a table between empty lines, or a sentence."""
     found = {"doctor": doctor()}
     for about, head, row in (block.split("\n") for block in TABLES.strip().split("\n\n")):
-        name, result = about.split(": ")
-        found[name] = table(ROWS[name](read(result)), head, row)
+        name, result, *path = about.replace(":", "").split()
+        figures = read(result)[path[0]] if path else read(result)
+        found[name] = table(ROWS.get(name, rows_of)(figures), head, row)
     made = {name: "\n\n" + "\n".join(lines) + "\n\n" for name, lines in found.items()}
     for name, (result, said) in SENTENCES.items():
         made[name] = said.format_map(read(result)) if isinstance(said, str) else said(read(result))

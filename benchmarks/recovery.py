@@ -35,30 +35,6 @@ NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800
 WORDS = 500
 
 
-def wrapper(machine: Machine, calls: int = 2000, repeats: int = 9) -> dict[str, Any]:
-    """Microseconds that each wrapper adds to a call that does nothing and fails never."""
-    batch = {"input_ids": torch.ones(8, 64, dtype=torch.long), "attention_mask": torch.ones(8, 64, dtype=torch.long)}
-    model, answer, weight = build("small"), torch.ones(8, 80, dtype=torch.long), torch.nn.Linear(1, 1)
-    model.generate = lambda **_: answer
-    loss = lambda _: weight.weight.sum()  # noqa: E731
-    safe = OomSafeBackward(weight, weigh="samples")
-    ways: dict[str, Callable[[], Any]] = {
-        "run_with_oom_retry": lambda: run_with_oom_retry(len, batch),
-        "generate_with_oom_retry": lambda: generate_with_oom_retry(model, batch, max_new_tokens=16),
-        "plain backward": lambda: loss(batch).backward(),
-        "OomSafeBackward": lambda: safe(loss, batch),
-    }
-
-    def often(way: Callable[[], Any]) -> Callable[[], None]:
-        return lambda: [way() for _ in range(calls)] and None
-
-    taken = machine.in_turns({name: often(way) for name, way in ways.items()}, repeats)
-    return {
-        "unit": "microseconds a call",
-        **{name: spread(np.array(seconds) / calls * 1e6) for name, seconds in taken.items()},
-    }
-
-
 class Known(Budget):
     """A run that knew the limit: prompts and new tokens together."""
 

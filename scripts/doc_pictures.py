@@ -14,9 +14,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from dynagroup import LengthAwareBatchSampler, TokenBudget
-from dynagroup.memory import TracedMemory
 from dynagroup.plan.plots import LINE, PADDING, REAL, draw_padding, new_figure
-from dynagroup.shapes import BatchShape
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -91,34 +89,6 @@ def layouts() -> Any:
     return figure
 
 
-def memory() -> Any:
-    """What three batches take of a device: weights and their like, always; activations, as the batch is."""
-    from transformers import Qwen2Config
-
-    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936}
-    config = Qwen2Config(**sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
-    model, batches = (
-        TracedMemory.of(config, dtype="bfloat16"),
-        [(9, 512), (2, 2048), (3, 2048)],
-    )
-    taken = [float(np.ravel(model.batch_bytes(BatchShape.of(*batch)))[0]) / 1e9 for batch in batches]
-    figure, static = new_figure(8, 2.6), model.static_bytes / 1e9
-    axes = figure.subplots()
-    always = "weights, gradients, optimizer"
-    axes.barh(range(3), static, color=PADDING, edgecolor=LINE, hatch="..", label=always)
-    axes.barh(range(3), taken, left=static, color=REAL, edgecolor=LINE, label="the batch")
-    for place, found in enumerate(taken):
-        fits = "fits" if static + found <= 0.9 * 24 else "does not fit"
-        axes.text(static + found / 2, place, fits, color="white", ha="center", va="center", fontsize=9)
-    for limit, name, style, side in ((24.0, "24 GB", "-", "left"), (0.9 * 24, "headroom 0.9", "--", "right")):
-        axes.axvline(limit, color=LINE, linestyle=style)
-        axes.text(limit + (0.2 if side == "left" else -0.2), -0.62, name, ha=side, va="bottom", fontsize=9)
-    labels = [f"{n} samples of {length:,}" for n, length in batches]
-    axes.set(yticks=range(3), yticklabels=labels, xlabel="GB", xlim=(0, 28), ylim=(2.6, -0.9))
-    axes.legend(loc="lower right", fontsize=9, ncols=2, bbox_to_anchor=(1.0, 1.0), frameon=False)
-    return figure
-
-
 def demo() -> Any:
     """The first update of both runs of the demo: the same samples, so that the eye can compare them."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -145,5 +115,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["demo"]:
         demo().savefig(IMAGES / "demo.png", dpi=110)
     else:
-        for draw in (budget, window, steps, layouts, memory):
+        for draw in (budget, window, steps, layouts):
             draw().savefig(IMAGES / f"concept_{draw.__name__}.png", dpi=90)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.loaders import mutated
 from dynagroup import LearningBudget, LengthAwareBatchSampler, TokenBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import Measurement, Measurements, MemoryRegressor, Workload
@@ -24,6 +23,29 @@ from dynagroup.shapes import BatchShape
 MOST_BYTES = 64 * 2**20
 LENGTHS = [1 + (7 * i) % 40 for i in range(60)]
 BUDGET = TokenBudget(160)
+
+
+JUNK: list[Any] = [None, -1, 10**12, 2**80, 1.5, "", "x", [], {}, True, float("nan"), [[]], {"a": 1}]
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """``value`` with one part of it damaged."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
+        if rng.random() < 0.15:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: mutated(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        place = rng.randrange(len(value))
+        if rng.random() < 0.2:
+            return value[:place]
+        return [*value[:place], mutated(rng, value[place]), *value[place + 1 :]]
+    if isinstance(value, str) and value and rng.random() < 0.6:
+        place = rng.randrange(len(value))
+        return value[:place] + rng.choice("Aa0=é") + value[place + 1 :]
+    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.5:
+        return value + rng.choice([-1, 1, 7, -1000, 10**9])
+    return rng.choice(JUNK)
 
 
 def damaged_json(value: Any, number: int) -> list[Any]:

@@ -4,9 +4,8 @@
     python -m benchmarks.faults --seed 417            # one case again
 
 Laws: every sample of an epoch once over all ranks and restarts; equally many steps on all ranks; batches within their
-budget; updates weighed, and their gradients summed, as one process would; after a refused state the loader does what it
-would have done without it; results on disk complete and right, and what was finished not done again; errors are the
-library's own (or the user's, where the user's code raised). A hang is a case that does not end in ten minutes.
+budget; updates weighed, and their gradients summed, as one process would; results on disk complete and right, and what was
+finished not done again; errors are the library's own (or the user's). A hang is a case that does not end in ten minutes.
 
 ``oracle`` imports nothing of the library; ``case`` draws the configurations; the other files are the faults.
 """

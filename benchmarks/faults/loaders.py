@@ -1,16 +1,13 @@
-"""Faults of loops, data and states, on ranks that are threads: early breaks, broken items, lies, restarts, damaged states."""
+"""Faults of loops and data, on ranks that are threads: early breaks, broken items, lies, restarts."""
 
 from __future__ import annotations
 
 import json
-import random
-from itertools import islice
 from typing import Any
 
 from benchmarks.data import Numbered
 from benchmarks.faults.case import Case, seen, seen_in
 from benchmarks.faults.oracle import Seen, judged, wrong_gradients
-from dynagroup import AlignmentError, BudgetError, ConfigError, StateError
 from dynagroup.testing import run_ranks
 
 
@@ -99,63 +96,12 @@ def workers_and_resume(case: Case) -> list[str]:
     return _but_gradients(case.judged([seen(after)], case.everything - seen_in(begun) or case.everything))
 
 
-JUNK: list[Any] = [None, -1, 10**12, 2**80, 1.5, "", "x", [], {}, True, float("nan"), [[]], {"a": 1}]
-
-
-def mutated(rng: random.Random, value: Any) -> Any:
-    """``value`` with one part of it damaged."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(sorted(value))
-        if rng.random() < 0.15:
-            return {k: v for k, v in value.items() if k != key}
-        return {**value, key: mutated(rng, value[key])}
-    if isinstance(value, list) and value and rng.random() < 0.8:
-        place = rng.randrange(len(value))
-        if rng.random() < 0.2:
-            return value[:place]
-        return [*value[:place], mutated(rng, value[place]), *value[place + 1 :]]
-    if isinstance(value, str) and value and rng.random() < 0.6:
-        place = rng.randrange(len(value))
-        return value[:place] + rng.choice("Aa0=é") + value[place + 1 :]
-    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.5:
-        return value + rng.choice([-1, 1, 7, -1000, 10**9])
-    return rng.choice(JUNK)
-
-
-def damaged_state(case: Case) -> list[str]:
-    """A damaged state is refused by StateError and changes nothing; or what it says is carried out whole."""
-    loader = case.loader(None)
-    seen(loader, case.rng.randint(0, 3))
-    state = json.loads(json.dumps(loader.state_dict()))
-    return [fault for _ in range(10) for fault in _after(case, mutated(case.rng, state))]
-
-
-def _after(case: Case, damaged: Any) -> list[str]:
-    victim, doing = case.loader(None), "ends in"
-    try:
-        victim.load_state_dict(damaged)
-        doing = "was accepted and then ends in"
-        steps = list(islice(victim, 5000))
-    except StateError:
-        same = doing != "ends in" or seen(victim) == seen(case.loader(None))
-        return [] if same else ["a refused state changed the loader"]
-    except Exception as error:  # noqa: BLE001 - that is the finding
-        ours = doing != "ends in" and isinstance(error, (AlignmentError, BudgetError, ConfigError))
-        return [] if ours else [f"a damaged state {doing} {type(error).__name__}: {error}"[:300]]
-    if len(steps) >= 5000:
-        return ["a damaged state was accepted and makes an endless epoch"]
-    if max(seen_in(map(Seen.of, steps)).values(), default=1) > 1:
-        return ["a damaged state was accepted and repeats samples"]
-    return []
-
-
 FAULTS = {
     "early break, iterated again": breaks_and_iterates_again,
     "item raises": item_raises,
     "lengths lie by ten times": lengths_lie,
     "stop and resume": stop_and_resume,
     "stop and resume on other ranks": lambda case: stop_and_resume(case, case.other_ranks()),
-    "state damaged": damaged_state,
 }
 RARE = {"worker killed": worker_killed, "workers prefetch, stop and resume": workers_and_resume}
 """They start processes, so a campaign has fewer of them."""
