@@ -218,7 +218,7 @@ packing_files: pack
 | {key} | {steps:,} | {fill:.1%} | {row_imbalance:.2f} | {samples_cut:,} | {samples_dropped:,} | {same} | {time:.2f} |
 
 ablation: ablation planning
-| without | predicted time: mean | worst | where | CPU time of planning |
+| without | predicted time: mean | worst | where | CPU time of planning, of that with it |
 | {key} | {mean:+.2%} | {most:+.2%} | {worst} | {speed:.1f}x |
 
 ablation_rooms: ablation rooms
