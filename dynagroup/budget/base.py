@@ -42,7 +42,6 @@ class Budget(ABC):
 
     counts_every_stream: ClassVar[bool] = False
     """Whether ``fits`` takes every stream that it is shown for padded; one that an :class:`AdditiveCap` names is not shown."""
-
     knows_memory: ClassVar[bool] = False
     """Whether it predicts memory: then it says what a combination of budgets costs."""
 
@@ -149,11 +148,8 @@ class AdditiveCap(Budget):
     stream alone: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
 
     Args:
-        stream: name of the stream, as ``lengths`` or ``length_of`` call it.
+        stream: name of the stream, as ``lengths`` or ``length_of`` call it. ConfigError: they have no such stream.
         limit: units of it that a batch may have.
-
-    Raises:
-        ConfigError: ``limit`` is not positive, or ``lengths`` have no such stream.
 
     >>> AdditiveCap("patches", 100).fits(BatchShape.of(2, {"tokens": 9, "patches": [50, 51]})).tolist()
     [True, False]
@@ -163,8 +159,6 @@ class AdditiveCap(Budget):
     limit: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stream, str) or not self.stream:
-            raise ConfigError(f"`stream` must be the name of a length stream, but is {self.stream!r}")
         check_int("limit", self.limit)
 
     def pads(self, stream: str, /) -> bool:
@@ -230,8 +224,8 @@ class AllOf(Budget):
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
-        """What a part is shown: no streams that are laid end to end, if it takes all for padded; and lengths as the collate
-        function pads them, where that asks for more than the part does. A cap counts units without padding."""
+        """What a part is shown: no streams that are laid end to end, if it takes all for padded; and lengths as they are
+        padded, where other parts ask for more than this one. A cap counts units without padding."""
         if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
             shape = self._padded(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape

@@ -28,17 +28,11 @@ FULL = 0.95  # share of a device's memory from which a measured peak counts as f
 
 @dataclass(slots=True)
 class OomReport:
-    """What running out of memory has cost a run so far.
+    """What running out of memory has cost a run so far."""
 
-    Args:
-        num_ooms: attempts that failed.
-        num_retries: parts that were run in their place.
-        wasted_s: seconds spent in attempts that failed.
-    """
-
-    num_ooms: int = 0
-    num_retries: int = 0
-    wasted_s: float = 0.0
+    num_ooms: int = 0  # attempts that failed
+    num_retries: int = 0  # parts that were run in their place
+    wasted_s: float = 0.0  # seconds spent in attempts that failed
 
     def __str__(self) -> str:
         return f"{self.num_ooms} out-of-memory errors, {self.num_retries} parts run again, {self.wasted_s:.1f} s wasted"
@@ -50,8 +44,7 @@ class _Lessons:
 
     numbers: MutableSequence[float] = field(default_factory=lambda: [math.inf] * 3)
     """The most that is allowed, the least that has failed (which is more), and the limit that plans follow; inf: none."""
-    calm: int = 0
-    """Batches near the limit that have passed since it moved."""
+    calm: int = 0  # batches near the limit that have passed since it moved
     report: OomReport = field(default_factory=OomReport)
 
 

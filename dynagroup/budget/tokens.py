@@ -27,9 +27,6 @@ class TokenBudget(Budget):
 
     Every stream is counted, but those that an :class:`AdditiveCap` beside it names. A sample of length 0 counts as one token.
 
-    Raises:
-        ConfigError: an argument is wrong.
-
     >>> TokenBudget(1024).fits(BatchShape.of([4, 5], longest=256)).tolist()
     [True, False]
     >>> TokenBudget(1024).fits(BatchShape.of([2, 3], {"tokens": 256, "labels": 200})).tolist()

@@ -12,7 +12,7 @@ import numpy as np
 
 from dynagroup.budget.base import padded_streams, padded_tokens, real_tokens
 from dynagroup.distributed import World
-from dynagroup.errors import AlignmentError, BudgetError
+from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
@@ -203,12 +203,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
         """What remains of each update, where it goes on, and where it ends."""
         ordered = self.order_of(cursor.epoch)
         for start, stop, after in self.spans(cursor):
-            window = next(self.planner.steps_from(cursor, self._ranks, ordered[start:stop]), None)
-            if window is None or not len(window.table):
-                raise BudgetError(
-                    f"no sample of update {cursor.update} fits the budget even alone; filter such samples out beforehand, "
-                    "or pass oversize='alone'"
-                )
+            [window] = self.planner.steps_from(cursor, self._ranks, ordered[start:stop])
             after = replace(after, steps=cursor.steps + len(window.table))
             yield window, cursor, after
             cursor = after

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, StepLoader, TokenBudget
 from dynagroup.plan.cost import Work
 from dynagroup.update.loss_weight import Share
 from dynagroup.update.schedule import linear_ramp
@@ -25,6 +25,7 @@ class SamplerSteps:
 
     def __init__(self, sampler: LengthAwareBatchSampler, rank: int, size: int) -> None:
         self.sampler, self.rank, self.size = sampler, rank, size
+        self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
         self.num_samples = len(LENGTHS)
 
     def __iter__(self) -> Iterator[Step[Any]]:
@@ -33,22 +34,10 @@ class SamplerSteps:
             scale = float(plan.loss_scale[row, self.rank])
             total = plan.batches.sizes[plan.table[row]] * self.size / np.maximum(plan.loss_scale[row], 1e-9)
             share = Share(len(batch) if scale else 0, float(np.round(total.min())))
-            yield Step([LENGTHS[i] for i in batch], batch, share, share, scale, bool(plan.update_ends[row]), not scale)
+            yield Step(batch, batch, share, share, scale, bool(plan.update_ends[row]), not scale)
         self.sampler.set_epoch(epoch + 1)
 
-    def updates(self) -> Iterator[list[Step[Any]]]:
-        update: list[Step[Any]] = []
-        for step in self:
-            update.append(step)
-            if step.ends_update:
-                yield update
-                update = []
-
-    def state_dict(self) -> Any:
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.sampler.load_state_dict(state)
+    updates: Any = StepLoader.updates
 
 
 def sampler(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: int = TOKENS, **how: Any) -> Any:

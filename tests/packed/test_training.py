@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from dynagroup import ConfigError
+from dynagroup import ConfigError, OnlineDataLoader, TokenBudget
+from dynagroup.testing import run_ranks
 from tests.integrations import toys
 from tests.integrations.jobs import parameters, trainer
+from tests.online.helpers import Tokens
 from tests.packed import training
+from tests.plan.test_packed import uneven, window_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -65,3 +69,20 @@ def test_what_the_trainer_cannot_ask_is_warned_of_and_trains(tmp_path) -> None:
     with pytest.warns(UserWarning, match=r"could not be checked; try .*check_packing.*AssertionError: another kind"):
         run.train()
     assert run.state.global_step == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 256}], ids=["free", "updates"])
+def test_rows_of_learned_epochs_are_equal_work_on_eight_ranks(options: dict[str, Any]) -> None:
+    """Law 9 where lengths were seen in the first epoch. A batch of one long sample and one of many short ones may hold as
+    many tokens: they must not change places on one rank alone."""
+    tokens, cap = window_of("python_files", 1024), 65_536
+    budget = TokenBudget(cap, layout="packed")
+
+    def run(world: Any) -> list[list[np.ndarray]]:
+        loader = OnlineDataLoader(
+            Tokens(tokens), budget, collate_fn=len, shuffle=True, window=128, weigh="samples", world=world, **options
+        )
+        return [[np.asarray(step.indices) for step in loader] for _ in range(2)]
+
+    rows = zip(*(epochs[1] for epochs in run_ranks(8, run)), strict=True)
+    assert not uneven([list(row) for row in rows], tokens, cap, few=True)

@@ -217,11 +217,13 @@ def test_books_go_on_after_resuming_on_other_ranks(make, sizes):
         loader.load_state_dict([state])
         assert (loader.epoch, loader.cursor.epoch, loader.cursor.update) == (3, 3, cursor.update)
         assert loader.cursor.samples_seen == cursor.samples_seen
+        announced = loader.updates_in(5) if make is planned or "samples_per_update" in sizes else None
         rest = [int(update[0].samples.total) for update in loader.updates()]
         assert loader.cursor.update == cursor.update + len(rest)
         assert loader.cursor.samples_seen == cursor.samples_seen + sum(rest) == 4 * 37
         list(loader)
         assert loader.cursor.samples_seen == 5 * 37
+        assert announced in (None, loader.cursor.update)
 
     run_ranks(3, go_on)
 
