@@ -123,10 +123,7 @@ class RefinementCollator:
 
     def split(self, refined: Refined, parts: int) -> list[Refined]:
         """The batch in so many parts; its samples must have been kept. Parts of a batch that fits also fit."""
-        if refined.samples is None or not 1 <= parts <= len(refined):
-            raise ConfigError(
-                f"a batch of {len(refined)} samples, kept: {refined.samples is not None}, has no {parts} parts"
-            )
+        assert refined.samples is not None
         bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
         groups = [refined.group] * parts
@@ -283,18 +280,14 @@ def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDAr
         array = np.asarray(values)
     except ValueError:  # ragged
         array = np.empty(0)
-    if (
-        array.ndim != 1
-        or array.dtype.kind not in "iu"
-        or not 0 <= array.min(initial=0) <= array.max(initial=0) <= LONGEST
-    ):
+    whole = array.ndim == 1 and array.dtype.kind in "iu"
+    if not whole or array.min(initial=0) < 0 or array.max(initial=0) > LONGEST:
         found = f"{shorten(values)} for the samples {shorten(indices)}"
         raise ConfigError(f"`{name}` must give whole numbers from 0 to {LONGEST}, but gives {found}")
     return array.astype(np.int32)
 
 
 def _neighbours(sizes: IntArray) -> Batches:
-    """So many samples in each batch, in their order."""
     return Batches(np.arange(sizes.sum()), offsets_of(sizes))
 
 

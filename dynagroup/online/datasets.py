@@ -139,26 +139,22 @@ class IndexedDataset(_Forwarding):
 
 
 def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    together = getattr(dataset, "__getitems__", None)
-    if together is None:
-        return [_item(dataset, index) for index in indices]
+    together, asked, samples = getattr(dataset, "__getitems__", None), list(indices), list[Any]()
     try:
-        samples = list(together(list(indices)))
+        if together is not None:
+            samples += together(asked)
+        else:
+            for index in indices:
+                asked = [index]
+                samples.append(dataset[index])
     except Exception as error:
-        raise RuntimeError(f"dataset items {shorten(indices)} raised {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"dataset items {shorten(asked)} raised {type(error).__name__}: {error}") from error
     if len(samples) != len(indices):
         raise RuntimeError(
             f"the dataset's __getitems__ gave {len(samples)} samples for {len(indices)} indices "
             f"{shorten(indices)}; it must give one for each, in their order"
         )
     return samples
-
-
-def _item(dataset: Any, index: int) -> Any:
-    try:
-        return dataset[index]
-    except Exception as error:
-        raise RuntimeError(f"dataset item {index} raised {type(error).__name__}: {error}") from error
 
 
 FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
@@ -208,6 +204,7 @@ class IterableWindows(_Forwarding, IterableDataset):
         """Each window's place (the dataset's state before it, the numbers of its first sample, of the one behind it, and of those
         not used yet), and these samples."""
         read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
+        keeps_state = callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict")
         while True:
             first, chosen, numbers, size = read, [], [], 0
             while len(chosen) < self.window and (self.max_bytes is None or size < self.max_bytes):
@@ -223,10 +220,6 @@ class IterableWindows(_Forwarding, IterableDataset):
                 return
             opening = 0 if first else opening_of(chosen)
             yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
-            state = self._state()  # not before the first read: until then a dataset may show where it last stood
-
-    def _state(self) -> Any:
-        """The dataset's own state before the next sample, where it keeps one."""
-        if callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict"):
-            return self.dataset.state_dict()
-        return None
+            state = (
+                self.dataset.state_dict() if keeps_state else None
+            )  # not before the first read: until then a dataset may show where it last stood

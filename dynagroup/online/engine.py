@@ -5,7 +5,6 @@ A feed brings windows, a ``World`` carries a few numbers.
 
 from __future__ import annotations
 
-import copy
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,7 +16,7 @@ from dynagroup.errors import AlignmentError
 from dynagroup.online.feeds import IterableFeed, MapFeed, Workers
 from dynagroup.online.messages import Refined, RefinedWindow
 from dynagroup.online.plans import Source, behind, handed_out
-from dynagroup.online.protocol import Agreement, Exchange, agree, even_parts, offer, placed, print_of, quantile
+from dynagroup.online.protocol import Agreement, Exchange, agree, even_parts, offer, placed, quantile
 from dynagroup.online.state import LearnedLengths, pack
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import units_of
@@ -43,7 +42,6 @@ class Runner(ABC):
     the saved place.
 
     Args:
-        source: of the epoch; its cursor is where the updates that come begin.
         stands: where the run stands; of the update under way, ``begun_samples`` and ``begun_weight`` are this rank's.
         place: a saved one of this rank, to go on with the very batches that were queued.
         under_way: samples of the update under way, over all ranks. identity: what all ranks must have alike.
@@ -65,20 +63,14 @@ class Runner(ABC):
         self.stats, self._learned, self._identity, self._place = stats, learned, identity, place
         self.feed: Any = (IterableFeed if source.iterable else MapFeed)(source, workers, place and place["feed"])
         self.stands, self._under_way = stands, under_way
-        self.queue: list[Refined] = []
-        """Batches that wait for an agreement."""
-        self.agreed: list[Refined | None] = []
-        """Steps that wait for the rest of their update."""
-        self.due: deque[Take] = deque()
-        """Steps whose update's totals are known."""
-        self.ended = False
-        """The steps that are agreed are the epoch's last."""
-        self._smallest: Refined | None = None
-        """What this rank idles on: a copy of the smallest batch that it had, or was lent."""
+        self.queue: list[Refined] = []  # batches that wait for an agreement
+        self.agreed: list[Refined | None] = []  # steps that wait for the rest of their update
+        self.due: deque[Take] = deque()  # steps whose update's totals are known
+        self.ended = False  # the steps that are agreed are the epoch's last
+        self._smallest: Refined | None = None  # to idle on: a copy of the smallest batch that it had, or was lent
 
     @abstractmethod
-    def _steps(self) -> Iterator[Step[Any]]:
-        """The steps that remain of the epoch."""
+    def _steps(self) -> Iterator[Step[Any]]: ...
 
     @property
     @abstractmethod
@@ -116,7 +108,6 @@ class Runner(ABC):
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
         self.exchange.compare(self._identity, failure)
-        self._refuse_equal_batches()
         if place is not None:
             # What was the end is none if some batch had to be split and waits again, or if an iterable is read again.
             waits = len(self.queue) or int(place["ended"] and self.feed.receiving)
@@ -126,18 +117,6 @@ class Runner(ABC):
         elif self.feed.shares:
             self.feed.share([0] * self.world.size, 0)
         yield from self._steps()
-
-    def _refuse_equal_batches(self) -> None:
-        batches = self.source.batches
-        if batches is None or self.world.size == 1:
-            return
-        first = print_of(batches[:4])
-        low, high = self.exchange.highest([first, -first])
-        if low == -high and batches:
-            raise AlignmentError(
-                "every rank's `batch_sampler` gives the same batches, so every sample would be used on every rank; give "
-                "each rank its own (LengthAwareBatchSampler does), or pass `sampler` and let the loader divide"
-            )
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
         """Split batches whose samples were kept, until there are ``steps`` or none can be split."""
@@ -169,9 +148,18 @@ class Runner(ABC):
         *highest, first, last, lacking = self.exchange.highest(values, failure)
         agreement = agree(highest)
         if self.world.size > 1 and first and first == -last:
-            self._workers.tell_of_sharing(f"all {self.world.size} ranks")
+            self._tell_of_sharing()
         self._lend(lacking and agreement.steps)
         return agreement
+
+    def _tell_of_sharing(self) -> None:
+        if self.source.iterable:
+            self._workers.tell_of_sharing(f"all {self.world.size} ranks")
+            return
+        raise AlignmentError(
+            "every rank's `batch_sampler` gives the same batches, so every sample would be used on every rank; give each rank "
+            "its own (LengthAwareBatchSampler does), or pass `sampler` and let the loader divide"
+        )
 
     def _lend(self, needed: Any) -> None:
         """Some rank had no batch so far: it idles on a copy of another rank's smallest one."""
@@ -197,7 +185,7 @@ class Runner(ABC):
         return found[2 * len(updates) :]
 
     def _emit(self) -> Step[Any]:
-        """Count a step as used, before the training loop gets it."""
+        """A step, counted as used before the training loop gets it."""
         take, cursor = self.due.popleft(), self.stands
         batch, self._under_way = take.batch, round(take.samples.total)
         begun: dict[str, Any] = {"steps": cursor.steps + 1}
@@ -208,16 +196,16 @@ class Runner(ABC):
             begun |= {"begun_rows": cursor.begun_rows + 1, "begun_weight": cursor.begun_weight + take.weight.local}
             begun["begun_samples"] = cursor.begun_samples + int(take.samples.local)
         self.stands = replace(cursor, **begun)
-        if batch is not None:
-            self._count(batch)
-            held = batch.batch
-        else:
+        if batch is None:
             self.stats.count_step(idle=True)
             assert self._smallest is not None, "a rank idles with no batch to idle on"
-            held = copy.deepcopy(self._smallest.batch)
-        indices = list((batch or self._smallest).indices)  # type: ignore[union-attr]
+            shown = self._smallest.copied()
+        else:
+            self._count(batch)
+            shown = batch
         scale = loss_scale(take.weight, self.world.size)
-        return Step(held, indices, take.samples, take.weight, scale, take.ends_update, idle=batch is None)
+        how = (take.samples, take.weight, scale, take.ends_update, batch is None)
+        return Step(shown.batch, list(shown.indices), *how)
 
     def _count(self, batch: Refined) -> None:
         self.stats.count_step(len(batch), batch.real, batch.padded)
@@ -234,10 +222,9 @@ class Runner(ABC):
 class FreeRunner(Runner):
     """Steps without update boundaries: as many as the rank with most batches needs.
 
-    Between exchanges a rank loads windows until it has ``LOW_WATER`` batches. At an exchange all ranks agree on a number of
-    steps (see :func:`~dynagroup.online.protocol.agree`) and take so many batches from their queues. An update's steps are
-    emitted once all of them are agreed, because its totals are sums over ranks. Cost: one MAX and one SUM for about
-    ``LOW_WATER`` steps.
+    Between exchanges a rank loads windows until it has ``LOW_WATER`` batches. At an exchange all ranks :func:`agree` on a
+    number of steps, and take so many batches from their queues. An update's steps are emitted once all of them are agreed,
+    because its totals are sums over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps.
     """
 
     @property

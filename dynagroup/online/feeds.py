@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from dynagroup.budget.base import FloatArray
 from dynagroup.distributed import World
 from dynagroup.errors import StateError
 from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, IterableWindows, is_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request
 from dynagroup.online.plans import OnlineConfig, Order, Source, handed_out
-from dynagroup.online.protocol import hand_out
+from dynagroup.online.protocol import hand_out, print_of
 from dynagroup.online.state import LearnedLengths, pack, pack_groups, unpack, unpack_groups
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray
@@ -44,11 +45,7 @@ class RequestQueue:
 
 
 class Workers:
-    """The DataLoader of a loader: made when first needed, kept over epochs where its workers persist.
-
-    Args:
-        kwargs: for torch's ``DataLoader``.
-    """
+    """The DataLoader of a loader: made when first needed, kept over epochs where its workers persist."""
 
     def __init__(
         self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]
@@ -90,7 +87,6 @@ class Workers:
             self._generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
 
     def restart(self) -> None:
-        """Start workers anew at the next epoch."""
         self._loader = None
 
     def open_map(self) -> Iterator[Any]:
@@ -120,11 +116,10 @@ class MapFeed:
     exactly; on another number of ranks the positions that nobody emitted become an order of their own.
     """
 
-    opening = 0
-
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place
         world = source.world
+        self.opening = 0 if not source.batches else print_of(source.batches[:4])
         # Ranks agree on all steps of an update at once.
         self._max_bytes = None if source.sizes is not None else source.config.window_bytes
         self._plans = source.requests(world.rank, world.size)
@@ -134,10 +129,9 @@ class MapFeed:
         """Positions that the ranks' loads hand out."""
         self._iterator: Iterator[RefinedWindow] | None = None
         self._number = 0
-        self._turns: deque[int] = deque()
-        self._waiting: deque[Request] = deque()
-        self._sent: dict[int, Request] = {}
-        self._early: dict[int, RefinedWindow] = {}
+        self._waiting: deque[Request] = deque()  # to be pulled
+        self._pending: deque[Request] = deque()  # not taken yet, in their turn
+        self._early: dict[int, RefinedWindow] = {}  # answers that came before their turn
         workers.queue.feed = self
         if place is not None:
             self._send_again(place)
@@ -149,30 +143,28 @@ class MapFeed:
             self._planned = sum(1 for _ in islice(self._plans, place["next"]))
         groups = [group for group in unpack_groups(place["front"]) + unpack_groups(place["pool"]) if group]
         if groups:
-            request = Request(np.concatenate(groups), tuple(map(len, groups)), keep=bool(place["kept"]))
-            self._send(request, limit=None)
+            keep, limit, self._max_bytes = len(groups) * bool(place["kept"]), self._max_bytes, None
+            self._send(Request(np.concatenate(groups), tuple(map(len, groups)), keep))
+            self._max_bytes = limit
         for positions, sizes, keep in place["rest"]:
-            self._send(Request(unpack(positions), sizes and tuple(sizes), keep), limit=self._max_bytes)
+            self._send(Request(unpack(positions), sizes and tuple(sizes), keep))
 
     @property
     def shares(self) -> bool:
-        """Positions are left that the ranks' loads hand out."""
         return self._start < self._stop
 
     @property
     def can_take(self) -> bool:
         """Something was sent, or may be planned, that did not come back yet."""
-        return bool(self._sent) or self._peeked() is not None
+        return bool(self._pending) or self._peeked() is not None
 
     @property
     def receiving(self) -> bool:
-        """The same, or more may be handed out."""
         return self.can_take or self.shares
 
     @property
     def pending_samples(self) -> int:
-        """Samples handed out and not taken yet."""
-        return sum(len(request) for request in self._sent.values())
+        return sum(map(len, self._pending))
 
     def share(self, loads: Sequence[int], ahead: int) -> None:
         """Hand out positions by all ranks' loads, in samples, so that each has ``ahead`` and what its workers prefetch."""
@@ -180,7 +172,7 @@ class MapFeed:
         target = (self.workers.depth + 1) * window + ahead
         windows, self._start = hand_out(loads, self._start, self._stop, window=window, target=target)
         for start, stop in windows[world.rank]:
-            self._send(Request(np.arange(start, stop), keep=world.size > 1), limit=self._max_bytes)
+            self._send(Request(np.arange(start, stop), keep=world.size > 1))
 
     def pull(self) -> Request | None:
         """What a worker is asked for next; None at the end."""
@@ -189,9 +181,9 @@ class MapFeed:
         request, self._upcoming = self._peeked(), None
         if request is not None:
             self._planned += 1
-            self._turns.append(self._number)
-            return self._numbered(replace(request, planned=True), self._max_bytes)
-        return BLANK if self.shares or (self._max_bytes is not None and self._sent) else None
+            self._pending.append(self._asked(request, planned=True))
+            return self._pending[-1]
+        return BLANK if self.shares or (self._max_bytes is not None and self._pending) else None
 
     def _peeked(self) -> Request | None:
         if self._upcoming is None:
@@ -202,19 +194,18 @@ class MapFeed:
         """The next window's batches, in the order in which windows were sent. Raises what a worker raised."""
         if self._iterator is None:
             self._iterator = self.workers.open_map()
-        while not self._turns or self._turns[0] not in self._early:  # the next request may not have been pulled yet
+        while not self._pending or self._pending[0].number not in self._early:  # it may not have been pulled yet
             window = next(self._iterator, None)
             if window is None:
                 raise RuntimeError(ENDED_EARLY)
             if window.number >= 0:
                 self._early[window.number] = window
-        number = self._turns.popleft()
-        window, request = self._early.pop(number), self._sent.pop(number)
+        request = self._pending.popleft()
+        window = self._early.pop(request.number)
         count = sum(map(len, window.batches))
         if count < len(request):
-            self._turns.appendleft(self._number)
-            rest = replace(request.part(count, len(request)), planned=False)
-            self._waiting.appendleft(self._numbered(rest, self._max_bytes))
+            self._pending.appendleft(self._asked(request.part(count, len(request))))
+            self._waiting.appendleft(self._pending[0])
         return window.batches
 
     def close(self) -> None:
@@ -222,26 +213,23 @@ class MapFeed:
         objects take five seconds each to end when it is collected."""
         self._iterator = self.workers.queue.feed = None
 
-    def _send(self, request: Request, *, limit: int | None) -> None:
-        self._turns.append(self._number)
-        self._waiting.append(self._numbered(request, limit))
+    def _send(self, request: Request) -> None:
+        self._pending.append(self._asked(request))
+        self._waiting.append(self._pending[-1])
 
-    def _numbered(self, request: Request, limit: int | None) -> Request:
-        number, indices = self._number, self.source.order.at(request.positions)
-        epoch = self.source.cursor.epoch
-        self._sent[number] = replace(request, number=number, indices=indices, epoch=epoch, max_bytes=limit)
+    def _asked(self, request: Request, *, planned: bool = False) -> Request:
         self._number += 1
-        return self._sent[number]
+        told: dict[str, Any] = {"indices": self.source.order.at(request.positions), "epoch": self.source.cursor.epoch}
+        return replace(request, number=self._number, planned=planned, max_bytes=self._max_bytes, **told)
 
     def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
         """Its place, and the batches that it gave and that are not used: ``front`` are agreed steps, ``pool`` is queued."""
-        pending = [self._sent[number] for number in self._turns]
         return {
             "front": pack_groups(batch.positions if batch else () for batch in front),
             "pool": pack_groups(batch.positions for batch in pool),
             "kept": [place for place, batch in enumerate(pool) if batch.samples is not None],
-            "rest": [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in pending if not r.planned],
-            "next": self._planned - sum(request.planned for request in pending),
+            "rest": [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in self._pending if not r.planned],
+            "next": self._planned - sum(request.planned for request in self._pending),
             "start": self._start,
         }
 
@@ -268,11 +256,8 @@ class MapFeed:
 
 
 class IterableFeed:
-    """Windows of an iterable dataset, until it ends. Its place is where each worker reads on, and what it leaves out.
-
-    One that does not divide itself gives every sample to every worker, or every rank. Shares that are one and the same begin
-    with the same samples; that is told, and never guessed: samples that are all alike, or drawn at random, say nothing.
-    """
+    """Windows of an iterable dataset, until it ends. Its place is where each worker reads on, and what it leaves out. One that
+    does not divide itself is told of: shares that are one and the same begin with the same samples."""
 
     shares = False
     pending_samples = 0
@@ -282,11 +267,10 @@ class IterableFeed:
         self._spots: Mapping[str, Any] = place["workers"] if place else {}
         self._iterator: Iterator[RefinedWindow] | None = None
         self._openings: dict[int, int] = {}
+        # Worker -> its windows that may not be fully used: where each began, and its samples' numbers.
         self._opened: dict[int, deque[Mapping[str, Any]]] = {}
-        """Worker -> its windows that may not be fully used: where each began, and its samples' numbers."""
         self.can_take = self.receiving = True
-        self.opening = 0
-        """What this rank's share begins with, see :func:`~dynagroup.online.datasets.opening_of`; 0: not known."""
+        self.opening = 0  # what this rank's share begins with; 0: not known
 
     def take(self) -> list[Refined] | None:
         """The next window's batches; None at the end."""
@@ -304,7 +288,6 @@ class IterableFeed:
         return window.batches
 
     def close(self) -> None:
-        """Let go of the workers."""
         self._iterator = None
 
     def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
@@ -326,12 +309,11 @@ class IterableFeed:
         return {"workers": spots}
 
     def reload(self) -> tuple[list[Refined | None], list[Refined]]:
-        """Nothing: what was queued is read again."""
-        return [], []
+        return [], []  # what was queued is read again
 
 
 def resumed(
-    source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, hint: IntArray | None
+    source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, hint: FloatArray | None
 ) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
     """Where an epoch goes on from states: what it draws on, this rank's saved place, and where it stands.
 

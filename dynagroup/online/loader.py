@@ -119,10 +119,8 @@ class OnlineDataLoader(StepLoader[Any]):
         self._learned = LearnedLengths(len(dataset)) if self._orders.learns else None
         self.sizes = self._orders.sizes
         self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
-        self._resume: list[Mapping[str, Any]] = []
-        """States of a place that was loaded, until it is gone on from."""
-        self._cursor = Cursor()
-        """Where the last run of an epoch ended, or the loaded place."""
+        self._resume: list[Mapping[str, Any]] = []  # states of a place that was loaded, until it is gone on from
+        self._cursor = Cursor()  # where the last run of an epoch ended, or the loaded place
         learner = collator.budget.learner
         if learner is not None and self._workers.persistent:
             learner.share_memory()
@@ -151,7 +149,6 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @property
     def budget(self) -> Budget:
-        """What a batch may be."""
         return self._workers.collator.budget
 
     @property
@@ -161,12 +158,10 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @property
     def num_changes(self) -> int:
-        """How often the size of updates was changed at run time."""
         return 0 if self.sizes is None else len(self.sizes.changes)
 
     @property
     def cursor(self) -> Cursor:
-        """Where the updates that were handed out end, the one under way included."""
         stands = self._resume or (self._run_of is not None and not self._begun_anew)
         return self._reached if stands else self._start()
 
@@ -304,7 +299,6 @@ class OnlineDataLoader(StepLoader[Any]):
 
 
 def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes on to torch's ``DataLoader``, checked."""
     if "batch_size" in kwargs:
         raise ConfigError("`batch_size` is not an argument of OnlineDataLoader: the budget decides what a batch is")
     if kwargs.get("in_order") is False:
@@ -316,7 +310,6 @@ def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_budget(budget: Budget) -> None:
-    """Refuse a budget whose limit is taken from the lengths of a whole dataset: nobody knows them beforehand."""
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
         raise ConfigError(
@@ -330,7 +323,6 @@ CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "wor
 
 
 def taken_over(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Arguments of an OnlineDataLoader that does what this loader did. The loader is not changed."""
     taken, sampler = {name: getattr(loader, name) for name in CARRIED}, loader.sampler
     if isinstance(loader.dataset, IterableDataset):
         return taken

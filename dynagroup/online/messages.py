@@ -121,7 +121,7 @@ class RefinedWindow:
         return _unpacked, packed
 
     def pin_memory(self) -> RefinedWindow:
-        """The same window with its batches' tensors in pinned memory; DataLoader calls it."""
+        """DataLoader calls it."""
         return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
 
 
@@ -141,8 +141,7 @@ def shorten(indices: Sequence[int], most: int = 16) -> str:
 
 # A window crosses from worker to main process in a few blocks of shared memory. Sending a tensor by itself costs a file
 # descriptor and a socket connection; a window of a hundred batches has hundreds. Without this, half the throughput.
-Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]
-"""Where a tensor lies: dtype, shape, number of its block, first byte."""
+Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]  # dtype, shape, number of its block, first byte
 
 ALIGN = 64  # bytes; a cache line, and a multiple of every element size
 BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones are mapped and faulted in anew every time

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.budget.base import Budget, FloatArray, padded_streams
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
@@ -97,7 +97,7 @@ class Order(NamedTuple):
 
     @property
     def skipped(self) -> int:
-        """Samples at the beginning of the epoch's order that were used before it went on on another number of ranks."""
+        """Samples at the order's beginning that were used before the epoch went on on another number of ranks."""
         return len(self.indices) - self.num_positions
 
     def at(self, positions: IntArray) -> list[int]:
@@ -113,12 +113,7 @@ class Order(NamedTuple):
 
 
 class EpochOrders:
-    """The order of samples in each epoch, whoever decides it: the user's sampler or batches, a seeded shuffle, or the dataset.
-
-    Args:
-        sampler: of all ranks' indices. batch_sampler: of this rank's batches.
-        length_hint: a number a sample, or index -> number.
-    """
+    """The order of samples in each epoch, whoever decides it: the user's sampler or batches, a seeded shuffle, or the dataset."""
 
     def __init__(self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any) -> None:
         iterable = is_stream(dataset)
@@ -147,15 +142,12 @@ class EpochOrders:
         self._sampler = None if sampler is None else OrderSource(sampler, len(dataset))
         self._batch_sampler = batch_sampler
         self._drawn: tuple[int, list[list[int]]] = (-1, [])
-        self.learns = not iterable and batch_sampler is None
-        """Lengths that were seen plan later epochs."""
-        self.sizes: UpdateSizes | None = None
-        """How many samples each update holds; None without ``samples_per_update``."""
+        self.learns = not iterable and batch_sampler is None  # lengths that were seen plan later epochs
+        self.sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(config.samples_per_update, self.num_ordered, drop_last=config.drop_last)
         self.hint = None if length_hint is None else as_hint(length_hint, len(dataset))
         self.decided_by = given[0] if given else "dataset"
-        """In a word, for comparing runs."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -205,12 +197,11 @@ class EpochOrders:
 
 def _indices(batch: Any) -> list[int]:
     try:
-        if not isinstance(batch, (str, bytes)):
-            return [as_index(index) for index in batch]
-        error = None
-    except TypeError as refused:  # a fraction is not cut off
-        error = refused
-    raise ConfigError(f"`batch_sampler` must give lists of dataset indices, but gives {batch!r:.200}") from error
+        return [
+            as_index(index) for index in (None if isinstance(batch, (str, bytes)) else batch)
+        ]  # fractions are not cut off
+    except TypeError as error:
+        raise ConfigError(f"`batch_sampler` must give lists of dataset indices, but gives {batch!r:.200}") from error
 
 
 class Source(NamedTuple):
@@ -225,7 +216,7 @@ class Source(NamedTuple):
     sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
     batches: list[list[int]] | None = None  # this rank's, where the user gives them
     lengths: Streams | None = None  # known ones, by position; at most one of these two
-    rough: IntArray | None = None  # roughly known ones, by position
+    rough: FloatArray | None = None  # roughly known ones, by position
 
     @property
     def shares(self) -> bool:
@@ -243,7 +234,7 @@ class Source(NamedTuple):
             return _rows(self, rank, size)
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
-    def with_lengths(self, learned: LearnedLengths | None, hint: IntArray | None) -> Source:
+    def with_lengths(self, learned: LearnedLengths | None, hint: FloatArray | None) -> Source:
         """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows."""
         source, count = self._replace(lengths=None, rough=None), self.order.num_positions
         if not count or (hint is None and (learned is None or not learned.seen)):
@@ -259,7 +250,7 @@ class Source(NamedTuple):
         if learned.steady:
             return source._replace(lengths=whole)
         padded = [whole[name] for name in padded_streams(self.budget, whole)]
-        return source._replace(rough=np.sum(padded, axis=0, dtype=np.int64))
+        return source._replace(rough=np.sum(padded, axis=0, dtype=np.float64))
 
 
 def _in_rows(source: Source, lengths: Streams, rank: int, size: int, *, number: int) -> list[IntArray]:
@@ -290,7 +281,7 @@ def _rows(source: Source, rank: int, size: int) -> Iterator[Request]:
             yield Request(first + np.concatenate(batches), tuple(map(len, batches)), keep=size > 1)
 
 
-def _like(source: Source, rough: IntArray, rank: int, size: int) -> Iterator[Request]:
+def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[Request]:
     """Windows of like samples, where lengths are known roughly: those of several windows a rank are sorted, and dealt out so that
     all ranks hold the like at the same time."""
     config = source.config
@@ -333,18 +324,18 @@ def _updates(source: Source, rank: int, size: int) -> Iterator[Request]:
         mark = after
 
 
-def deal(hint: IntArray, rank: int, size: int) -> IntArray:
+def deal(hint: FloatArray, rank: int, size: int) -> IntArray:
     """Snake draft: this rank's places among these samples, longest first, so that the ranks' sums are alike.
 
-    >>> [deal(np.array([5, 1, 9, 3]), rank, 2).tolist() for rank in range(2)]
+    >>> [deal(np.array([5.0, 1.0, 9.0, 3.0]), rank, 2).tolist() for rank in range(2)]
     [[2, 1], [0, 3]]
     """
-    order = np.argsort(-np.asarray(hint, np.int64), kind="stable")
+    order = np.argsort(-hint, kind="stable")
     rounds, column = np.divmod(np.arange(len(order)), size)
     return order[np.where(rounds % 2, size - 1 - column, column) == rank]
 
 
-def as_hint(hint: Any, num_samples: int) -> IntArray:
+def as_hint(hint: Any, num_samples: int) -> FloatArray:
     values = [hint(i) for i in range(num_samples)] if callable(hint) else hint
     array = np.asarray(values)
     if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
@@ -352,10 +343,7 @@ def as_hint(hint: Any, num_samples: int) -> IntArray:
             f"`length_hint` must be one finite number for each of the {num_samples} samples, or a function from index to "
             f"number, but is an array of {array.dtype} {array.shape}"
         )
-    if array.dtype.kind == "f":
-        wide = array.astype(np.float64)  # 2**40 is beyond float16
-        array = wide * (2**40 / (float(np.abs(wide).max(initial=1.0)) or 1.0))
-    return array.astype(np.int64)
+    return array.astype(np.float64)
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:

@@ -21,8 +21,7 @@ from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import hashed
 
 T = TypeVar("T")
-NOTHING = 1 << 40
-"""Stands for "no such rank" in a minimum over ranks."""
+NOTHING = 1 << 40  # stands for "no such rank" in a minimum over ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,9 @@ def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
 def hand_out(
     loads: Sequence[int], start: int, stop: int, *, window: int, target: int
 ) -> tuple[list[list[tuple[int, int]]], int]:
-    """Which windows each rank opens next. Greedy: the rank that has least to emit is given the next window, until each has
-    ``target`` samples. The last window a rank is given out at once, by eighths of a window, so that all end at one level.
-
-    Args:
-        loads: what each rank still has to emit, in samples.
-        start, stop: positions of the epoch's order that are not given out yet.
-        window: samples a window, at most.
-
-    Returns:
-        For each rank its windows, ranges of positions; and the new ``start``.
+    """Which windows of the positions from ``start`` to ``stop`` each rank opens next, and where the rest starts. Greedy: the rank
+    that has least to emit (``loads``, in samples) is given the next window, until each has ``target`` samples. The last window a
+    rank is given out at once, by eighths of a window, so that all end at one level.
 
     >>> hand_out([0, 9], 0, 100, window=10, target=20)
     ([[(0, 10), (10, 20)], [(20, 30), (30, 40)]], 40)
@@ -136,16 +128,11 @@ def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     return found
 
 
-WIDTH = 48
-"""Integers of a MAX; always the same number, so that ranks at different places still understand each other."""
+WIDTH = 48  # integers of a MAX: always the same, so that ranks at different places still understand each other
 
 
 def print_of(value: Any) -> int:
-    """63 bits of a JSON-able value.
-
-    >>> print_of({"seed": 0}) == print_of({"seed": 1})
-    False
-    """
+    """63 bits of a JSON-able value."""
     return int(hashed(json.dumps(value, sort_keys=True, default=repr)), 16) >> 1
 
 

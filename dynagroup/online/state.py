@@ -56,23 +56,16 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
     """
     given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
     ranks = [state["rank"] for state in ordered]
-    if len(states) > 1:
-        if ranks != list(range(given)):
-            raise StateError(f"states of ranks {ranks} were given; all {given} ranks' states are needed")
-        if len(places := {_place(state) for state in ordered}) > 1:
-            raise StateError(
-                "the ranks' states were not taken after the same step: (ranks, epoch, step, samples, changes) are "
-                f"{sorted(places)}"
-            )
-    elif given not in (1, size):
+    if ranks != list(range(given)) and (given, ranks) != (size, [rank]):
         raise StateError(
-            f"the state was taken on {given} ranks, this run has {size}: give load_state_dict the list of all ranks' states"
+            f"states of ranks {ranks} of {given} were given, and this is rank {rank} of {size}: give each rank its own, or on "
+            "another number of ranks the list of all ranks' states"
         )
-    elif given == size and ranks != [rank]:
+    if len(places := {_place(state) for state in ordered}) > 1:
         raise StateError(
-            f"this is the state of rank {ranks[0]}, and this is rank {rank}: give each rank its own, or the list of all"
+            f"ranks' states were not taken after the same step: (ranks, epoch, step, samples, changes) are {sorted(places)}"
         )
-    return ordered if given != size or len(ordered) == 1 else [ordered[rank]]
+    return [ordered[rank]] if len(ordered) == size else ordered
 
 
 def _place(state: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -32,9 +32,14 @@ class Explorer:
         self.every = every_interleaving
         self.size = len(windows)
         self.seen = set()
-        self.ends = []
-        self.edges = 0
         self.start = (tuple((0, w, 0, LOADING) for w in windows), extra)
+
+    @classmethod
+    def explored(cls, starts, capsys, name, **how):
+        """All of these, counted."""
+        found = [cls(windows, **how).explore() for windows in starts]
+        with capsys.disabled():
+            print(f"\n[{name}: {sum(len(one.seen) for one in found):,} states]", end="")
 
     def explore(self):
         stack = [(self.start, 0)]
@@ -45,7 +50,6 @@ class Explorer:
             if not following:
                 raise AssertionError(f"deadlock in {state}")
             for after in following:
-                self.edges += 1
                 if after is None:
                     continue
                 if after not in self.seen:
@@ -104,38 +108,24 @@ class Explorer:
         taken = max(made - queued for queued, _, made, _ in ranks)
         most = max(made for *_, made, _ in ranks)
         assert taken + agreement.steps == most, "as many steps as the rank with most batches needs, and no more"
-        self.ends.append(agreement.steps)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_interleaving_ends_without_deadlock(size, capsys):
     """Of map-style data, whose rest is known, and of streams, whose end is found by asking: the rules are the same."""
-    states = edges = 0
-    for windows in product(range(5), repeat=size):
-        found = Explorer(windows).explore()
-        states, edges = states + len(found.seen), edges + found.edges
-    with capsys.disabled():
-        print(f"\n[{size} ranks: {states:,} states, {edges:,} transitions, every interleaving]", end="")
+    Explorer.explored(product(range(5), repeat=size), capsys, f"{size} ranks, every interleaving")
 
 
 def test_three_ranks_where_loading_commutes(capsys):
     """Loading touches a rank's own state only, so one order of loading stands for all (seen above for two ranks)."""
-    states = edges = 0
-    for windows in combinations_with_replacement(range(5), 3):
-        found = Explorer(windows, every_interleaving=False).explore()
-        states, edges = states + len(found.seen), edges + found.edges
-    with capsys.disabled():
-        print(f"\n[3 ranks: {states:,} states, {edges:,} transitions]", end="")
+    Explorer.explored(combinations_with_replacement(range(5), 3), capsys, "3 ranks", every_interleaving=False)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_windows_handed_out_at_exchanges(size, capsys):
-    states = edges = 0
     for extra in range(5):
-        found = Explorer((1,) * size, extra=extra, every_interleaving=size < 3).explore()
-        states, edges = states + len(found.seen), edges + found.edges
-    with capsys.disabled():
-        print(f"\n[{size} ranks, windows handed out: {states:,} states, {edges:,} transitions]", end="")
+        name = f"{size} ranks, {extra} windows handed out"
+        Explorer.explored([(1,) * size], capsys, name, extra=extra, every_interleaving=size < 3)
 
 
 def test_an_epoch_is_finite():
@@ -151,9 +141,8 @@ def test_an_epoch_is_finite():
         longest.cache_clear()
 
 
-def test_evening_out_over_all_queues(capsys):
+def test_evening_out_over_all_queues():
     """Up to eight batches of one to three samples: conserved, as many parts as asked for or as there are samples."""
-    count = 0
     for num_batches in range(9):
         for sizes in combinations_with_replacement((1, 2, 3), num_batches):
             for steps in range(num_batches, 14):
@@ -161,9 +150,6 @@ def test_evening_out_over_all_queues(capsys):
                 assert len(parts) == len(sizes)
                 assert all(1 <= p <= s for p, s in zip(parts, sizes, strict=True))
                 assert sum(parts) == max(num_batches, min(steps, sum(sizes)))
-                count += 1
-    with capsys.disabled():
-        print(f"\n[{count:,} queues evened out]", end="")
 
 
 def test_handing_out_over_all_small_loads():

@@ -56,7 +56,7 @@ def text_of(world: Any, fault: str) -> str:
 @pytest.mark.parametrize(
     ("fault", "of_faulty", "of_others"),
     [
-        ("item_raises", "dataset item 77 raised KeyError", "rank . failed while it loaded data: .*dataset item 77"),
+        ("item_raises", r"dataset items \[77\] raised KeyError", r"rank . failed while it loaded data: .*items \[77\]"),
         ("worker_dies", "worker", "rank . failed while it loaded data: .*[Ww]orker"),
         ("wrong_lengths", "collate_fn made a batch", "rank 1 failed while it loaded data: .*collate_fn made a batch"),
         ("other_seed", "ranks differ in seed", "ranks differ in seed"),
