@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dynagroup.plan.cost import Work
 from dynagroup.testing import run_ranks
 
-from .helpers import Jittered, all_ids, ids_in, lengths_of, make_loader, used
+from .helpers import Jittered, all_ids, lengths_of, make_loader, used
 
 MODES = {
     "free": {},
