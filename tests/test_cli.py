@@ -13,8 +13,6 @@ import warnings
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 import dynagroup
@@ -38,7 +36,6 @@ def folder(tmp_path_factory):
     (path / "texts.txt").write_text("some text\nmore of it\n")
     (path / "many.txt").write_text("one text\n" * 8)
     (path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    (path / "table.csv").write_text("id,text,length\n" + "".join(f"{i},t,{n}\n" for i, n in enumerate(LENGTHS)))
     train_tokenizer(["a few words to learn from, and some more"] * 4, vocabulary=300).save_pretrained(path / "tokens")
     own = {"n_positions": 96, "bos_token_id": None, "eos_token_id": None}
     models.gpt2(vocab=500, width=64, layers=1, dropout=0.1, **own).save_pretrained(path / "model")
@@ -323,51 +320,3 @@ def test_mistakes_of_every_command_are_one_line(line, message, folder):
 def test_a_missing_package_is_named_with_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "install dynagroup[viz]" in refusal("plan", "lengths.npy", "--max-tokens", "800", "--picture", "x.png")
-
-
-# Anything at all
-
-
-def assert_runs_or_says_why(arguments: list[str]) -> None:
-    status, _, error = said(*arguments)
-    lines = [line for line in error.splitlines() if ": warning: " not in line and not line.startswith((" ", "usage:"))]
-    assert status in (0, 2), error
-    assert "Traceback" not in error
-    assert not status or (len(lines) == 1 and lines[0].startswith(f"dynagroup {arguments[0]}: ")), error
-
-
-NUMBERS = ["0", "-1", "1", "2", "64", "1k", "1.5", "0.5", "1e3", "nan", "inf", "-inf", "", "x", "9" * 30]
-WORDS = ["length", "id", "text", "", "nowhere", "padded", "packed", "24GB", "0"]
-DATA = ["lengths.npy", "texts.txt", "table.csv", "nowhere.npy", "", ".", "\0", "lengths.npy/x"]
-COMMON = "--pad-to-multiple-of --world-size --max-length --max-tokens --layout --column --json"
-OWN = {
-    "plan": "--window --samples-per-update --shuffle",
-    "compare": "--batch-size --accumulation",
-    "doctor": "--batch-size --accumulation --gpu-memory",
-}
-
-
-@st.composite
-def command_lines(draw: st.DrawFn) -> list[str]:
-    command = draw(st.sampled_from(sorted(OWN)))
-    names = draw(st.lists(st.sampled_from(f"{COMMON} {OWN[command]}".split()), max_size=4, unique=True))
-    line = [command, draw(st.sampled_from(DATA[:1] * 8 + DATA))]
-    needed = "--max-tokens" if command == "plan" else "--batch-size"
-    if needed not in names and draw(st.integers(0, 9)):
-        line += [needed, "64"]
-    values = lambda name: WORDS if name in ("--layout", "--column", "--gpu-memory") else NUMBERS  # noqa: E731
-    return line + [
-        name if name in ("--shuffle", "--json") else f"{name}={draw(st.sampled_from(values(name)))}" for name in names
-    ]
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(line=command_lines())
-def test_any_command_line_runs_or_says_what_is_wrong_in_one_line(line, folder):
-    assert_runs_or_says_why(line)
-
-
-def test_a_traceback_would_be_noticed(monkeypatch, folder):
-    monkeypatch.setattr(BatchPlan, "report", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        assert_runs_or_says_why(["plan", "lengths.npy", "--max-tokens", "64"])

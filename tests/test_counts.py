@@ -10,17 +10,13 @@ import torch
 
 from benchmarks.data import collate
 from dynagroup import (
-    LengthAwareBatchSampler,
-    MemoryBudget,
     OnlineDataLoader,
-    OomSafeBackward,
     PlannedDataLoader,
     TokenBudget,
     run_with_oom_retry,
 )
-from dynagroup.memory.trace import phases
 from dynagroup.online.feeds import RequestQueue
-from dynagroup.testing import run_ranks
+from dynagroup.testing import Allocator, run_ranks
 from tests.online.helpers import Tokens, lengths_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
@@ -99,52 +95,10 @@ def test_requests_to_workers(options, requests, monkeypatch):
         assert 0 < len(asked) <= most
 
 
-def test_traces_of_a_model(monkeypatch):
-    """A dozen small ones, whatever is asked afterwards."""
-    from transformers import GPT2Config
-
-    runs: list[Any] = []
-    inner = phases.trace
-    monkeypatch.setattr(phases, "trace", lambda *args, **kwargs: runs.append(args[2:4]) or inner(*args, **kwargs))
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
-    budget = MemoryBudget.from_model(config, "1GB")
-    assert 0 < len(runs) <= 14
-    runs.clear()
-    LengthAwareBatchSampler(LENGTHS, budget, rank=0, world_size=1).plan.report()
-    assert not runs
-
-
-def memory_of(most: int, calls: list[int]) -> Any:
-    """A call that takes at most so many samples."""
-
-    def run(batch: Any) -> torch.Tensor:
-        calls.append(len(batch["input_ids"]))
-        if calls[-1] > most:
-            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
-        return batch["input_ids"][:, 0]
-
-    return run
-
-
-def equal_batch(samples: int) -> Any:
-    return collate([Tokens([4] * samples)[i] for i in range(samples)])
-
-
 def test_passes_of_a_retry():
     """16 samples of which so many fit: each halving costs one pass that fails, 2 k - 1 for k parts."""
     for most, passes in ((16, 1), (8, 3), (1, 31)):
-        run_with_oom_retry(memory_of(most, calls := []), equal_batch(16))
-        assert len(calls) <= passes
-
-
-def test_passes_of_a_training_that_learns():
-    """The first update finds out what fits (16 of 64 samples), at a pass a halving; later ones are cut beforehand."""
-    calls: list[int] = []
-    weight = torch.nn.Linear(1, 1)
-    run, backward, counts = memory_of(16, calls), OomSafeBackward(weight, weigh="samples"), []
-    for _ in range(3):
-        calls.clear()
-        backward(lambda part: run(part).float().mean() * weight.weight.sum(), equal_batch(64))
-        counts.append(len(calls))
-    assert counts[0] <= 7
-    assert counts[1:] <= [4, 4]
+        embed, allocator = torch.nn.Embedding(16, 1), Allocator(4 * most)
+        allocator.in_forward(embed)
+        run_with_oom_retry(embed, torch.zeros(16, 4, dtype=torch.int64))
+        assert len(allocator.claims) <= passes

@@ -1,13 +1,12 @@
-"""Real gloo ranks, started once: Trainers, samplers under accelerate, loaders that stop, resume and are attacked, DDP's
-gradients. To start ranks takes longer than to run them."""
+"""Real gloo ranks, started once: Trainers, samplers under accelerate, loaders that stop and resume, DDP's gradients. To start
+ranks takes longer than to run them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import warnings
-from collections import Counter
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
-from dynagroup.distributed import DistributedWorld
 from dynagroup.testing import assert_conserves
 from tests.integrations import toys
 from tests.integrations.jobs import parameters, train_both, trainer
-from tests.online.attack import EPOCHS, Attack, check_rows, judge, leg
 from tests.online.helpers import Tokens, collate, ids_in, lengths_of
 from tests.packed import training
 from tests.torchrun import on_ranks
@@ -36,7 +33,7 @@ def everything(folder: str) -> dict[str, Any]:
     """What one rank finds; accelerate first, which starts the process group."""
     warnings.simplefilter("ignore")
     return {
-        **{job.__name__: job() for job in (accelerated, planned, attacked, gradients)},
+        **{job.__name__: job() for job in (accelerated, planned, gradients)},
         "trainers": trainers(folder),
     }
 
@@ -123,25 +120,6 @@ def test_heavy_weights_and_a_stop_inside_an_update(ranks: Any) -> None:
         scales = [scale for report in reports for scale, _ in report["scales"][before + 1 : end + 1]]
         assert sum(scales) == pytest.approx(2.0, rel=1e-12), "one gradient over both ranks, stopped in between or not"
     assert reports[0]["samples"] == reports[1]["samples"] < 40, "of the second loader alone"
-
-
-def attacked() -> int:
-    world, seeds = DistributedWorld(), (1, 4, 12, 33)
-    for attack in map(Attack, seeds):
-        first, state = leg(attack, world, None, 1, 2)
-        second, _ = leg(attack, world, gathered(state), None, None)
-        came: dict[int, Counter[int]] = {}
-        for epochs in (*gathered(first), *gathered(second)):
-            for epoch, steps in epochs.items():
-                came.setdefault(epoch, Counter()).update(chain.from_iterable(ids_in(step) for step in steps))
-        check_rows(gathered(second))
-        for epoch in range(EPOCHS):
-            judge(attack, epoch, came.get(epoch, Counter()), str(attack))
-    return len(seeds)
-
-
-def test_the_online_loader_survives_attacks(ranks: Any) -> None:
-    assert [found["attacked"] for found in ranks] == [4, 4]
 
 
 class Causal(nn.Module):
