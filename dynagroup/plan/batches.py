@@ -49,7 +49,7 @@ class Batches(Sequence[IntArray]):
     @property
     def sizes(self) -> IntArray:
         """Samples in each batch: int64 (B,)."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

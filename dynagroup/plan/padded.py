@@ -6,7 +6,8 @@ A division of an ordered window into runs is its offsets: int64 (B + 1,), from 0
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,7 +123,7 @@ class OrderedWindow:
 
     def total(self, offsets: IntArray) -> NDArray[np.float64]:
         """Work of each run."""
-        return self.work_of(offsets[:-1], np.diff(offsets))
+        return self.work_of(offsets[:-1], offsets[1:] - offsets[:-1])
 
     def rounded(self, sizes: IntArray) -> IntArray:
         """The largest allowed sizes up to these."""
@@ -142,21 +143,35 @@ class OrderedWindow:
             low, high = np.where(below, middle, low), np.where(below, high, middle)
         return self.rounded(low)
 
-    def greedy(self, limit: float, most_runs: int, start: int, stop: int) -> list[int]:
-        """Offsets of runs as long as a limit of work allows, a sample at least, until ``stop`` or so many runs: no other cut
-        under the limit has fewer, for what starts later reaches at least as far."""
-        offsets, work, most = [start], self.work.data, self.most.data
-        allowed = None if self.allowed is None else self.allowed.data
-        while start < stop and len(offsets) <= most_runs:
-            size = max(min(int(limit / max(work[start], TINY)), most[start]), 1)
-            if self.streams:
-                each = np.sum([np.maximum.accumulate(s[start : start + size]) for s in self.streams], axis=0)
-                size = max(int((each * np.arange(1, len(each) + 1)).searchsorted(limit, side="right")), 1)
-            if allowed is not None:
-                size = allowed[bisect_right(allowed, size) - 1]
-            start = min(start + size, stop)
-            offsets.append(start)
-        return offsets
+    def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
+        """Of a limit of work the offsets of runs as long as it allows, a sample at least, from ``start`` to ``stop`` or so many
+        runs: no other cut under the limit has fewer, for what starts later reaches at least as far."""
+        work, most = np.maximum(self.work[start:stop], TINY).tolist(), self.most[start:stop].tolist()
+        allowed, streams = (
+            None if self.allowed is None else self.allowed.tolist(),
+            [s[start:stop] for s in self.streams],
+        )
+
+        num = len(work)
+
+        def under(limit: float) -> list[int]:
+            offsets, place = [start], 0
+            for _ in range(most_runs):
+                size, longest = int(limit / work[place]), most[place]
+                if size > longest:
+                    size = longest
+                if streams:
+                    each = np.sum([np.maximum.accumulate(s[place : place + max(size, 1)]) for s in streams], axis=0)
+                    size = int((each * np.arange(1, len(each) + 1)).searchsorted(limit, side="right"))
+                if allowed is not None:
+                    size = allowed[bisect_right(allowed, size or 1) - 1]
+                place += size or 1
+                if place >= num:
+                    return [*offsets, stop]
+                offsets.append(start + place)
+            return offsets
+
+        return under
 
     def least_time(self, price: float) -> IntArray:
         """The runs of least total work plus ``price`` each; exact up to 4,096 samples."""
@@ -262,20 +277,24 @@ def by_queue(window: OrderedWindow, price: float) -> IntArray:
 
 
 # Greedy: a run ends where what its samples are padded down to the next sample's length has paid for a new run. That grows with
-# every sample, so it is bisected. In a window of alike neighbours the next run can do no better than its own least, which makes
-# this nearly as good as the exact cut. O(B log N).
+# every sample, so it is bisected, from the length of the run before on. In a window of alike neighbours the next run can do no
+# better than its own least, which makes this nearly as good as the exact cut. O(B log N).
 def one_by_one(window: OrderedWindow, price: float) -> IntArray:
     """Each run, from the longest sample on, as long as makes its price and padding a sample least."""
     num, sums = len(window), np.append(0.0, np.cumsum(window.work)).data
     work, most = window.work.data, window.most.data
     allowed = None if window.allowed is None else window.allowed.data
-    offsets, start = [0], 0
+    offsets, start, size = [0], 0, 1
     while start < num:
-        before, limit = sums[start], min(most[start], num - start - 1)
-        paid = lambda size: sums[start + size] - before - size * work[start + size] >= price  # noqa: B023, E731
-        size = min(max(bisect_left(range(limit + 1), True, key=paid), 1), most[start])
-        if allowed is not None:
-            size = allowed[bisect_right(allowed, size) - 1]
+        before, low, high, step = sums[start], 0, most[start], 1
+        size = size if size < high else high - 1
+        while high - low > 1:
+            if sums[start + size] - before - size * work[start + size] >= price:
+                high, near = size, size - step
+            else:
+                low, near = size, size + step
+            size, step = near if low < near < high else (low + high) // 2, 2 * step
+        size = high if allowed is None else allowed[bisect_right(allowed, high) - 1]
         start += size
         offsets.append(start)
     return np.asarray(offsets, np.int64)
@@ -283,9 +302,13 @@ def one_by_one(window: OrderedWindow, price: float) -> IntArray:
 
 def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntArray:
     """The runs, the dearest of them split until there are ``number``, or only single samples; parts have allowed sizes."""
+    if len(offsets) > number:
+        return offsets
     heap = [
         (-work, start, stop)
-        for work, start, stop in zip(window.total(offsets), offsets[:-1], offsets[1:], strict=True)
+        for work, start, stop in zip(
+            *(values.tolist() for values in (window.total(offsets), offsets[:-1], offsets[1:])), strict=True
+        )
         if stop - start > 1
     ]
     heapq.heapify(heap)

@@ -133,11 +133,12 @@ def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: 
     """Offsets of at most so many runs from ``start`` to ``stop``, the dearest of least work: parametric search, to 1/256, for the
     lowest limit between two under which greedy runs suffice. ``high`` suffices for certain."""
     low = max(low, float(np.add.reduce(window.work[start:stop])) / most_runs)
-    row = window.greedy(high, most_runs, start, stop)
-    while low < high * (1 - 1 / 256):
-        middle = (low + high) / 2
-        tried = window.greedy(middle, most_runs, start, stop)
+    under, close = window.greedy(start, stop, most_runs), 1 - 1 / 256
+    row, middle = under(high), high * close
+    while low < high * close:
+        tried = under(middle)
         low, high, row = (low, middle, tried) if tried[-1] == stop else (middle, high, row)
+        middle = (low + high) / 2
     return row
 
 
@@ -155,19 +156,22 @@ def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
 def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, window: OrderedWindow) -> Batches:
     """The rows of one padded stream, with less work in the dearest batch of each. ``batches`` hold places of the window."""
     by_row = work[: len(work) - len(work) % num_ranks].reshape(-1, num_ranks)
-    uneven = np.flatnonzero(np.ptp(by_row, axis=1) > EQUAL * by_row.mean(axis=1))
-    parts = list(batches) if len(uneven) else []
-    for row in uneven.tolist():
-        here = slice(row * num_ranks, (row + 1) * num_ranks)
-        places = np.sort(np.concatenate(parts[here]))
+    uneven = np.ptp(by_row, axis=1) > EQUAL * by_row.mean(axis=1)
+    uneven = np.flatnonzero(uneven & (batches.sizes[: by_row.size : num_ranks] > 1))  # a dearest sample by itself stays
+    order, cuts = batches.order.copy(), batches.offsets.copy()
+    for row, dearest in zip(uneven.tolist(), by_row[uneven].max(axis=1).tolist(), strict=True):
+        ends = slice(row * num_ranks, (row + 1) * num_ranks + 1)
+        here = slice(cuts[ends][0], cuts[ends][-1])
+        places = np.sort(order[here])
         most = np.minimum(window.most[places], np.arange(len(places), 0, -1))
-        part, dearest = OrderedWindow(window.work[places], most, window.allowed), float(by_row[row].max())
+        part = OrderedWindow(window.work[places], most, window.allowed)
         runs = _evenest(part, 0, len(places), num_ranks, 0.0, dearest)
         offsets = split_dearest(part, np.asarray(runs, np.int64), num_ranks)
         found = part.total(offsets)
         if runs[-1] == len(places) and len(found) == num_ranks and found.max() < dearest:
-            parts[here] = [places[offsets[k] : offsets[k + 1]] for k in np.argsort(-found, kind="stable")]
-    return Batches.of(parts) if len(uneven) else batches
+            level = Batches(places, offsets).take(np.argsort(-found, kind="stable"))
+            order[here], cuts[ends] = level.order, here.start + level.offsets
+    return Batches(order, cuts)
 
 
 def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, oversize: NDArray[np.bool_]) -> None:
