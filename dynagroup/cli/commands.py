@@ -104,7 +104,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
     that is safe: for samples as long in every stream as the longest of any, counting all streams."""
     if args.gpu_memory is None:
         today = found.ways[0]
-        middle = int(sorted(today.padded)[len(today.padded) // 2])
+        middle = int(sorted(today.plan.padded)[len(today.plan.padded) // 2])
         share = f"{middle / max(today.largest_batch, 1):.0%} of it"
         told = f"the largest batch has {today.largest_batch:,} tokens, a typical one {middle:,} ({share})"
         return f"{told}; name --model and --gpu-memory to see whether it fits", None

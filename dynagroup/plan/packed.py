@@ -169,8 +169,8 @@ def fill_empty(parts: list[list[int]]) -> None:
         heapq.heapreplace(fullest, (size + 1, number))
 
 
-def room_of(lengths: Streams, budget: Budget) -> tuple[Room, bool]:
-    """What a budget says about packed batches of these samples; and whether it is all in sums."""
+def room_of(lengths: Streams, budget: Budget) -> Room:
+    """What a budget says about packed batches of these samples: in sums, or a budget of another class may say anything."""
     parts = budget.parts if type(budget) is AllOf else (budget,)
     capped = {part.stream for part in parts if isinstance(part, AdditiveCap)} if type(budget) is AllOf else set()
     sums: list[tuple[NDArray, float]] = []
@@ -183,15 +183,15 @@ def room_of(lengths: Streams, budget: Budget) -> tuple[Room, bool]:
             slots = min(slots, part.max_samples or UNLIMITED, part.max_tokens)
         elif type(part) is AdditiveCap:
             sums.append((lengths[part.stream].astype(np.int64), part.limit))
-        else:  # a class of its own may say anything
+        else:
             only_sums = False
     sums = sums or [(lengths[TOKENS].astype(np.int64), UNLIMITED)]
     if only_sums:
-        return Room(sums, slots), True
+        return Room(sums, slots)
     if len(lengths) == 1:
-        return Room(sums, slots, asked=_asked(budget, sums[0][0])), False
+        return Room(sums, slots, asked=_asked(budget, sums[0][0]))
     shape = lambda members: BatchShape.of_samples({name: values[members] for name, values in lengths.items()})  # noqa: E731
-    return Room(sums, slots, together=lambda members: bool(budget.fits(shape(members))[0])), False
+    return Room(sums, slots, together=lambda members: bool(budget.fits(shape(members))[0]))
 
 
 def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
@@ -215,7 +215,7 @@ class _Packing:
     def __init__(self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
         alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first: it names a missing stream
-        self._room, self._only_sums = room_of(lengths, budget)
+        self._room = room_of(lengths, budget)
         self._costs, self._list, self._multiple = costs, costs.tolist(), multiple
         order = np.argsort(-costs, kind="stable")
         self._order: list[int] = order[alone[order]].tolist()
@@ -238,14 +238,12 @@ class _Packing:
         by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
         longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)
         rows, mean = work[by_row], work[by_row].mean(axis=1)
-        return per_step * len(rows) + rows[:, 0].sum(), bool(
-            ((np.ptp(rows, 1) <= EQUAL * mean) | (longest > mean)).all()
-        )
+        equal = (np.ptp(rows, axis=1) <= EQUAL * mean) | (longest > mean)
+        return per_step * len(rows) + rows[:, 0].sum(), bool(equal.all())
 
     def _fewest(self) -> list[list[int]]:
         """The window in few rows, hardly more than best fit needs; every batch has a sample."""
-        rows = self._num_rows(self._least_bins()) if self._only_sums else 0
-        found = self._balanced(rows) if rows else None
+        found = self._balanced(self._num_rows(self._least_bins()))
         if found is None:
             bins = best_fit(self._order, self._list, self._room.bin, self._room)
             rows = max(self._num_rows(len(bins)), 1)

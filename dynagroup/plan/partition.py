@@ -41,8 +41,7 @@ def balanced_partitions(
         ``result[part]``: positions in ``costs``, ascending; every item is in exactly one part.
 
     Raises:
-        ConfigError: an argument is wrong. BudgetError: no division within the limit was found; where there is none,
-            the message says so.
+        ConfigError: an argument is wrong. BudgetError: no division within the limit was found.
 
     >>> balanced_partitions([9, 1, 4, 4, 2, 8], 2)
     [[0, 1, 3], [2, 4, 5]]
@@ -128,15 +127,13 @@ def shard_micro_batches(
         budget: what a micro-batch may be; a number means so many tokens.
         multiple_of: the number of micro-batches on a rank is a multiple of this (pipeline stages, say).
         work: predicted time of a micro-batch, e.g. ``Work.of(model)``; the steps' work is levelled over the ranks.
-        oversize: a sample that does not fit even alone is a micro-batch of its own ("alone", with a warning), an "error", or
-            left out of the result with a warning ("drop").
+        oversize: of a sample that does not fit even alone: "alone" and "drop" warn, "error" is a BudgetError.
 
     Returns:
         ``result[rank][step]``: positions in ``lengths``; every sample is in exactly one micro-batch.
 
     Raises:
-        BudgetError: a sample does not fit and ``oversize="error"``. ConfigError: there are fewer samples than micro-batches
-            needed, or an argument is wrong.
+        ConfigError: there are fewer samples than micro-batches needed, or an argument is wrong.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> shards = shard_micro_batches([9, 1, 4, 4, 2, 8], 2, TokenBudget(9))

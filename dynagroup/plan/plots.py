@@ -71,7 +71,7 @@ def plot_ways(ways: Sequence[Any]) -> Figure:
             for of in (plan.lengths, plan.shapes.longest)
         )
         draw_padding([tokens[batch] for batch in plan.batches], widths=widths.tolist(), ax=ax)
-        ax.set_title(f"{way.name}: {way.padding:.0%} padding, {way.num_steps:,} steps", fontsize=10)
+        ax.set_title(f"{way.name}: {way.padding:.0%} padding, {plan.num_steps:,} steps", fontsize=10)
     return figure
 
 

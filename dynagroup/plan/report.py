@@ -42,9 +42,9 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
     yield "padding", f"{stats['padding']:.1%}"
     yield "predicted time, in tokens of one rank", f"{round(stats['predicted_time']):,}"
     if plan.budget.layout == "padded" and len(plan.batches):
-        way, size, fits = shuffled_way(plan, batch_size)
-        unfit = "" if fits else "; the longest would not fit"
-        yield f"(shuffled batches of {size} instead{unfit})", f"{way.padding:.1%} padding, {way.num_steps:,} steps"
+        way, size, most = shuffled_way(plan, batch_size)
+        unfit = "" if size <= most else "; the longest would not fit"
+        yield f"(shuffled batches of {size} instead{unfit})", f"{way.padding:.1%} padding, {way.plan.num_steps:,} steps"
         yield f"(predicted time against batches of {size})", f"{plan.predicted_time / max(way.time, 1e-9):.1%}"
     for name, values in plan.padded_lengths.items():
         of = f" in {said(name)!r}" if len(plan.padded_lengths) > 1 else ""
@@ -93,10 +93,6 @@ class Way:
     plan: BatchPlan = field(repr=False)
 
     @property
-    def num_steps(self) -> int:
-        return self.plan.num_steps
-
-    @property
     def padding(self) -> float:
         """Share of the multiplied tokens that is padding."""
         return float(self.plan.statistics["padding"])
@@ -107,14 +103,9 @@ class Way:
         return max(0.0, 1.0 - 1.0 / self.plan.statistics["row_imbalance"])
 
     @property
-    def padded(self) -> IntArray:
-        """Tokens of each batch, padding included."""
-        return self.plan.padded
-
-    @property
     def largest_batch(self) -> int:
         """Tokens of the largest batch, padding included: what memory must hold."""
-        return int(self.padded.max(initial=0))
+        return int(self.plan.padded.max(initial=0))
 
     @property
     def time(self) -> float:
@@ -124,7 +115,7 @@ class Way:
     def figures(self, today: float) -> dict[str, Any]:
         """Its figures by name. ``today``: predicted time that it is held against."""
         return {
-            "steps": self.num_steps,
+            "steps": self.plan.num_steps,
             "padding": self.padding,
             "waiting": self.waiting,
             "largest_batch_tokens": self.largest_batch,
@@ -150,16 +141,13 @@ def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
     return Way(name, replace(like, batches=batches, table=table, **facts))
 
 
-def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, bool]:
-    """Shuffled batches of one size, of the plan's samples; their size, and whether they fit at their hardest.
-
-    ``batch_size``: None: as many as fit, were they the longest.
-    """
+def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int]:
+    """Shuffled batches of one size, of the plan's samples; the size, and its default: what fits, were they the longest."""
     samples = plan.batches.order
     most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
     size = batch_size or max(most, 1)
     order = np.random.default_rng(0).permutation(np.sort(samples))
-    return fixed_way(f"fixed {size}, shuffled", fixed_batches(order, size), plan), size, size <= most
+    return fixed_way(f"fixed {size}, shuffled", fixed_batches(order, size), plan), size, max(most, 1)
 
 
 def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
@@ -200,11 +188,9 @@ class Comparison:
             "largest batch": ("largest_batch_tokens", "{:,}"),
             "predicted time": ("share_of_time", "{:.2f}"),
         }
-        rows = [
-            [name, *(shown.format(found[figure]) for figure, shown in columns.values())]
-            for name, found in self.figures()["ways"].items()
-        ]
-        return format_table(["", *columns], rows)
+        ways = self.figures()["ways"].items()
+        shown = ([name, *(form.format(found[key]) for key, form in columns.values())] for name, found in ways)
+        return format_table(["", *columns], list(shown))
 
     def plot(self) -> Any:
         """A matplotlib figure: padding of the first way and of two of ours, side by side."""

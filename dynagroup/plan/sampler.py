@@ -42,11 +42,8 @@ class _Run:
 
 
 class EpochHandle:
-    """What frameworks find as ``batch_sampler.sampler`` and tell the epoch: accelerate and Lightning look only there.
-
-    After a state was loaded, a framework may count its own epochs from 0 again (accelerate does); the first number it
-    says is then taken for the epoch that the state resumes.
-    """
+    """What frameworks find as ``batch_sampler.sampler`` and tell the epoch: accelerate and Lightning look only there. After a
+    state was loaded accelerate counts from 0 again: the first number it says is the epoch that the state resumes."""
 
     def __init__(self, sampler: LengthAwareBatchSampler) -> None:
         self._sampler = sampler
@@ -82,9 +79,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             It must give the same order on every rank. With it, ``shuffle`` only decides whether steps are shuffled.
         oversize: a sample that does not fit even alone is emitted "alone" (warned once), an "error", or "drop"ped.
         uneven: a last row that halving cannot fill "repeat"s the smallest samples (warned once) or is "drop"ped.
-        rank, world_size: by default this process's, from ``torch.distributed``, looked up whenever an epoch starts.
-            ``world_size=W`` with ``rank=None`` emits the batches of all ranks row by row, for a framework that gives
-            batch ``k`` to rank ``k % W`` itself, as accelerate does.
+        rank, world_size: by default this process's, from ``torch.distributed``, looked up whenever an epoch starts. A
+            ``world_size`` alone emits all ranks' batches row by row, for a framework that deals them out, as accelerate does.
 
     Without ``set_epoch`` each new iteration is the next epoch.
 
@@ -115,19 +111,14 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        config = PlanConfig(
-            shuffle=shuffle,
-            window=window,
-            seed=seed,
-            hardest_first=hardest_first,
-            round_batch=round_batch,
-            work=check_work(work),
-            samples_per_update=samples_per_update,
-            grouping=grouping,
-            oversize=oversize,
-            uneven=uneven,
-        )
-        self._planner = Planner(as_streams(lengths), budget, config)
+        how: dict[str, Any] = {"shuffle": shuffle, "window": window, "seed": seed, "hardest_first": hardest_first}
+        how |= {
+            "round_batch": round_batch,
+            "work": check_work(work),
+            "samples_per_update": samples_per_update,
+            "grouping": grouping,
+        }
+        self._planner = Planner(as_streams(lengths), budget, PlanConfig(**how, oversize=oversize, uneven=uneven))
         self._order = None if order is None else OrderSource(order, self._planner.num_samples)
         self._rank, self._world_size = _checked_rank(rank, world_size)
         self._epoch = 0
@@ -237,13 +228,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         """Where this epoch stands: a few integers, JSON-able, the same on every rank.
 
         Args:
-            num_steps: steps of this epoch that training has used, those before a resume included. Needed with a plain
-                ``DataLoader`` that has workers: they fetch ahead, so this sampler has handed out more than was used.
-                None: all handed out; torchdata's ``StatefulDataLoader`` does the counting itself.
+            num_steps: steps of this epoch that training has used, those before a resume included; None: all handed out. Needed
+                with a plain ``DataLoader`` whose workers fetch ahead; torchdata's ``StatefulDataLoader`` counts itself.
 
         Raises:
-            StateError: ``num_steps`` is no number of steps that this iteration has come by; or it is None in the middle of
-                an epoch while worker processes run.
+            StateError: ``num_steps`` is none that this iteration has come by, or missing while worker processes run.
         """
         run = self._run
         if num_steps is not None:

@@ -120,17 +120,17 @@ def test_every_way_has_every_sample_and_counts_its_padding(
     found = compare(lengths, batch_size, world_size=world_size, accumulation=accumulation)
     for way in found.ways:
         assert set(way.plan.batches.order.tolist()) == set(range(len(lengths)))
-        assert int(way.padded.sum()) == sum(len(b) * max(lengths[i] for i in b) for b in way.plan.batches)
+        assert int(way.plan.padded.sum()) == sum(len(b) * max(lengths[i] for i in b) for b in way.plan.batches)
         assert way.largest_batch <= batch_size * max(lengths)
         assert way.plan.table.shape[1] == world_size
         assert 0 <= way.waiting < 1
-    assert found.ways[0].num_steps == -(-len(lengths) // (batch_size * world_size))
+    assert found.ways[0].plan.num_steps == -(-len(lengths) // (batch_size * world_size))
 
 
 def test_literal_comparisons() -> None:
     found = compare([4, 2, 4, 2], 2, budget=TokenBudget(8), work=Work(per_step=10, crossover=float("inf")))
     ordered = found.ways[-1]
-    assert (ordered.padding, ordered.num_steps, ordered.time) == (0, 2, 2 * 10 + 8 + 4)
+    assert (ordered.padding, ordered.plan.num_steps, ordered.time) == (0, 2, 2 * 10 + 8 + 4)
     assert found.figures()["ways"]["dynagroup, sorted"]["steps"] == 2
     first = compare([8, 1, 8, 1, 8], 1, world_size=2, work=Work(per_step=0, crossover=float("inf"))).ways[0]
     assert first.time == first.plan.work_by_row.max(axis=1).sum()  # a step takes as long as its slowest rank
