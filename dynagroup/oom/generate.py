@@ -25,8 +25,10 @@ _SEES_PADDING = {
     "stop_strings": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
     "begin_suppress_tokens": None,
 }  # fmt: skip
-_CALLABLES = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate", "assistant_model")
-_REFUSED = ("streamer", "synced_gpus", "return_dict_in_generate", "past_key_values", "encoder_outputs")
+_CALLABLES = ("logits_processor", "stopping_criteria", "custom_generate", "assistant_model")
+_REFUSED = (
+    "streamer", "synced_gpus", "return_dict_in_generate", "past_key_values", "encoder_outputs", "prefix_allowed_tokens_fn",
+)  # fmt: skip
 _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 
@@ -44,10 +46,9 @@ def generate_with_oom_retry(
 ) -> Generated:  # fmt: skip
     """``model.generate(**batch, **generate_kwargs)``, in parts where the whole does not fit.
 
-    The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam
-    search give the same tokens (up to what another batch size changes in the last bits of half-precision logits);
-    sampling draws other random numbers after a split. What has run out of memory for a model is split beforehand from
-    then on.
+    The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam search
+    give the same tokens, sampling draws other random numbers after a split. What has run out of memory is split beforehand
+    from then on.
 
     Args:
         batch: what the tokenizer or processor returned, or input ids (samples, tokens).
@@ -96,16 +97,11 @@ class _Whole(Parts[Any]):
         self.num_sequences = self._option("num_return_sequences") or 1
         vision = VisionTokens.from_config(model.config)
         self._fields = BatchSplitter(trim=self._trim(), pad_to_multiple_of=pad_to_multiple_of, vision=vision)
-        super().__init__(model.generate, self.batch, self._fields, learned, min_samples, indices)
+        run = lambda part: model.generate(**part, **self.kwargs)  # noqa: E731
+        super().__init__(run, self.batch, self._fields, learned, min_samples, indices)
 
     def measured(self) -> tuple[int | None, int | None]:
         return (None, None) if self._watch is None else self._watch.new_peak()
-
-    def run(self, start: int, stop: int) -> Any:
-        kwargs, allowed = self.kwargs, self.kwargs.get("prefix_allowed_tokens_fn")
-        if start and allowed is not None:  # it is asked by position in the batch
-            kwargs = {**kwargs, "prefix_allowed_tokens_fn": lambda sample, ids: allowed(sample + start, ids)}
-        return self.model.generate(**self.part(start, stop), **kwargs)
 
     def shape(self, start: int, stop: int) -> BatchShape:
         """What memory grows with: every beam and returned sequence, at its full length in the end."""
@@ -160,7 +156,7 @@ def check_options(model: Any, given: Mapping[str, Any]) -> None:
     for name in _REFUSED:
         if generation_option(name, model, given) not in (None, False):
             raise ConfigError(
-                f"`{name}` cannot be used with out-of-memory retry, which puts together token ids alone; call model.generate"
+                f"`{name}` cannot be used with out-of-memory retry, where a part knows nothing of the whole; call model.generate"
             )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
+from dynagroup.device import is_out_of_memory
 from dynagroup.errors import AlignmentError, ConfigError
-from dynagroup.oom.retry import attempt
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +17,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 2**20
 """Smaller gradients travel together; a larger one travels in the tensor that holds it, without a copy."""
-_MAX_TRAVELLING = 32  # bounds the memory of buckets on their way
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
-_LOST = re.compile(r"(?i)gloo|nccl|rccl|connection (?:closed|reset|refused)|timed ?out")
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
@@ -71,15 +67,22 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
     import torch.distributed as dist
 
     size = dist.get_world_size(group)
-    travelling: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
-    with torch.no_grad(), _lost_ranks_named():
-        for bucket in _buckets([_gradient_of(p) for p in parameters]):
-            flat = _packed(bucket).div_(size)
-            travelling.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
-            if len(travelling) > _MAX_TRAVELLING:
-                _receive(*travelling.popleft())
-        while travelling:
-            _receive(*travelling.popleft())
+    with torch.no_grad():
+        buckets = list(_buckets([_gradient_of(p) for p in parameters]))
+        try:
+            packed = [_packed(bucket).div_(size) for bucket in buckets]
+            works = [dist.all_reduce(flat, group=group, async_op=True) for flat in packed]
+            for work, flat, bucket in zip(works, packed, buckets, strict=True):
+                work.wait()
+                if flat is not bucket[0]:
+                    for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                        gradient.copy_(values.view_as(gradient))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise AlignmentError(
+                f"another rank was lost while gradients were exchanged; see its error: {error}"
+            ) from error
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -110,29 +113,8 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _packed(bucket: list[torch.Tensor]) -> torch.Tensor:
     import torch
 
-    if len(bucket) == 1 and bucket[0].is_contiguous():
-        return bucket[0]
-    pack = lambda: torch.cat([gradient.reshape(-1) for gradient in bucket])  # noqa: E731
-    packed = attempt(pack)
-    return packed.value if packed.value is not None else pack()  # memory has been freed by now
-
-
-def _receive(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
-    work.wait()
-    if flat is not bucket[0]:
-        for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(values.view_as(gradient))
-
-
-@contextmanager
-def _lost_ranks_named() -> Iterator[None]:
-    """A collective that fails or times out because another rank has gone says so."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not _LOST.search(str(error)):
-            raise
-        raise AlignmentError(f"another rank was lost while gradients were exchanged; see its error: {error}") from error
+    alone = len(bucket) == 1 and bucket[0].is_contiguous()
+    return bucket[0] if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
 
 
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:

@@ -97,23 +97,12 @@ class Job:
 
     def as_they_come(self, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
         """(index, result), longest texts first."""
-        done = {int(index) for index in skip}
-        wrong = [index for index in sorted(done) if not 0 <= index < len(self.texts)]
-        if wrong:
-            raise ConfigError(
-                f"`skip` names text {wrong[0]}, but there are {len(self.texts)}: 0 to {len(self.texts) - 1}"
-            )
         self._prepare()
-        batches = self._results(self._without(done))
+        batches = self._results(self._without({int(index) for index in skip}))
         return ((index, result) for indices, results in batches for index, result in zip(indices, results, strict=True))
 
     def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
-        """All results in input order, from ``output`` where it is finished already.
-
-        Raises:
-            ConfigError: several ranks without an output; ranks with different jobs.
-            StateError: what is there is of another job, or damaged.
-        """
+        """All results in input order, from ``output`` where it is finished already."""
         world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
         if output is None:
             if world.size > 1:
@@ -308,11 +297,11 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
         "model's switches": _digest(_switches(model)),
-        "model's config": _setting(getattr(model, "config", None)),
-        "model's generation_config": _setting(getattr(model, "generation_config", None)),
+        "model's config": _said(getattr(model, "config", None)),
+        "model's generation_config": _said(getattr(model, "generation_config", None)),
         "tokenizer": _tokenizer(tokenizer),
         "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
-        **{name: _setting(value) for name, value in settings.items()},
+        **{name: _said(value) for name, value in settings.items()},
     }
 
 
@@ -325,17 +314,11 @@ def _digest(parts: Iterable[str]) -> str:
     return f"#{digest.hexdigest()}"
 
 
-def _setting(value: Any) -> str | int | None:
-    if value is None or type(value) in (int, str):
-        return value
-    return described({k: _said(v) for k, v in value.items()} if isinstance(value, Mapping) else _said(value))
-
-
-def _said(config: Any) -> Any:
-    """A configuration as what it says; anything else as it is."""
-    if not hasattr(config, "to_dict"):
-        return config
-    return {k: v for k, v in config.to_dict().items() if v is not None and k not in _WHERE_FROM | _HOW}
+def _said(value: Any) -> str | int | None:
+    """A setting, or a configuration as what it says."""
+    if hasattr(value, "to_dict"):
+        value = {k: v for k, v in value.to_dict().items() if v is not None and k not in _WHERE_FROM | _HOW}
+    return value if value is None or type(value) in (int, str) else described(value)
 
 
 def _tokenizer(tokenizer: Any) -> str:

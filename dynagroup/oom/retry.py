@@ -85,16 +85,15 @@ def run_with_oom_retry(
 ) -> list[T]:  # fmt: skip
     """``fn(batch)``, in parts where the whole does not fit; the parts' results in input order.
 
-    ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not
-    (it may have added to ``.grad`` before it failed; use :class:`~dynagroup.oom.OomSafeBackward`). Only a part that
-    failed is run again, in halves; what succeeded is kept. A part that still waits and is no smaller than what has failed
-    is cut before it is run. ``fn`` sees parts as the splitter makes them.
+    ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not (use
+    :class:`~dynagroup.oom.OomSafeBackward`). Only a part that failed is run again, in halves; one that still waits and is no
+    smaller than what has failed is cut before it is run.
 
     Args:
         split: how to count and cut a batch; default: :class:`~dynagroup.oom.BatchSplitter`.
         min_samples: a part of fewer than twice as many samples is not cut any more.
         retry_on: which errors count as out of memory.
-        learned: a budget to teach, also for later batches; what it has learned not to fit is cut before it fails.
+        learned: a budget to teach; what it has learned not to fit is cut before it fails.
         indices: dataset indices of the samples, to name them in messages.
 
     Raises:
@@ -119,11 +118,8 @@ def run_with_oom_retry(
 
 
 class Parts(Generic[T]):
-    """Ranges of a batch's samples, run in order; what fails is cut in halves.
-
-    What was learned is asked when a range's turn has come, because what failed before it may have taught something; a range
-    that it does not allow is cut without being run.
-    """
+    """Ranges of a batch's samples, run in order; what fails, or what was learned does not allow when its turn has come, is cut
+    in halves."""
 
     def __init__(
         self, fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, min_samples: int,
@@ -136,10 +132,6 @@ class Parts(Generic[T]):
     def num_samples(self) -> int:
         return self.splitter.num_samples(self.batch)
 
-    def run(self, start: int, stop: int) -> T:
-        """The result of a range."""
-        return self.fn(self.part(start, stop))
-
     def part(self, start: int, stop: int) -> Any:
         whole = stop - start == self.num_samples
         return self.batch if whole else self.splitter.take(self.batch, start, stop)
@@ -149,22 +141,18 @@ class Parts(Generic[T]):
         return shape_of(self.part(start, stop), stop - start)
 
     def measured(self) -> tuple[int | None, int | None]:
-        """(peak bytes, device bytes) of the latest run, where they are known."""
+        """(peak bytes, device bytes) of the latest run, where known."""
         return None, None
 
     def run_all(self, waiting: list[tuple[int, int]]) -> list[tuple[int, int, T]]:
-        """(first sample, the one behind the last, result) of every part.
-
-        Raises:
-            BudgetError: a part that cannot be cut further failed.
-        """
+        """(first sample, the one behind the last, result) of every part."""
         done: list[tuple[int, int, T]] = []
         while waiting:
             (start, stop), waiting = waiting[0], waiting[1:]
             if not self._allowed(start, stop):
                 waiting = halves(start, stop) + waiting
                 continue
-            outcome = attempt(lambda a=start, b=stop: self.run(a, b), self._retry_on)
+            outcome = attempt(lambda a=start, b=stop: self.fn(self.part(a, b)), self._retry_on)
             if outcome.error is not None:
                 waiting = self.failed(start, stop, outcome) + waiting
                 continue

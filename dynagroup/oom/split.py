@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom.vision import VISION_KEYS, VisionTokens, take_vision
 from dynagroup.shapes import BatchShape
-from dynagroup.validation import check_choice
-
-if TYPE_CHECKING:
-    import torch
 
 B = TypeVar("B")
 Trim: TypeAlias = Literal["both", "left", "right", "none"]
@@ -50,17 +46,16 @@ class Splitter(Protocol[B]):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSplitter:
-    """Splits dicts, ``BatchEncoding``, tuples, tensors, arrays and lists.
+    """Splits dicts, ``BatchEncoding``, tuples and lists of fields, tensors, arrays and lists of samples.
 
-    Mappings and tuples hold fields of one entry per sample, and so do lists of tensors of one first dimension
-    (``default_collate``); other lists hold samples. Numbers and strings go to every part. What fits no rule is refused with
-    its key. A packed batch, one row with ``cu_seq_lens_q`` or with ``position_ids`` that start again, is split between its
-    samples.
+    A list of tensors of one first dimension (``default_collate``) holds fields. Numbers and strings go to every part. What fits
+    no rule is refused with its key. A packed batch, one row with ``cu_seq_lens_q`` or with ``position_ids`` that start again, is
+    split between its samples.
 
     Args:
         trim: sides on which a part loses its padding columns, as its ``attention_mask`` shows them. On the left this
             moves the positions of a model that is given no ``position_ids``; ``generate`` derives them from the mask.
-        pad_to_multiple_of: trimmed widths are rounded up to a multiple of this, at most to the batch's own width.
+        pad_to_multiple_of: trimmed widths are rounded up to it, at most to the batch's own.
         rules: key -> ``rule(value, batch, start, stop)``, for values that only you know how to cut.
         vision: token ids of images and videos, where ``pixel_values`` of all samples are concatenated
             (``image_grid_thw``); not needed when the batch has ``mm_token_type_ids``.
@@ -76,9 +71,6 @@ class BatchSplitter:
     pad_to_multiple_of: int = 1
     rules: Mapping[str, Callable[[Any, Any, int, int], Any]] = field(default_factory=dict)
     vision: VisionTokens | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("trim", self.trim, ("both", "left", "right", "none"))
 
     def num_samples(self, batch: Any, /) -> int:
         """Samples in the batch, from its first dimension."""
@@ -173,7 +165,7 @@ class BatchSplitter:
                 parts[key] = _whole(parts[key][:, first:last])
 
     def _span(self, mask: Any, width: int) -> tuple[int, int]:
-        used = np.flatnonzero(_to_numpy((mask != 0).any(0)))
+        used = np.flatnonzero((mask != 0).any(0).tolist())
         if not len(used):
             return 0, width
         first = int(used[0]) if self.trim in ("both", "left") else 0
@@ -210,10 +202,6 @@ def _is_array(value: Any) -> TypeGuard[Any]:
 
 def _is_sized(value: Any) -> bool:
     return value.ndim > 0 if _is_array(value) else isinstance(value, (list, tuple))
-
-
-def _to_numpy(value: torch.Tensor | np.ndarray) -> np.ndarray:
-    return value if isinstance(value, np.ndarray) else value.cpu().numpy()
 
 
 def _fields_of(value: Any) -> Fields | None:
@@ -306,7 +294,7 @@ def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
     places, tokens = batch.get("position_ids"), int(row.shape[1])
     if places is None or tuple(places.shape) != (1, tokens) or batch.get("attention_mask") is not None:
         return None
-    starts = np.flatnonzero(np.diff(_to_numpy(places[0])) != 1) + 1
+    starts = np.flatnonzero(np.diff(places[0].tolist()) != 1) + 1
     return [0, *starts.tolist(), tokens]
 
 

@@ -9,11 +9,10 @@ import re
 import struct
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.state import opened, sealed
 
 _log = logging.getLogger(__name__)
-_Place: TypeAlias = "tuple[Path, int, int]"  # of a result: its file, where it begins there, its bytes
 _OWN = re.compile(r"[0-9a-f]{32}\.(journal|new)")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum, index of the sample
 _UNKNOWN = " " * 31  # as long as what is said of an output
@@ -93,12 +91,7 @@ class Output:
         self._file: Any = None
 
     def is_finished(self) -> bool:
-        """Whether this very job has been finished there.
-
-        Raises:
-            StateError: the file is another job's, or has changed since; says what differs, and the way out.
-            ConfigError: a file is there of which nobody knows where it came from.
-        """
+        """Whether this very job has been finished there. Refuses another job's file, a changed one, and one of unknown origin."""
         if not self._path.exists():
             return False
         if not self._path.is_file() or not self._receipt.exists():
@@ -110,12 +103,8 @@ class Output:
         return True
 
     def claim(self) -> bool:
-        """Be the one run that works here, until :meth:`close`. Whether the job has been finished meanwhile.
-
-        Raises:
-            ConfigError: another process is working here.
-            StateError: finished samples of another job are here.
-        """
+        """Be the one run that works here, until :meth:`close`; refused where there are samples of another job. Whether the job has
+        been finished meanwhile."""
         self._receipt.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.fdopen(os.open(self._receipt, os.O_RDWR | os.O_CREAT), "r+b")
         _lock(self._lock, self._receipt)
@@ -146,30 +135,25 @@ class Output:
         self._lock.flush()
         os.fsync(self._lock.fileno())
 
-    def finished(self) -> dict[int, _Place]:
-        """Samples that any run has finished: index -> where its result is. Warns of what is not whole."""
-        found: dict[int, _Place] = {}
+    def finished(self) -> dict[int, bytes]:
+        """Samples that any run has finished: index -> its result. Warns of what is not whole."""
+        found: dict[int, bytes] = {}
         for path in self._own_files("journal"):
-            with path.open("rb") as file:
-                size, end = os.fstat(file.fileno()).st_size, 0
-                while record := self._record(file, size):
-                    end = file.tell()
-                    found.setdefault(record[0], (path, end - record[1], record[1]))
-            if end < size:
+            data, end = path.read_bytes(), 0
+            while end + _HEAD.size <= len(data):
+                length, checksum, index = _HEAD.unpack_from(data, end)
+                start, stop = end + _HEAD.size, end + _HEAD.size + length
+                result = data[start:stop]
+                if len(result) < length or self._checksum(index, result) != checksum:
+                    break
+                found.setdefault(index, result)
+                end = stop
+            if end < len(data):
                 _log.warning(
                     "%s: its last %d of %d bytes are no whole results of this job (a run was killed while writing, or the file "
-                    "was damaged); those samples are done again", path, size - end, size,
+                    "was damaged); those samples are done again", path, len(data) - end, len(data),
                 )  # fmt: skip
         return found
-
-    def _record(self, file: Any, size: int) -> tuple[int, int] | None:
-        """Index and bytes of the record that begins here, in a file of so many bytes; None if it is not whole."""
-        head = file.read(_HEAD.size)
-        if len(head) < _HEAD.size:
-            return None
-        length, checksum, index = _HEAD.unpack(head)
-        data = file.read(min(length, size))
-        return (index, length) if len(data) == length and self._checksum(index, data) == checksum else None
 
     def append(self, indices: Sequence[int], results: Iterable[Any]) -> None:
         """Keep finished samples; they are on disk when this returns."""
@@ -182,11 +166,7 @@ class Output:
         os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Write the output in input order. The one that has claimed it does this, when all samples are in the journal.
-
-        Raises:
-            StateError: samples are missing.
-        """
+        """Write the output in input order. The one that has claimed it does this, when all samples are in the journal."""
         found = self.finished()
         if len(found) < self._num_samples:
             missing = self._num_samples - len(found)
@@ -195,7 +175,7 @@ class Output:
             )
         self.journal.mkdir(exist_ok=True)  # there is none where there is no sample
         new = self.journal / f"{uuid.uuid4().hex}.new"  # nobody else writes it; it goes with the journal
-        self._kind.write(new, self._kind.gather([self._kind.unpack(data) for data in _read(found)]))
+        self._kind.write(new, self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))]))
         with new.open("rb") as file:
             os.fsync(file.fileno())
         self._say(_sum(new))
@@ -231,15 +211,6 @@ class Output:
 
     def _checksum(self, index: int, data: bytes) -> int:
         return zlib.crc32(data, zlib.crc32(index.to_bytes(8, "little", signed=True), self._seed))
-
-
-def _read(found: Mapping[int, _Place]) -> Iterator[bytes]:
-    """Results in order of their samples, one in memory at a time."""
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(path.open("rb")) for path in {place[0] for place in found.values()}}
-        for _, (path, start, length) in sorted(found.items()):
-            files[path].seek(start)
-            yield files[path].read(length)
 
 
 def _sum(path: Path) -> str:

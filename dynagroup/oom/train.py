@@ -29,17 +29,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult:
-    """What became of one batch.
-
-    Args:
-        loss: the batch's loss as ``compute_loss`` gives it for the whole batch, detached.
-        num_parts: parts it was run in; 1 if it fitted, 0 of an idle one.
-        num_ooms: attempts that failed on this rank.
-    """
+    """What became of one batch: its loss as ``compute_loss`` gives it for the whole, detached; and the parts that it was run in, 1
+    if it fitted, 0 of an idle one."""
 
     loss: torch.Tensor
     num_parts: int
-    num_ooms: int
 
 
 @dataclass(slots=True)
@@ -94,7 +88,6 @@ class Update:
     done: list[Part] = field(default_factory=list)
     waiting: list[Part] = field(default_factory=list)
     num_calls: int = 0
-    num_ooms: int = 0
     failed_cost: float = math.inf
     verdict: tuple[int, int] | None = None
     """The sample that does not fit even alone: its index in the dataset if known, and its tokens."""
@@ -125,14 +118,12 @@ class Update:
 class OomSafeBackward:
     """``loss.backward()`` that goes on in parts when memory runs out, with exact weights.
 
-    Call it once per batch; with ``ends_update=True`` on the last batch before ``optimizer.step()``. Gradients stay on
-    their rank during the update and are averaged when all of its parts have run, so a rank that runs out of memory repeats
-    its own work and no other rank needs to know. Ranks vote once an update: a sample that does not fit even alone raises
-    the same error on every rank. What failed is undone exactly: an update's batches are held until it ends, and gradients
-    are computed again from their recorded random state.
+    Call it once per batch; with ``ends_update=True`` on the last batch before ``optimizer.step()``. Gradients stay on their rank
+    until all parts of the update have run, and are then averaged: a rank that runs out of memory repeats its own work. A sample
+    that does not fit even alone raises the same error on every rank. An update's batches are held until it ends.
 
-    ``compute_loss`` must not exchange data between ranks itself, and its loss must be a mean or sum over its batch
-    (no statistics over the batch, as in batch normalisation or contrastive losses, survive splitting).
+    ``compute_loss`` must not exchange data between ranks, and its loss must be a mean or sum over its batch (no batch
+    normalisation, no contrastive loss).
 
     Args:
         model: the model, plain or in ``DistributedDataParallel``. FSDP and DeepSpeed are refused.
@@ -200,7 +191,7 @@ class OomSafeBackward:
         import torch
 
         self._update = update = self._update or Update.begin(self._model)
-        update.num_calls, update.num_ooms = update.num_calls + 1, 0
+        update.num_calls += 1
         try:
             if not idle:
                 stop = self._splitter.num_samples(batch)
@@ -215,7 +206,7 @@ class OomSafeBackward:
             self._finish(update)
         parts = [part for part in update.done if part.call == update.num_calls]
         loss: Any = sum(part.loss * part.share for part in parts) if parts else torch.zeros((), device=self._device)
-        return BackwardResult(loss, len(parts), update.num_ooms)
+        return BackwardResult(loss, len(parts))
 
     # Gradients under out-of-memory. A backward pass that fails has added to some gradients and not to others, and no copy of
     # them is kept. So all gradients of the update are dropped, and everything that gave them runs again, each part from the
@@ -273,7 +264,6 @@ class OomSafeBackward:
         return loss.detach()
 
     def _note(self, update: Update, part: Part, error: str, seconds: float) -> None:
-        update.num_ooms += 1
         _log.warning("out of memory at %s; going on in parts. %s", describe(part.samples(self._splitter)), error)
         self.learned.record_waste(num_ooms=1, num_retries=2, wasted_s=seconds)
         cost = float(self.learned.cost(part.shape(self._splitter))[0])
@@ -286,11 +276,7 @@ class OomSafeBackward:
     # when all ranks have theirs: nothing can fail then but the exchange itself. Cost: an exchange of gradients as in DDP, one
     # small all-reduce.
     def _finish(self, update: Update) -> None:
-        """The end of an update: all ranks raise alike, or all hold the mean of their gradients.
-
-        Raises:
-            BudgetError: samples of some rank do not fit; gradients are then what they were before the update.
-        """
+        """The end of an update: all ranks raise alike, their gradients as before it, or all hold the mean of their gradients."""
         gradients = zip(update.parameters, update.before, strict=True)
         present = [int(p.grad is not None or before is not None) for p, before in gradients]
         cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)

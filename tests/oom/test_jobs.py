@@ -31,7 +31,6 @@ from dynagroup.oom import (
     embed_dataset,
     generate_dataset,
     iter_classify,
-    iter_embed,
     iter_generate,
     jobs,
 )
@@ -199,7 +198,6 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"batch_size": 0, "budget": None}, "`batch_size` must be an int of at least 1"),
     (ALL, {"output": "out.csv"}, "must end in .(jsonl|npy), but"),
     (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "on several ranks `output` must name a file"),
-    ((iter_generate, iter_embed, iter_classify), {"skip": [0, 2]}, "`skip` names text 2, but there are 2: 0 to 1"),
     (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` belongs to one batch"),
     (ALL[:1], {"model": small_llama().model}, r"LlamaModel has no generate\(\)"),
     (ALL[1:2], {"pooling": "max"}, "`pooling` must be one of 'mean', 'first', 'last', but is 'max'"),
