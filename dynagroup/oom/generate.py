@@ -69,29 +69,20 @@ def generate_with_oom_retry(
         generate_kwargs["pad_token_id"] = pad_token_id
     if learned is None:
         learned = _learned_by_model.setdefault(model, LearningBudget())
-    return generate_in_parts(model, data, generate_kwargs, learned=learned, indices=indices, min_samples=min_samples)
+    return Generating(model, data, generate_kwargs, learned, indices, min_samples=min_samples).generated()
 
 
-def generate_in_parts(
-    model: Any, batch: Mapping[str, Any], kwargs: Mapping[str, Any], *,
-    learned: LearningBudget, indices: Sequence[int] = (), min_samples: int = 1, pad_to_multiple_of: int = 1,
-) -> Generated:  # fmt: skip
-    """The same, with options that are checked; parts stay as wide as a multiple of ``pad_to_multiple_of``."""
-    whole = _Whole(model, batch, kwargs, pad_to_multiple_of, learned, min_samples, indices)
-    parts = whole.run_all([(0, whole.num_samples)])
-    return Generated(parts[0][2] if len(parts) == 1 else whole.merged(parts), len(parts) - 1)
-
-
-class _Whole(Parts[Any]):
-    """One batch to generate for: how it splits, what each part is given, and how the parts' outputs fit together."""
+class Generating(Parts[Any]):
+    """One batch to generate for, with options that are checked: how it splits, what each part is given, and how the parts'
+    outputs fit together."""
 
     def __init__(
-        self, model: Any, batch: Mapping[str, Any], kwargs: Mapping[str, Any], pad_to_multiple_of: int,
-        learned: LearningBudget, min_samples: int, indices: Sequence[int],
+        self, model: Any, batch: Mapping[str, Any], kwargs: Mapping[str, Any], learned: LearningBudget,
+        indices: Sequence[int], *, min_samples: int = 1, pad_to_multiple_of: int = 1,
     ) -> None:  # fmt: skip
-        self.model, self._watch = model, watch_of(model)
-        self.batch = {**batch, **{name: value for name, value in kwargs.items() if is_data(value)}}
+        self.model, self.watch = model, watch_of(model)
         self.kwargs = {name: value for name, value in kwargs.items() if not is_data(value)}
+        self.batch = {**batch, **{name: value for name, value in kwargs.items() if name not in self.kwargs}}
         self.is_causal = not model.config.is_encoder_decoder
         self.num_beams = self._option("num_beams") or 1
         self.num_sequences = self._option("num_return_sequences") or 1
@@ -100,8 +91,10 @@ class _Whole(Parts[Any]):
         run = lambda part: model.generate(**part, **self.kwargs)  # noqa: E731
         super().__init__(run, self.batch, self._fields, learned, min_samples, indices)
 
-    def measured(self) -> tuple[int | None, int | None]:
-        return (None, None) if self._watch is None else self._watch.new_peak()
+    def generated(self) -> Generated:
+        """What the whole gives."""
+        parts = self.run_all([(0, self.num_samples)])
+        return Generated(parts[0][2] if len(parts) == 1 else self._merged(parts), len(parts) - 1)
 
     def shape(self, start: int, stop: int) -> BatchShape:
         """What memory grows with: every beam and returned sequence, at its full length in the end."""
@@ -124,7 +117,7 @@ class _Whole(Parts[Any]):
     def _option(self, name: str) -> Any:
         return generation_option(name, self.model, self.kwargs)
 
-    def merged(self, parts: Sequence[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+    def _merged(self, parts: Sequence[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
         """Token ids of consecutive parts as the whole's. Those of a causal model begin with the whole batch's prompt."""
         import torch
 

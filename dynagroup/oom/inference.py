@@ -15,7 +15,7 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.oom.generate import check_options, generate_in_parts, generation_option, is_data
+from dynagroup.oom.generate import Generating, check_options, generation_option, is_data
 from dynagroup.oom.jobs import Job, Task
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
@@ -39,8 +39,7 @@ class Options(TypedDict, total=False):
     """What every job may be told.
 
     Args:
-        batch_size: samples of the longest kind that fit the device; other batches hold more (:class:`~dynagroup.MemoryBudget`);
-            default: 16.
+        batch_size: samples of the longest kind that fit the device (others: :class:`~dynagroup.MemoryBudget`); default: 16.
         budget: what fits, instead of ``batch_size``.
         max_length: longer texts are truncated to so many tokens; default, but for generation: to what model and tokenizer are
             made for (how many texts that shortens is logged).
@@ -59,18 +58,16 @@ def generate_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     output: str | Path | None = None, max_new_tokens: int | None = None, world: World | None = None, **options: Any,
 ) -> list[Any]:  # fmt: skip
-    """Generate for every text: what a loop over ``model.generate`` gives, in fewer and fuller batches.
+    """Generate for every text: what a loop over ``model.generate`` gives, in fewer and fuller batches, longest texts first.
 
-    Batches are planned by length, longest first. One that does not fit after all is split, and the rest is planned again
-    with what that taught. Under ``torchrun`` every rank takes its share; all return all results.
+    A batch that does not fit after all is split. Under ``torchrun`` every rank takes its share; all return all results.
 
     Args:
         model: a transformers model that generates, where it is to run.
-        output: a ``.jsonl`` file, one row a text in input order. Finished samples are kept beside it as they come, so that the
-            same call after a crash does only the rest, and once all is done gives it back. Needed on several ranks.
+        output: a ``.jsonl`` file, one row a text in input order. Finished samples are kept beside it: the same call after a
+            crash does only the rest, and once all is done gives it back. Needed on several ranks.
         max_new_tokens: tokens generated for a text, at most; default: the generation config's, else 128.
-        world: ranks that share the work; default: all of ``torch.distributed``, which then wait for each other however
-            long it takes.
+        world: ranks that share the work; default: all of ``torch.distributed``.
         options: ``batch_size``, ``budget``, ``max_length``, ``progress``, ``learned`` (see :class:`Options`); further
             arguments of ``generate``, none that belongs to one batch.
 
@@ -79,7 +76,7 @@ def generate_dataset(
 
     Raises:
         ConfigError: arguments that do not go together; a text that the model has no positions for.
-        StateError: ``output``, or what was kept beside it, is of another job or damaged: says what differs, or which file.
+        StateError: ``output``, or what was kept beside it, is of another job or damaged: says what differs.
         BudgetError: a text does not fit even alone; names it.
 
     >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
@@ -91,10 +88,7 @@ def iter_generate(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     max_new_tokens: int | None = None, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """(index, result) as they come, longest texts first, without those to ``skip``; nothing is kept.
-
-    Other arguments as for :func:`generate_dataset`.
-    """
+    """(index, result) of :func:`generate_dataset` as they come, longest texts first, without those to ``skip``; nothing kept."""
     return _generation(model, tokenizer, texts, max_new_tokens, options).as_they_come(skip)
 
 
@@ -122,9 +116,7 @@ def iter_embed(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     pooling: Pooling = "mean", normalize: bool = False, skip: Collection[int] = (), **options: Unpack[Options],
 ) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
-    """(index, float32 vector) as they come, longest texts first, without those to ``skip``; nothing is kept.
-
-    Other arguments as for :func:`embed_dataset`.
+    """(index, vector) of :func:`embed_dataset` as they come, longest texts first, without those to ``skip``; nothing is kept.
 
     >>> vectors = {index: vector for index, vector in iter_embed(model, tokenizer, texts)}  # doctest: +SKIP
     """
@@ -142,7 +134,7 @@ def classify_dataset(
 def iter_classify(
     model: Any, tokenizer: Any, texts: Sequence[str], *, skip: Collection[int] = (), **options: Unpack[Options]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(index, float32 logits) as they come, longest texts first; nothing is kept. Arguments as for :func:`iter_embed`."""
+    """(index, logits) of :func:`classify_dataset` as they come, longest texts first; nothing is kept."""
     return Job(_classification(model), tokenizer, texts, **options).as_they_come(skip)
 
 
@@ -153,8 +145,7 @@ def encode(
 ) -> np.ndarray:  # fmt: skip
     """One vector a text, float32 (num_texts, features), in batches as large as the ``batch_size`` longest texts' memory.
 
-    A folder or name is loaded; if it was made for sentence-transformers, its own pooling, normalisation and longest input
-    are used, so that vectors are those that ``SentenceTransformer(model).encode(texts)`` gives.
+    Of a folder or name that was made for sentence-transformers vectors are those of ``SentenceTransformer(model).encode(texts)``.
 
     Args:
         model: folder or name, or a loaded transformers model (then with its ``tokenizer``).
@@ -172,8 +163,14 @@ def encode(
     """
     how: dict[str, Any] = {"pooling": "mean", "normalize": False, "max_length": None}
     if isinstance(model, (str, Path)):
-        how |= _recipe_of(str(model))
-        model, tokenizer = _load(str(model), tokenizer, device)
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        name = str(model)
+        how |= _recipe_of(name)
+        place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModel.from_pretrained(name).eval().to(place)
+        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name)
     if tokenizer is None:
         raise ConfigError("`tokenizer` is needed with a model that is loaded already")
     given = {"pooling": pooling, "normalize": normalize, "max_length": max_length}
@@ -181,41 +178,23 @@ def encode(
     return embed_dataset(model, tokenizer, texts, output=output, batch_size=batch_size, progress=progress, **how)
 
 
-def _load(name: str, tokenizer: Any, device: Any) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModel, AutoTokenizer
-
-    place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModel.from_pretrained(name).eval().to(place)
-    return model, tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name)
-
-
 def _recipe_of(name: str) -> dict[str, Any]:
     """What a folder of sentence-transformers says; nothing of any other."""
     modules = _read(name, "modules.json")
+    if not modules:
+        return {}
     kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
     unknown = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
-    if unknown:
-        raise ConfigError(
-            f"{name!r} puts {', '.join(unknown)} after its model, which encode() does not run; use sentence-transformers, or "
-            "embed_dataset() and do it yourself"
-        )
-    recipe: dict[str, Any] = {"normalize": "Normalize" in kinds}
-    if modules:
-        recipe["max_length"] = _read(name, "sentence_bert_config.json").get("max_seq_length")
-    if "Pooling" in kinds:
-        recipe["pooling"] = _pooling(name, _read(name, f"{kinds['Pooling']}/config.json"))
-    return recipe
-
-
-def _pooling(name: str, config: dict[str, Any]) -> Pooling:
+    config = _read(name, f"{kinds['Pooling']}/config.json") if "Pooling" in kinds else {"pooling_mode": "mean"}
     asked = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
     asked += [mode for mode in [config.get("pooling_mode")] if isinstance(mode, str)]
-    if len(asked) != 1 or asked[0] not in _POOLINGS:
+    if unknown or len(asked) != 1 or asked[0] not in _POOLINGS:
         raise ConfigError(
-            f"{name!r} pools by {asked or config!r}, which encode() does not; give `pooling` and use embed_dataset"
+            f"{name!r} pools by {asked} and then does {unknown}, which encode() does not run; use sentence-transformers, or "
+            "embed_dataset() and do it yourself"
         )
-    return _POOLINGS[asked[0]]
+    limit = _read(name, "sentence_bert_config.json").get("max_seq_length")
+    return {"pooling": _POOLINGS[asked[0]], "normalize": "Normalize" in kinds, "max_length": limit}
 
 
 def _read(name: str, file: str) -> Any:
@@ -251,8 +230,8 @@ def _generation(
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
         multiple = job.budget.pad_to_multiple_of
-        done = generate_in_parts(model, batch, how, learned=job.learned, indices=indices, pad_to_multiple_of=multiple)
-        tokens = done.output[:, batch["input_ids"].shape[1] :] if is_causal else done.output
+        tokens = Generating(model, batch, how, job.learned, indices, pad_to_multiple_of=multiple).generated().output
+        tokens = tokens[:, batch["input_ids"].shape[1] :] if is_causal else tokens
         found = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return found if each == 1 else [found[i : i + each] for i in range(0, len(found), each)]
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.device import is_out_of_memory
+from dynagroup.device import PeakWatch, is_out_of_memory
 from dynagroup.errors import BudgetError
 from dynagroup.oom.split import BatchSplitter, Splitter, describe, shape_of
 from dynagroup.shapes import BatchShape
@@ -34,7 +34,7 @@ class Outcome(Generic[T]):
     seconds: float
 
 
-def attempt(run: Callable[[], T], retry_on: Callable[[BaseException], bool] = is_out_of_memory) -> Outcome[T]:
+def attempt(run: Callable[[], T]) -> Outcome[T]:
     """Run it. After an out-of-memory error nothing of the attempt is left alive when this returns.
 
     Frames hold a failed attempt's tensors, the traceback holds the frames, and the exception being handled holds the
@@ -45,7 +45,7 @@ def attempt(run: Callable[[], T], retry_on: Callable[[BaseException], bool] = is
     try:
         return Outcome(run(), None, time.perf_counter() - started)
     except Exception as error:
-        if not retry_on(error):
+        if not is_out_of_memory(error):
             raise
         message, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
         _clear_frames(error, set())
@@ -79,8 +79,7 @@ def halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 def run_with_oom_retry(
     fn: Callable[[B], T], batch: B, *,
-    split: Splitter[B] | None = None, min_samples: int = 1,
-    retry_on: Callable[[BaseException], bool] = is_out_of_memory, learned: LearningBudget | None = None,
+    split: Splitter[B] | None = None, min_samples: int = 1, learned: LearningBudget | None = None,
     indices: Sequence[int] = (),
 ) -> list[T]:  # fmt: skip
     """``fn(batch)``, in parts where the whole does not fit; the parts' results in input order.
@@ -92,7 +91,6 @@ def run_with_oom_retry(
     Args:
         split: how to count and cut a batch; default: :class:`~dynagroup.oom.BatchSplitter`.
         min_samples: a part of fewer than twice as many samples is not cut any more.
-        retry_on: which errors count as out of memory.
         learned: a budget to teach; what it has learned not to fit is cut before it fails.
         indices: dataset indices of the samples, to name them in messages.
 
@@ -108,10 +106,10 @@ def run_with_oom_retry(
     """
     splitter = split if split is not None else BatchSplitter()
     learned = learned if learned is not None else LearningBudget()
-    parts = Parts(fn, batch, splitter, learned, min_samples, indices, retry_on)
+    parts = Parts(fn, batch, splitter, learned, min_samples, indices)
     if learned.has_learned:
         return [value for _, _, value in parts.run_all([(0, parts.num_samples)])]
-    whole = attempt(lambda: fn(batch), retry_on)  # what fits need not be a batch that can be counted or cut
+    whole = attempt(lambda: fn(batch))  # what fits need not be a batch that can be counted or cut
     if whole.error is None:
         return [whole.value]  # type: ignore[list-item]
     return [value for _, _, value in parts.run_all(parts.failed(0, parts.num_samples, whole))]
@@ -121,12 +119,14 @@ class Parts(Generic[T]):
     """Ranges of a batch's samples, run in order; what fails, or what was learned does not allow when its turn has come, is cut
     in halves."""
 
+    watch: PeakWatch | None = None
+
     def __init__(
         self, fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, min_samples: int,
-        indices: Sequence[int], retry_on: Callable[[BaseException], bool] = is_out_of_memory,
+        indices: Sequence[int],
     ) -> None:  # fmt: skip
         self.fn, self.batch, self.splitter, self.learned = fn, batch, splitter, learned
-        self._min_samples, self._indices, self._retry_on = check_int("min_samples", min_samples), indices, retry_on
+        self._min_samples, self._indices = check_int("min_samples", min_samples), indices
 
     @cached_property
     def num_samples(self) -> int:
@@ -140,10 +140,6 @@ class Parts(Generic[T]):
         """What its memory grows with."""
         return shape_of(self.part(start, stop), stop - start)
 
-    def measured(self) -> tuple[int | None, int | None]:
-        """(peak bytes, device bytes) of the latest run, where known."""
-        return None, None
-
     def run_all(self, waiting: list[tuple[int, int]]) -> list[tuple[int, int, T]]:
         """(first sample, the one behind the last, result) of every part."""
         done: list[tuple[int, int, T]] = []
@@ -152,11 +148,11 @@ class Parts(Generic[T]):
             if not self._allowed(start, stop):
                 waiting = halves(start, stop) + waiting
                 continue
-            outcome = attempt(lambda a=start, b=stop: self.fn(self.part(a, b)), self._retry_on)
+            outcome = attempt(lambda a=start, b=stop: self.fn(self.part(a, b)))
             if outcome.error is not None:
                 waiting = self.failed(start, stop, outcome) + waiting
                 continue
-            peak, size = self.measured()
+            peak, size = (None, None) if self.watch is None else self.watch.new_peak()
             if self.learned.has_learned or peak is not None:
                 self.learned.record_pass(self.shape(start, stop), peak_bytes=peak, device_bytes=size)
             done.append((start, stop, outcome.value))  # type: ignore[arg-type]

@@ -103,8 +103,8 @@ class Output:
         return True
 
     def claim(self) -> bool:
-        """Be the one run that works here, until :meth:`close`; refused where there are samples of another job. Whether the job has
-        been finished meanwhile."""
+        """Be the one run that works here, until :meth:`close`; refused where another job's samples are. Whether the job has been
+        finished meanwhile."""
         self._receipt.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.fdopen(os.open(self._receipt, os.O_RDWR | os.O_CREAT), "r+b")
         _lock(self._lock, self._receipt)

@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult:
-    """What became of one batch: its loss as ``compute_loss`` gives it for the whole, detached; and the parts that it was run in, 1
-    if it fitted, 0 of an idle one."""
+    """What became of one batch: its loss as ``compute_loss`` gives it for the whole, detached; the parts that it was run in."""
 
     loss: torch.Tensor
     num_parts: int

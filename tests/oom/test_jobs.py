@@ -460,5 +460,5 @@ class TestEncode:
         modules = json.loads((tmp_path / "modules.json").read_text())
         modules.append({"type": "sentence_transformers.models.Dense", "path": "3_Dense"})
         (tmp_path / "modules.json").write_text(json.dumps(modules))
-        with pytest.raises(ConfigError, match="puts Dense after its model"):
+        with pytest.raises(ConfigError, match="then does .'Dense'."):
             encode(tmp_path, TEXTS)
