@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from typing import Any, cast, overload
 
@@ -186,8 +186,7 @@ def _measure_texts(
 
 def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
     checked = [check_text(text, index) for index, text in enumerate(texts, first)]
-    shorten = {} if max_length is None else {"truncation": True, "max_length": max_length}
-    return [len(ids) for ids in tokenizer(checked, **shorten)["input_ids"]] if checked else []
+    return [len(ids) for ids in tokenizer(checked, **shortened(max_length))["input_ids"]] if checked else []
 
 
 def _measure_hf(
@@ -323,27 +322,24 @@ def _refuse_chat(value: Any, index: int) -> None:
         raise ConfigError(f"sample {index} is a chat ({value!r:.100}); {CHAT}")
 
 
-class BegunOnce:
-    """A transformers tokenizer that adds no special tokens to texts that bring its first one, as chat templates write them."""
+def begun_once(tokenizer: Any, texts: Sequence[Any]) -> Callable[..., Any]:
+    """The tokenizer, which adds no special tokens where all texts bring its first one, as chat templates write them."""
+    first, number = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
+    begun = bool(first) and len(texts) > 0 and all(isinstance(text, str) and text.startswith(first) for text in texts)
+    twice = begun and tokenizer([first])["input_ids"][0][:2] == [number] * 2
+    return partial(tokenizer, add_special_tokens=False) if twice else tokenizer
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
 
-    def __call__(self, texts: Sequence[str], **options: Any) -> Mapping[str, list[list[int]]]:
-        begun = [bool(self._first) and text.startswith(self._first) for text in texts]
-        if not any(begun):
-            return self._tokenizer(texts, **options)
-        found: dict[str, list[list[int]]] = {"input_ids": [[]] * len(texts), "attention_mask": [[]] * len(texts)}
-        for is_begun in {*begun}:
-            at = [i for i, other in enumerate(begun) if other == is_begun]
-            encoded = self._tokenizer([texts[i] for i in at], **options, add_special_tokens=not is_begun)
-            for name, values in found.items():
-                for i, ids in zip(at, encoded[name], strict=True):
-                    values[i] = ids
-        return found
+def padded(tokens: Callable[..., Any], texts: Sequence[str], max_length: int | None, **how: Any) -> dict[str, Any]:
+    """``input_ids`` and ``attention_mask`` of texts, int64 tensors (num_samples, longest). ``how``: as tokenizers pad."""
+    encoded = tokens(list(texts), **shortened(max_length))
+    # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
+    width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
+    wanted = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    tokenizer: Any = getattr(tokens, "func", tokens)
+    return dict(tokenizer.pad(wanted, **width, **how, return_tensors="pt"))
 
-    @cached_property
-    def _first(self) -> str:
-        """The first token as it is written, if a text that begins with it would be begun twice; else an empty text."""
-        written, number = (getattr(self._tokenizer, name, None) for name in ("bos_token", "bos_token_id"))
-        return written if written and self._tokenizer([written])["input_ids"][0][:2] == [number] * 2 else ""
+
+def shortened(max_length: int | None) -> dict[str, Any]:
+    """What a tokenizer is told."""
+    return {} if max_length is None else {"truncation": True, "max_length": max_length}

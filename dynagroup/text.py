@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import BegunOnce, by_position, check_text, limit_of, measure_lengths
+from dynagroup.lengths import begun_once, by_position, check_text, limit_of, measure_lengths, padded, shortened
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.update.loader import checked_kwargs
 
@@ -39,8 +39,8 @@ def text_dataloader(
 
     Args:
         texts: a sequence of strings; of a ``datasets.Dataset`` pass the column, ``dataset["text"]``.
-        tokenizer: a transformers tokenizer with a padding token. Texts that bring its first token, as chat templates write
-            them, get no second one.
+        tokenizer: a transformers tokenizer with a padding token. Texts that all bring its first token, as chat templates
+            write them, get no second one.
         budget: what fits, e.g. ``TokenBudget(16384)``; its ``pad_to_multiple_of`` is applied. With ``layout="packed"`` a batch
             is one row without padding, made by transformers' ``DataCollatorWithFlattening``: ``position_ids`` and
             ``cu_seq_lens_q`` say where samples begin. Not every model keeps them apart: see ``integrations.packing``.
@@ -62,33 +62,28 @@ def text_dataloader(
     budget = as_budget(budget)
     if getattr(tokenizer, "pad_token_id", None) is None:
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
-    texts = by_position(texts)
-    known: Any = measure_lengths(texts, BegunOnce(tokenizer), max_length=max_length) if lengths is None else lengths
+    texts, max_length = by_position(texts), limit_of(max_length)
+    tokens = begun_once(tokenizer, texts)
+    known: Any = measure_lengths(texts, tokens, max_length=max_length) if lengths is None else lengths
     of_sampler = options.keys() & inspect.signature(LengthAwareBatchSampler).parameters
     sampler = LengthAwareBatchSampler(
         known, budget, shuffle=shuffle, **{name: options.pop(name) for name in of_sampler}
     )
     kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
-    collate = kind(tokenizer, max_length, budget.pad_to_multiple_of, labels)
+    collate = kind(tokens, max_length, budget.pad_to_multiple_of, labels)
     return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **checked_kwargs(options))
 
 
 class TokenizingCollator:
     """Texts -> padded ``input_ids`` and ``attention_mask`` (and ``labels``), int64 tensors (num_samples, longest)."""
 
-    def __init__(self, tokenizer: Any, max_length: int | None, pad_to_multiple_of: int, labels: bool) -> None:
-        self._tokenizer, self._tokens = tokenizer, BegunOnce(tokenizer)
-        limit = limit_of(max_length)
-        self._shorten = {} if limit is None else {"truncation": True, "max_length": limit}
-        self._multiple = pad_to_multiple_of if pad_to_multiple_of > 1 else None
-        self._labels = labels
+    def __init__(
+        self, tokens: Callable[..., Any], max_length: int | None, pad_to_multiple_of: int, labels: bool
+    ) -> None:
+        self._tokens, self._max_length, self._multiple, self._labels = tokens, max_length, pad_to_multiple_of, labels
 
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        encoded = self._tokens(list(texts), **self._shorten)
-        # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
-        width = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
-        padded = self._tokenizer.pad(encoded, **width, pad_to_multiple_of=self._multiple, return_tensors="pt")
-        batch = {name: padded[name] for name in ("input_ids", "attention_mask")}
+        batch = padded(self._tokens, texts, self._max_length, pad_to_multiple_of=self._multiple)
         if self._labels:
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return batch
@@ -101,9 +96,12 @@ class PackingCollator(TokenizingCollator):
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         from transformers import DataCollatorWithFlattening
 
-        rows = [{"input_ids": ids} for ids in self._tokens(list(texts), **self._shorten)["input_ids"] if ids]
+        tokenizer: Any = getattr(self._tokens, "func", self._tokens)
+        rows = [
+            {"input_ids": ids} for ids in self._tokens(list(texts), **shortened(self._max_length))["input_ids"] if ids
+        ]
         batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
-            rows or [{"input_ids": [self._tokenizer.pad_token_id]}]
+            rows or [{"input_ids": [tokenizer.pad_token_id]}]
         )
         if not self._labels:
             del batch["labels"]

@@ -107,7 +107,7 @@ def test_a_real_model_runs_on_texts_without_any_token(tokenizer):
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_texts_that_bring_the_first_token_get_no_second_one(layout):
     tokenizer = words(begin=True, pad_token="[PAD]", bos_token="[BOS]")
-    loader = text_dataloader(["[BOS] 1 2", "1", "2 2"], tokenizer, TokenBudget(100, layout=layout))
+    loader = text_dataloader(["[BOS] 1 2", "[BOS] 1", "[BOS] 2 2"], tokenizer, TokenBudget(100, layout=layout))
     [batch] = list(loader)
     assert sorted(i for i in batch["input_ids"].flatten().tolist() if i) == [3, 3, 4, 4, 4, 62, 62, 62]
     assert pickle.loads(pickle.dumps(loader.collate_fn))(["[BOS] 1"])["input_ids"].tolist() == [[62, 3]]

@@ -73,8 +73,7 @@ def generate_with_oom_retry(
 
 
 class Generating(Parts[Any]):
-    """One batch to generate for, with options that are checked: how it splits, what each part is given, and how the parts'
-    outputs fit together."""
+    """One batch to generate for: how it splits, what each part is given, and how the parts' outputs fit together."""
 
     def __init__(
         self, model: Any, batch: Mapping[str, Any], kwargs: Mapping[str, Any], learned: LearningBudget,
@@ -138,9 +137,7 @@ class Generating(Parts[Any]):
         if pad is None or (pad == 0 and self.num_beams > 1 and first_eos is not None):
             pad = first_eos  # transformers' beam search takes a padding token 0 for none
         if pad is None:
-            raise ConfigError(
-                "parts have different numbers of tokens, but no padding token is known; give `pad_token_id`"
-            )
+            raise ConfigError("parts end after different numbers of tokens: give `pad_token_id` to fill them")
         return int(pad)
 
 
@@ -148,9 +145,7 @@ def check_options(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse what cannot be honoured in parts, also where the model's own generation config asks for it."""
     for name in _REFUSED:
         if generation_option(name, model, given) not in (None, False):
-            raise ConfigError(
-                f"`{name}` cannot be used with out-of-memory retry, where a part knows nothing of the whole; call model.generate"
-            )
+            raise ConfigError(f"`{name}` cannot be used with out-of-memory retry, in parts; call model.generate")
 
 
 def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -21,11 +21,7 @@ _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The ``DistributedDataParallel`` in a model, also beneath ``torch.compile``.
-
-    Raises:
-        ConfigError: the model exchanges data inside its forward or backward pass in a way that one rank cannot repeat alone.
-    """
+    """The ``DistributedDataParallel`` in a model, also beneath ``torch.compile``; what one rank cannot repeat alone is refused."""
     from torch.nn import SyncBatchNorm
     from torch.nn.parallel import DistributedDataParallel
 
@@ -58,11 +54,7 @@ def local_gradients(ddp: DistributedDataParallel | None) -> Iterator[None]:
 # DDP's own exchange cannot be called off: a rank that fails inside it leaves the others waiting for ever. So ours begins when
 # every rank has all its gradients. Nothing of it overlaps with the backward pass; in exchange large gradients are not copied.
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero. ``parameters``: the same on every rank.
-
-    Raises:
-        AlignmentError: a rank has gone. ConfigError: a gradient is sparse.
-    """
+    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero. ``parameters``: the same on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -71,7 +63,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
         buckets = list(_buckets([_gradient_of(p) for p in parameters]))
         try:
             packed = [_packed(bucket).div_(size) for bucket in buckets]
-            works = [dist.all_reduce(flat, group=group, async_op=True) for flat in packed]
+            works: list[Any] = [dist.all_reduce(flat, group=group, async_op=True) for flat in packed]
             for work, flat, bucket in zip(works, packed, buckets, strict=True):
                 work.wait()
                 if flat is not bucket[0]:
@@ -108,13 +100,6 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         placed = zip(begins, same_kind, strict=False)
         for _, bucket in groupby(placed, lambda place: place[0] // BUCKET_BYTES):
             yield [gradient for _, gradient in bucket]
-
-
-def _packed(bucket: list[torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    alone = len(bucket) == 1 and bucket[0].is_contiguous()
-    return bucket[0] if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
 
 
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:

@@ -212,20 +212,15 @@ def _generation(
     of_job: Any = {name: options[name] for name in Options.__annotations__.keys() & options}
     kwargs = {name: value for name, value in options.items() if name not in of_job}
     if not callable(getattr(model, "generate", None)):
-        raise ConfigError(
-            f"`model` must be a loaded model that generates, but a {type(model).__name__} has no generate()"
-        )
+        raise ConfigError(f"`model` must be a loaded model that generates; a {type(model).__name__} has no generate()")
     check_options(model, kwargs)
     wrong = [name for name, value in kwargs.items() if name in _OF_A_BATCH or is_data(value)]
     if wrong:
         raise ConfigError(f"`{wrong[0]}` belongs to one batch, and a job makes its batches itself; leave it out")
     option = lambda name: generation_option(name, model, kwargs)  # noqa: E731
     new = max_new_tokens if max_new_tokens is not None else option("max_new_tokens")
-    new_tokens, each = (
-        check_int("max_new_tokens", _NEW_TOKENS if new is None else new),
-        option("num_return_sequences") or 1,
-    )
-    is_causal = not model.config.is_encoder_decoder
+    new_tokens = check_int("max_new_tokens", _NEW_TOKENS if new is None else new)
+    is_causal, each = not model.config.is_encoder_decoder, option("num_return_sequences") or 1
     how = _with_new_tokens(kwargs, new_tokens) | ({"tokenizer": tokenizer} if option("stop_strings") else {})
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
@@ -278,10 +273,7 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
     check_choice("pooling", pooling, ("mean", "first", "last"))
     inner = _without_head(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder"):
-        raise ConfigError(
-            f"`model` is a {type(model).__name__}, whose hidden states are its decoder's: use its encoder "
-            "(model.get_encoder())"
-        )
+        raise ConfigError(f"the hidden states of a {type(model).__name__} are its decoder's: use model.get_encoder()")
 
     def rows_of(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         import torch
@@ -298,9 +290,7 @@ def _classification(model: Any) -> Task:
 
     def rows_of(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if logits.ndim != 2:
-            raise ConfigError(
-                f"a classifier's `logits` are (samples, classes), but this model's are {tuple(logits.shape)}: {way_out}"
-            )
+            raise ConfigError(f"`logits` must be (samples, classes), but are {tuple(logits.shape)}: {way_out}")
         return logits
 
     return _forward(model, "logits", way_out, rows_of, task="classify")

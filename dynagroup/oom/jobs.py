@@ -22,7 +22,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described, hashed
-from dynagroup.lengths import BegunOnce, by_position, limit_of, measure_lengths
+from dynagroup.lengths import begun_once, by_position, limit_of, measure_lengths, padded
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
@@ -54,13 +54,12 @@ class Task:
     """What is done with a batch, and what a text becomes by it."""
 
     model: Any
-    process: Callable[[Job, dict[str, Any], Sequence[int]], Any]
-    """(job, padded batch, indices of its samples) -> a result for every sample."""
-    settings: Mapping[str, Any]
-    """What results depend on beside model, tokenizer, texts and their longest."""
+    process: Callable[
+        [Job, dict[str, Any], Sequence[int]], Any
+    ]  # padded batch, indices of its samples -> their results
+    settings: Mapping[str, Any]  # what results depend on beside model, tokenizer and texts
     kind: Kind = VECTORS
-    shortens: bool = True
-    """Whether texts that the model is not made for are truncated where the user has said nothing."""
+    shortens: bool = True  # texts that the model is not made for, where the user has said nothing
     mode: Mode = "forward"
     padding_side: Literal["left", "right"] = "right"
     copies: int = 1
@@ -80,15 +79,11 @@ class Job:
         if getattr(budget, "layout", "padded") == "packed":
             raise ConfigError(f"`budget` is {budget!r}, but these batches are padded: give it layout='padded'")
         if batch_size is not None and budget is not None:
-            raise ConfigError(
-                f"`batch_size` ({batch_size!r}) and `budget` ({budget!r}) both say what fits; give one of them"
-            )
+            raise ConfigError(f"`batch_size` ({batch_size!r}) and `budget` both say what fits; give one of them")
         if getattr(tokenizer, "pad_token_id", None) is None:
-            raise ConfigError(
-                "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
-            )
+            raise ConfigError("`tokenizer` has no padding token; set one: tokenizer.pad_token = tokenizer.eos_token")
         self.task, self.tokenizer, self.texts = task, tokenizer, by_position(texts)
-        self._tokens, self._given_budget, self._progress = BegunOnce(tokenizer), budget, progress
+        self._tokens, self._given_budget, self._progress = begun_once(tokenizer, self.texts), budget, progress
         self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
         given = limit_of(max_length)
@@ -107,9 +102,8 @@ class Job:
         if output is None:
             if world.size > 1:
                 raise ConfigError("on several ranks `output` must name a file that all of them can reach")
-            return self.task.kind.gather(
-                [result for _, result in sorted(self.as_they_come(), key=lambda pair: pair[0])]
-            )
+            found = dict(self.as_they_come())
+            return self.task.kind.gather([found[i] for i in range(len(found))])
         settings = {**self.task.settings, "max_length": self._max_length}
         identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
         out = Output(Path(output), identity, len(self.texts), self.task.kind)
@@ -155,7 +149,7 @@ class Job:
 
     def _prepare(self) -> None:
         """Measure the texts, before anything is run or written. A position that is not there ends the process on a GPU."""
-        lengths, last = self.lengths, _last_position(self.task.model)
+        lengths, (_, last) = self.lengths, _positions(self.task.model)
         new = self.task.new_tokens if self.task.padding_side == "left" else 0
         over = np.flatnonzero(lengths + new > (np.inf if last is None else last))
         if last is not None and len(over):
@@ -165,10 +159,8 @@ class Job:
             )
         num_full = int((lengths == self._max_length).sum()) if self._says_limit else 0
         if num_full:
-            _log.warning(
-                "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen",
-                num_full, len(lengths), self._max_length,
-            )  # fmt: skip
+            cut = "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen"
+            _log.warning(cut, num_full, len(lengths), self._max_length)
 
     def _results(self, samples: Sequence[int], rank: int = 0, size: int = 1) -> Iterator[tuple[list[int], Any]]:
         """(indices, their results) of this rank's share of ``samples`` as they come. Shares depend on lengths alone: ranks may
@@ -197,14 +189,9 @@ class Job:
         return [[samples[i] for i in batch] for batch in sampler]
 
     def _encode(self, indices: list[int]) -> dict[str, Any]:
-        short = {} if self._max_length is None else {"truncation": True, "max_length": self._max_length}
-        encoded = self._tokens([self.texts[i] for i in indices], **short)
-        # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
-        width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
-        width |= {"padding_side": self.task.padding_side, "pad_to_multiple_of": self.budget.pad_to_multiple_of}
-        wanted = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-        padded = self.tokenizer.pad(wanted, **width, return_tensors="pt")
-        return {name: padded[name].to(next(self.task.model.parameters()).device) for name in wanted}
+        how = {"padding_side": self.task.padding_side, "pad_to_multiple_of": self.budget.pad_to_multiple_of}
+        batch = padded(self._tokens, [self.texts[i] for i in indices], self._max_length, **how)
+        return {name: value.to(next(self.task.model.parameters()).device) for name, value in batch.items()}
 
 
 class _Learned(Budget):
@@ -269,31 +256,27 @@ def evaluating(model: Any) -> Iterator[None]:
 
 def _longest_input(model: Any, tokenizer: Any) -> int | None:
     """Tokens that model and tokenizer were made for, the least of what they say; None if they say nothing."""
-    said = [getattr(tokenizer, "model_max_length", None), _stated_positions(model), _last_position(model)]
+    said = [getattr(tokenizer, "model_max_length", None), *_positions(model)]
     return min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)
 
 
-def _last_position(model: Any) -> int | None:
-    """Tokens for which a model has learned positions: its table ends there. None for models that compute positions."""
-    stated = _stated_positions(model)
+def _positions(model: Any) -> tuple[int | None, int | None]:
+    """Tokens that a model says it takes, and those that it has learned positions for: its table ends there."""
+    config = getattr(model, "config", None)
+    narrow = getattr(config, "get_text_config", None)
+    stated = getattr(config if narrow is None else narrow(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         rows, last = getattr(module, "num_embeddings", None), name.rpartition(".")[2]
         if rows is None or stated is None or not ("position" in last or last == "wpe") or not 0 <= rows - stated <= 8:
             continue
         unused = 0 if getattr(module, "padding_idx", None) is None else module.padding_idx + 1  # RoBERTa
         unused = getattr(module, "offset", unused)  # OPT, BART
-        return int(rows - unused) if rows > unused else None
-    return None
-
-
-def _stated_positions(model: Any) -> Any:
-    config = getattr(model, "config", None)
-    narrow = getattr(config, "get_text_config", None)
-    return getattr(config if narrow is None else narrow(), "max_position_embeddings", None)
+        return stated, int(rows - unused) if rows > unused else None
+    return stated, None
 
 
 def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All that results depend on, as JSON: equal in every process, wherever the model was loaded. Reads weights once."""
+    """All that results depend on, as JSON: equal in every process, wherever the model was loaded."""
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
         "model's switches": _digest(_switches(model)),

@@ -35,11 +35,10 @@ class Outcome(Generic[T]):
 
 
 def attempt(run: Callable[[], T]) -> Outcome[T]:
-    """Run it. After an out-of-memory error nothing of the attempt is left alive when this returns.
+    """Run it. After an out-of-memory error nothing of the attempt is left alive when this returns; other errors pass through.
 
     Frames hold a failed attempt's tensors, the traceback holds the frames, and the exception being handled holds the
     traceback: so the frames are cleared, the ``except`` block is left, and only then is memory collected.
-    Any other error passes through.
     """
     started = time.perf_counter()
     try:
@@ -170,10 +169,7 @@ class Parts(Generic[T]):
         who = f"sample {names} does not fit even alone"
         if stop - start > 1:
             who = f"samples {names} do not fit together, and `min_samples` forbids cutting further"
-        raise BudgetError(
-            f"{who} ({shown}); truncate or filter out such samples, or free memory on the device. "
-            f"The allocator said: {outcome.error}"
-        )
+        raise BudgetError(f"{who} ({shown}); truncate or filter out such samples. The allocator said: {outcome.error}")
 
     def _allowed(self, start: int, stop: int) -> bool:
         smallest = stop - start < 2 * self._min_samples

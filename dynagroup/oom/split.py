@@ -37,11 +37,9 @@ class Splitter(Protocol[B]):
 
     def num_samples(self, batch: B, /) -> int:
         """Samples in the batch."""
-        ...
 
     def take(self, batch: B, start: int, stop: int, /) -> B:
         """Samples ``start`` to ``stop - 1`` as a batch of their own; ``batch`` itself stays as it is."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +80,12 @@ class BatchSplitter:
         borders = packed_borders(fields)
         if borders is not None:
             return len(borders) - 1
-        for key in _SIZED_BY:
-            if fields.get(key) is not None and key not in self.rules:
-                return len(fields[key])
         own = {*self.rules, *SHARED_KEYS, *VISION_KEYS}
         sizes = {str(key): len(value) for key, value in fields.items() if key not in own and _is_sized(value)}
+        for key in sizes.keys() & _SIZED_BY:
+            return sizes[key]
         if len(set(sizes.values())) != 1:
-            raise ConfigError(
-                f"how many samples the batch holds is not clear from the first dimensions of its fields: {sizes}; "
-                "give `split` an object with `num_samples` and `take`, or BatchSplitter(rules=...)"
-            )
+            raise ConfigError(f"how many samples the batch holds is not clear: {sizes}; give BatchSplitter(rules=...)")
         return next(iter(sizes.values()))
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
@@ -235,8 +229,7 @@ def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
         parts = {key: _cut(part, f"{name}.{key}", num_samples, start, stop) for key, part in fields.items()}
         return _rebuild(value, parts, start, stop)
     raise ConfigError(
-        f"`{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples} and cannot be split; "
-        f"give BatchSplitter(rules={{{name!r}: lambda value, batch, start, stop: ...}})"
+        f"`{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}; give BatchSplitter(rules=...)"
     )
 
 
@@ -319,5 +312,5 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
         return value[start:stop]
     raise ConfigError(
         f"`{key}` {tuple(value.shape)} has entries neither for the {tokens} tokens nor for the {num_samples} samples of a packed "
-        f"batch and cannot be split; give BatchSplitter(rules={{{key!r}: lambda value, batch, start, stop: ...}})"
+        "batch; give BatchSplitter(rules=...)"
     )

@@ -170,9 +170,7 @@ class Output:
         found = self.finished()
         if len(found) < self._num_samples:
             missing = self._num_samples - len(found)
-            raise StateError(
-                f"{missing} of {self._num_samples} samples are not in {self.journal}; run again to finish them"
-            )
+            raise StateError(f"{missing} of {self._num_samples} samples are not in {self.journal}; run again")
         self.journal.mkdir(exist_ok=True)  # there is none where there is no sample
         new = self.journal / f"{uuid.uuid4().hex}.new"  # nobody else writes it; it goes with the journal
         self._kind.write(new, self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))]))
@@ -229,8 +227,6 @@ def _lock(file: Any, path: Path) -> None:
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(
-            f"another process holds {path}: this job is running already; wait for it, or end it"
-        ) from None
+        raise ConfigError(f"another process holds {path}: this job is running already; wait for it") from None
     except (ImportError, OSError) as error:  # systems and file systems without locks
         _log.info("%s cannot be locked: %s", path, error)

@@ -59,9 +59,6 @@ class Part:
         whole = self.start == 0 and self.stop == splitter.num_samples(self.batch)
         return self.batch if whole else splitter.take(self.batch, self.start, self.stop)
 
-    def shape(self, splitter: Splitter[Any]) -> BatchShape:
-        return shape_of(self.samples(splitter), self.num_samples)
-
     def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> list[Part]:
         """Two halves that weigh together what the part weighs."""
         parts: list[Part] = [
@@ -93,7 +90,6 @@ class Update:
 
     @classmethod
     def begin(cls, model: torch.nn.Module) -> Update:
-        """Keep what is in ``.grad``, and clear it."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         update = cls(parameters, [p.grad for p in parameters])
         update.undo()
@@ -132,9 +128,6 @@ class OomSafeBackward:
         world: ranks that train together; default: those of the ``DistributedDataParallel`` in ``model``.
         learned: a budget to teach; batches that it has learned not to fit are split before they fail.
         backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``; default: ``Tensor.backward``.
-
-    Raises:
-        ConfigError: an argument is wrong, or the model is one that cannot repeat a step by itself.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -181,11 +174,8 @@ class OomSafeBackward:
             idle: a batch that only keeps ranks in step: nothing is run.
 
         Raises:
-            BudgetError: samples that cannot be cut further do not fit; on every rank alike, when the update ends.
-            AlignmentError: a rank has gone.
-
-        Any other error passes through and ends the update: the next call begins one. ``.grad`` then holds what a plain loop
-        would have left there.
+            BudgetError: a sample does not fit even alone; on every rank alike, when the update ends.
+            AlignmentError: a rank has gone. Any other error ends the update; ``.grad`` then is what a plain loop leaves.
         """
         import torch
 
@@ -233,8 +223,11 @@ class OomSafeBackward:
         known = self.learned.has_learned or math.isfinite(update.failed_cost)
         if not known or part.num_samples == 1:
             return True
-        shape = part.shape(self._splitter)
+        shape = self._shape(part)
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
+
+    def _shape(self, part: Part) -> BatchShape:
+        return shape_of(part.samples(self._splitter), part.num_samples)
 
     def _attempt(self, update: Update, part: Part) -> bool:
         """Whether the part fitted. What failed leaves nothing behind but gradients, see ``_began``."""
@@ -250,7 +243,7 @@ class OomSafeBackward:
         part.loss = outcome.value
         peak, size = self._peak.new_peak()
         if self.learned.has_learned or peak is not None:
-            self.learned.record_pass(part.shape(self._splitter), peak_bytes=peak, device_bytes=size)
+            self.learned.record_pass(self._shape(part), peak_bytes=peak, device_bytes=size)
         return True
 
     def _run(self, part: Part) -> torch.Tensor:
@@ -265,7 +258,7 @@ class OomSafeBackward:
     def _note(self, update: Update, part: Part, error: str, seconds: float) -> None:
         _log.warning("out of memory at %s; going on in parts. %s", describe(part.samples(self._splitter)), error)
         self.learned.record_waste(num_ooms=1, num_retries=2, wasted_s=seconds)
-        cost = float(self.learned.cost(part.shape(self._splitter))[0])
+        cost = float(self.learned.cost(self._shape(part))[0])
         if self._world.size == 1:
             self.learned.record_failed_cost(cost)
         else:  # ranks must plan alike, so all of them learn it together, at the vote
@@ -288,8 +281,7 @@ class OomSafeBackward:
             own = update.verdict if update.verdict is not None and self._world.rank == rank else (-1, -1)
             index, tokens = self._world.all_max(own)
             raise BudgetError(
-                f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone; truncate or filter out such "
-                "samples, or free memory on the device"
+                f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone; truncate or filter out such samples"
             )
         if self._ddp is not None:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]

@@ -194,15 +194,15 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"texts": ["w1", None]}, "text 1 must be a string, but is None; correct or filter out that sample"),
     (ALL, {"budget": TokenBudget(64, layout="packed")}, "these batches are padded"),
     (ALL, {"model": "some/folder"}, "`model` must be a loaded model"),
-    (ALL, {"batch_size": 3}, r"`batch_size` \(3\) and `budget` .* both say what fits; give one of them"),
+    (ALL, {"batch_size": 3}, r"`batch_size` \(3\) and `budget` both say what fits"),
     (ALL, {"batch_size": 0, "budget": None}, "`batch_size` must be an int of at least 1"),
     (ALL, {"output": "out.csv"}, "must end in .(jsonl|npy), but"),
     (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "on several ranks `output` must name a file"),
     (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` belongs to one batch"),
     (ALL[:1], {"model": small_llama().model}, r"LlamaModel has no generate\(\)"),
     (ALL[1:2], {"pooling": "max"}, "`pooling` must be one of 'mean', 'first', 'last', but is 'max'"),
-    (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"use its encoder \(model.get_encoder\(\)\)"),
-    (ALL[2:], {}, r"`logits` are \(samples, classes\), but this model's are \(2, 2, 30\)"),
+    (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"use model.get_encoder\(\)"),
+    (ALL[2:], {}, r"`logits` must be \(samples, classes\), but are \(2, 2, 30\)"),
     (ALL[2:], {"model": small_llama().model}, "output has `logits`, but it has last_hidden_state.* with a head"),
 ]
 
@@ -417,7 +417,7 @@ def test_texts_that_bring_their_first_token_begin_with_it_once(model: Any) -> No
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
     chats = [[{"role": "user", "content": text}] for text in TEXTS[:6]]
-    texts = [*TEXTS[6:9], *(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     seen: list[list[int]] = []
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -427,10 +427,7 @@ def test_texts_that_bring_their_first_token_begin_with_it_once(model: Any) -> No
     handle = model.model.register_forward_pre_hook(note, with_kwargs=True)
     embed_dataset(model, tokenizer, texts, **SMALL)
     handle.remove()
-    plain = [tokenizer(text)["input_ids"] for text in texts[:3]]
-    assert sorted(seen) == sorted(
-        [*plain, *(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats)]
-    )
+    assert sorted(seen) == sorted(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats)
     assert all(ids.count(1) == 1 for ids in seen)
     cut = [embed_dataset(model, tokenizer, [t], max_length=4, **SMALL) for t in ("[BOS] w1 w2 w3 w4", "w1 w2 w3")]
     assert np.array_equal(*cut)
