@@ -21,7 +21,7 @@ _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The ``DistributedDataParallel`` in a model, also beneath ``torch.compile``; what one rank cannot repeat alone is refused."""
+    """The ``DistributedDataParallel`` in a model. What one rank cannot repeat alone is refused."""
     from torch.nn import SyncBatchNorm
     from torch.nn.parallel import DistributedDataParallel
 
@@ -54,7 +54,7 @@ def local_gradients(ddp: DistributedDataParallel | None) -> Iterator[None]:
 # DDP's own exchange cannot be called off: a rank that fails inside it leaves the others waiting for ever. So ours begins when
 # every rank has all its gradients. Nothing of it overlaps with the backward pass; in exchange large gradients are not copied.
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero. ``parameters``: the same on every rank."""
+    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero. ``parameters``: alike on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -100,6 +100,13 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         placed = zip(begins, same_kind, strict=False)
         for _, bucket in groupby(placed, lambda place: place[0] // BUCKET_BYTES):
             yield [gradient for _, gradient in bucket]
+
+
+def _packed(bucket: list[torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    alone = len(bucket) == 1 and bucket[0].is_contiguous()
+    return bucket[0] if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
 
 
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:

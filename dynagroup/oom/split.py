@@ -37,9 +37,11 @@ class Splitter(Protocol[B]):
 
     def num_samples(self, batch: B, /) -> int:
         """Samples in the batch."""
+        ...
 
     def take(self, batch: B, start: int, stop: int, /) -> B:
         """Samples ``start`` to ``stop - 1`` as a batch of their own; ``batch`` itself stays as it is."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,9 @@ class BatchSplitter:
             return len(borders) - 1
         own = {*self.rules, *SHARED_KEYS, *VISION_KEYS}
         sizes = {str(key): len(value) for key, value in fields.items() if key not in own and _is_sized(value)}
-        for key in sizes.keys() & _SIZED_BY:
-            return sizes[key]
+        for key in _SIZED_BY:
+            if key in sizes:
+                return sizes[key]
         if len(set(sizes.values())) != 1:
             raise ConfigError(f"how many samples the batch holds is not clear: {sizes}; give BatchSplitter(rules=...)")
         return next(iter(sizes.values()))
