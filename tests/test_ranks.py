@@ -193,7 +193,7 @@ def trainers(folder: str) -> dict[str, Any]:
     return {
         "same": train_both("causal", f"{folder}/same", cut),
         "resumed": resumed_at_an_epochs_end(folder),
-        "evaluated": run.predict(run.eval_dataset).predictions,
+        "evaluated": run.predict(run.eval_dataset),
         "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
     }
 
@@ -217,9 +217,10 @@ def test_a_run_resumed_at_an_epochs_end_goes_on(ranks):
 
 def test_two_ranks_predict_in_dataset_order(ranks, tmp_path):
     run = trainer("classifier", tmp_path, fits=False, eval_dataset=toys.samples("classifier", 11))
-    expected = run.predict(run.eval_dataset).predictions
-    for rank in ranks:
-        assert abs(rank["trainers"]["evaluated"] - expected).max() < 1e-6
+    expected = run.predict(run.eval_dataset)
+    for found in (rank["trainers"]["evaluated"] for rank in ranks):
+        assert abs(found.predictions - expected.predictions).max() < 1e-6
+        assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
 
 
 def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(ranks):

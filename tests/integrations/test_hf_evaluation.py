@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from dynagroup import TokenBudget
@@ -97,18 +96,6 @@ def test_inputs_and_losses_reach_the_metrics_in_order(wanted, tmp_path):
         assert found is None or np.allclose(np.maximum(found, 0), np.maximum(expected, 0), atol=1e-6)
 
 
-def test_metrics_of_batches_see_every_sample_once(tmp_path):
-    counts = []
-
-    def compute(found, compute_result=False):
-        counts.append((len(found.label_ids), compute_result))
-        return {"n": sum(n for n, _ in counts)} if compute_result else {}
-
-    run = evaluated("classifier", tmp_path, fits=True, compute_metrics=compute, batch_eval_metrics=True)
-    assert run.evaluate()["eval_n"] == COUNT
-    assert [last for _, last in counts] == [False] * (len(counts) - 1) + [True]
-
-
 def test_generated_texts_are_the_plain_trainers(tmp_path):
     rows, found = toys.samples("seq2seq", 23, seed=3), []
 
@@ -141,18 +128,11 @@ def test_evaluation_can_be_left_to_the_trainer_or_have_its_own_budget(tmp_path):
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            return {"labels": 0, "tokens": [1] * (index + 1)}
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = evaluated("classifier", tmp_path, fits=True, compute_metrics=None)
     run.data_collator = lambda rows: toys.collate([{"input_ids": r["tokens"], "labels": r["labels"]} for r in rows])
-    data = Rows()
+    data = [{"labels": 0, "tokens": [1] * n} for n in range(1, 9)]
     with pytest.warns(UserWarning, match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False says"):
         run.evaluate(data)
     assert run.evaluate(data)["eval_loss"] > 0
@@ -173,13 +153,3 @@ def test_rows_hold_every_sample_once_and_fit(num_ranks):
         gathered += [i for batch in dealt[: rows.num_real(row)] for i in batch]
     assert gathered == rows.order.tolist()
     assert sorted(gathered) == list(range(COUNT))
-
-
-def predicted(folder: Any) -> list[Any]:
-    warnings.simplefilter("ignore")
-    found = []
-    for kind in ("classifier", "causal"):
-        run = evaluated(kind, folder, fits=True)
-        output = run.predict(run.eval_dataset)
-        found.append((run.evaluate(), output.predictions, output.label_ids))
-    return found

@@ -38,31 +38,12 @@ class MeanLoss:
         return (loss, outputs) if return_outputs else loss
 
 
-class SumLoss:
-    """A mean only where it is not told the number of items."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs["labels"]
-        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        items = labels[:, 1:].ne(-100).sum()
-        total = mean_of_tokens(outputs.logits, labels) * items
-        return total / (items if num_items_in_batch is None else num_items_in_batch)
-
-
 class PlainMean(MeanLoss, Trainer):
-    pass
-
-
-class PlainSum(SumLoss, Trainer):
     pass
 
 
 class OursMean(DynagroupTrainerMixin, PlainMean):
     """The loss is below ours in the order of classes."""
-
-
-class OursSum(DynagroupTrainerMixin, PlainSum):
-    pass
 
 
 class MeanOurs(MeanLoss, DynagroupTrainer):
@@ -89,24 +70,15 @@ def test_a_compute_loss_that_returns_a_mean_counts_once_an_update(cls, config, t
     assert plain.state.log_history[-1]["train_loss"] == pytest.approx(ours.state.log_history[-1]["train_loss"])
 
 
-def test_a_loss_that_divides_by_the_items_and_a_function_that_returns_a_mean_count_once_too(tmp_path, monkeypatch):
-    changes = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}
-    runs = [trained(cls, tmp_path, monkeypatch, **changes) for cls in (PlainSum, OursSum)]
-    monkeypatch.undo()
+def test_a_function_that_returns_a_mean_counts_once_too(tmp_path):
+    runs = []
     for fits in (False, True):
         runs.append(trainer("causal", tmp_path, fits=fits, **ONCE))
         runs[-1].compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(
             outputs.logits, labels
         )
         runs[-1].train()
-    for plain, ours in (runs[:2], runs[2:]):
-        assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
-
-
-class Undecided(MeanLoss):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss(model, inputs)
-        return loss if num_items_in_batch is None else loss * 1.3**num_items_in_batch
+    assert (parameters(runs[0].model) - parameters(runs[1].model)).abs().max() < 1e-8
 
 
 class Failing(MeanLoss):
@@ -116,14 +88,12 @@ class Failing(MeanLoss):
         return loss
 
 
-@pytest.mark.parametrize(("loss", "why"), [(Undecided, "neither halves nor stays"), (Failing, "does not require grad")])
-def test_a_loss_that_cannot_be_asked_is_refused_with_the_way_out(loss, why, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=f"{why}.*`loss_is_scaled_for_ga` to False"):
-        trained(type("Mine", (loss, DynagroupTrainer), {}), tmp_path, monkeypatch)
-    cls = type("Mine", (loss, DynagroupTrainer), {"loss_is_scaled_for_ga": False})
-    if loss is Failing:
-        plain, ours = trained(PlainMean, tmp_path, monkeypatch), trained(cls, tmp_path, monkeypatch)
-        assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
+def test_a_loss_that_cannot_be_asked_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="does not require grad.*`loss_is_scaled_for_ga` to False"):
+        trained(type("Mine", (Failing, DynagroupTrainer), {}), tmp_path, monkeypatch)
+    told = type("Mine", (Failing, DynagroupTrainer), {"loss_is_scaled_for_ga": False})
+    plain, ours = trained(PlainMean, tmp_path, monkeypatch), trained(told, tmp_path, monkeypatch)
+    assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
 
 
 def test_asking_leaves_no_trace_and_a_batch_without_labels_does_not_decide(tmp_path):

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from dynagroup import TokenBudget
 from tests.integrations import test_accelerate, toys
 from tests.integrations.jobs import parameters, train, train_both, trainer
-from tests.integrations.test_hf_evaluation import predicted, same
 from tests.integrations.test_hf_losses import with_and_without_failures
-from tests.packed import training
 from tests.torchrun import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -64,7 +62,6 @@ def agreeing(folder: Any) -> dict[str, list[torch.Tensor]]:
         "classifier": train_both("classifier", f"{folder}/c", {**longer, "exact_loss": False}),
         "online": [train("causal", f"{folder}/d", bool(c), {**longer, "config": c}) for c in MODES],
         "scheduled": [train("causal", f"{folder}/e", True, {**longer, "config": {**c, **schedule}}) for c in MODES],
-        "packed": training.trained_both(folder),
     }
     return {name: [found for found, _ in pair] for name, pair in pairs.items()}
 
@@ -75,9 +72,7 @@ def everything(folder: Any) -> dict[str, Any]:
         "agreeing": {**agreeing(folder), **test_accelerate.agreeing()},
         "resumed": [resumed_and_whole(f"{folder}/{number}", config) for number, config in enumerate(MODES)],
         "idle": with_idle_steps(folder),
-        "predicted": predicted(folder),
         **{name: with_and_without_failures(folder, limits) for name, limits in LIMITS.items()},
-        "rates": test_accelerate.rates_on_ranks(),
     }
 
 
@@ -105,16 +100,6 @@ def test_steps_without_samples_change_no_update(ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_finds(ranks, tmp_path):
-    alone = predicted(tmp_path)
-    for rank in ranks:
-        for (metrics, predictions, labels), (expected, wanted, targets) in zip(rank["predicted"], alone, strict=True):
-            assert same(metrics, expected)
-            assert (labels == targets).all()
-            assert abs(predictions - wanted)[labels != -100].max() < 1e-6
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("which", LIMITS)
 def test_running_out_of_memory_on_two_ranks_changes_no_update(ranks, which):
     for case in zip(*(rank[which] for rank in ranks), strict=True):
@@ -124,12 +109,3 @@ def test_running_out_of_memory_on_two_ranks_changes_no_update(ranks, which):
         for untroubled, parts, _ in case:
             assert (untroubled - parts).abs().max() < 1e-8
             assert torch.equal(parts, case[0][1]), "the ranks part"
-
-
-@pytest.mark.slow
-def test_the_learning_rate_under_accelerate_counts_updates_on_two_ranks(ranks):
-    """FACTS: Accelerate steps a scheduler that it prepared once for each rank, unless told not to."""
-    updates = range(test_accelerate.UPDATES)
-    for ours, prepared in (rank["rates"] for rank in ranks):
-        assert ours == [[1 / (k + 1) for k in updates]] * 2
-        assert prepared == [1 / (2 * k + 1) for k in updates], "upstream has changed: docs/accelerate.md warns of it"

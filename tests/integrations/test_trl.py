@@ -15,8 +15,8 @@ from transformers import GPT2ForSequenceClassification  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
 from dynagroup.integrations.config import COUPLED  # noqa: E402
-from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer  # noqa: E402
-from tests.integrations import jobs, toys  # noqa: E402
+from dynagroup.integrations.hf import attach, dynagroup_trainer  # noqa: E402
+from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
 from tests.models import gpt2  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
@@ -147,15 +147,6 @@ def test_trainers_that_need_their_own_batches_are_refused(tmp_path) -> None:
         run.__class__ = type("Mine", (original,), {})
         with pytest.raises(ConfigError, match=f"TRL's {original.__name__} does not go with dynagroup"):
             attach(run, 100)
-
-
-def test_what_other_trainers_note_is_left_alone(tmp_path, monkeypatch) -> None:
-    """``_metrics`` is TRL's own where the loss is TRL's; a Trainer of the user's may keep what it likes under that name."""
-    mine = type("Mine", (DynagroupTrainer,), {"_metrics": {"train": "mine"}})
-    monkeypatch.setattr(jobs, "DynagroupTrainer", mine)
-    run = trainer("causal", tmp_path, fits=True, max_steps=1)
-    run.train()
-    assert (type(run), run.state.global_step, run._metrics) == (mine, 1, {"train": "mine"})
 
 
 def test_trl_pads_a_row_to_a_multiple_and_a_budget_of_the_same_multiple_leaves_room_for_that(tmp_path) -> None:
