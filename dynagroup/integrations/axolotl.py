@@ -32,17 +32,13 @@ class DynagroupArgs(BaseModel):
 
 
 class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
-    """``BasePlugin.get_trainer_cls``: AxolotlTrainer, its batches as many samples as fit ``dynagroup_max_tokens``."""
+    """AxolotlTrainer, its batches as many samples as fit ``dynagroup_max_tokens``."""
 
     def get_input_args(self) -> str:
         return "dynagroup.integrations.axolotl.DynagroupArgs"
 
     def get_trainer_cls(self, cfg: Any) -> type | None:
-        """The Trainer class, or None where ``dynagroup_max_tokens`` is not set.
-
-        Raises:
-            ConfigError: another setting makes the batches.
-        """
+        """The Trainer class, or None where ``dynagroup_max_tokens`` is not set. ConfigError: others make the batches."""
         if not cfg.dynagroup_max_tokens:
             return None
         for name in EXCLUDED:

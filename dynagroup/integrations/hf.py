@@ -62,8 +62,7 @@ class DynagroupTrainerMixin(Evaluator):
         return self.samples_per_update
 
     def get_train_dataloader(self) -> Any:
-        """Our loader, made from the host's: its dataset, columns, collator, workers and sampler are kept."""
-        # Its sampler may group by the size of an update, which is not that of our copy of the arguments.
+        """Our loader, made from the host's, whose sampler may group by the size of an update."""
         self.args.gradient_accumulation_steps = self.accumulation
         try:
             host = super().get_train_dataloader()
@@ -162,12 +161,8 @@ def dynagroup_trainer(trainer_class: type) -> type:
 
 def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | bool = True) -> None:
     """Give batches that fit to a Trainer that was made by others, before it trains: ``attach(trainer, 16_384)``. It is then of
-    the class ``dynagroup_trainer(type(trainer))``, whose arguments ``dynagroup`` and ``dynagroup_eval`` these are.
-
-    Raises:
-        ConfigError: ``trainer`` is no Trainer, forms such batches already or has begun to train, or its settings need batches of
-            their own. Nothing has changed then.
-    """
+    the class ``dynagroup_trainer(type(trainer))``, whose arguments ``dynagroup`` and ``dynagroup_eval`` these are. What is
+    refused by a ConfigError changes nothing."""
     if not isinstance(trainer, Trainer) or isinstance(trainer, DynagroupTrainerMixin):
         raise ConfigError(f"`trainer` must be a Trainer without batches that fit, but is a {type(trainer).__name__}")
     if trainer.is_in_train or trainer.state.global_step:

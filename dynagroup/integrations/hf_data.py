@@ -27,14 +27,12 @@ behind the prompt."""
 
 
 class UpdateItems:
-    """A loader for a host that counts its items: one item is one update, a list of steps."""
+    """A loader for a host that counts its items: one item is one update, a list of steps. Callbacks find it as
+    ``train_dataloader``."""
 
     def __init__(self, loader: StepLoader[Any]) -> None:
-        self.loader = loader
-        self.dataset = loader.dataset
-        self.set_epoch = loader.set_epoch
-        self.set_samples_per_update = loader.set_samples_per_update
-        """For callbacks of the Trainer, which find this object as ``train_dataloader``."""
+        self.loader, self.dataset = loader, loader.dataset
+        self.set_epoch, self.set_samples_per_update = loader.set_epoch, loader.set_samples_per_update
 
     def __len__(self) -> int:
         """Updates of the epoch."""

@@ -27,7 +27,6 @@ from dynagroup.validation import warn_user
 #   results of one shape. Samples sorted by length are grouped by W; groups, each as long as its longest, are cut into batches;
 #   a rank takes its own sample of each group. The up to W - 1 samples left over, the shortest, are a row of their own.
 # Why right: what a rank holds is never larger than the groups that were asked of the budget, so by its law it fits.
-# Cost: padding within a group, which is little among sorted samples; up to W - 1 repeats of a short sample, left out again.
 class EvaluationRows:
     """A batch sampler: this is what accelerate deals to ranks, batch ``k`` to rank ``k % num_ranks``.
 

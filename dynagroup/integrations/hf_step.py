@@ -193,11 +193,7 @@ def _defines_compute_loss(trainer_class: type) -> bool:
 #   returns a mean, look alike from outside: the Trainer takes both for sums, and they would count once a batch.
 # Cost: two forward passes, once a run. Collective: all ranks take the same answer, or raise alike.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:
-    """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell.
-
-    Raises:
-        ConfigError: the loss cannot be asked, or neither halves nor stays. Names ``loss_is_scaled_for_ga``.
-    """
+    """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell."""
     error: Exception | None = None
     ratio = math.nan
     try:
@@ -214,8 +210,7 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
         raise error
     if failed or (unclear and not halves):
         raise ConfigError(
-            f"whether the loss of {type(trainer).__name__} is a mean over its batch cannot be found out by computing it for "
-            f"one item and for two ({error or 'it neither halves nor stays'}); say it: set the class attribute "
+            f"{type(trainer).__name__} does not show whether its loss is a mean ({error or 'it neither halves nor stays'}); set "
             "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
         ) from error
     return not halves if halves or stays else None

@@ -24,10 +24,6 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
         budget: what a batch may be, in the units of ``length_of``; a number means so many, padding included.
         bounds: the longest sample of each bucket; give ``DynamicBucketingSampler(duration_bins=bounds[:-1])``.
         length_of: a cut -> its frames, tokens ...; default: its ``num_frames``.
-
-    Raises:
-        ConfigError: while sampling, a cut has no frames, or is longer than the last bound.
-        BudgetError: the longest sample of a bucket does not fit even alone.
     """
 
     def __init__(

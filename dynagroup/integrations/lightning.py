@@ -51,9 +51,6 @@ class LightningSteps(Callback):
     counts what training has used, not what Lightning has fetched ahead, so that its state, a part of every checkpoint, is exact.
     With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
 
-    Args:
-        loader: a :class:`~dynagroup.PlannedDataLoader` or :class:`~dynagroup.OnlineDataLoader`.
-
     Raises:
         ConfigError: it is not a callback of the Trainer; the Trainer accumulates or limits batches itself.
         StateError: a checkpoint's place comes after Lightning has begun to read.

@@ -17,7 +17,7 @@ from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
 from dynagroup.validation import warn_user
 
-LINEAR = ("flash_attention", "flex_attention", NAME)  # keep samples apart without a mask of tokens times tokens
+LINEAR = ("flash_attention", "flex_attention", NAME)  # keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 SIZES = [len(probe) for probe in PROBES]
@@ -31,11 +31,8 @@ def packing_collator(model: Any, **options: Any) -> Collate:
     """``transformers.DataCollatorWithFlattening`` with what this model needs: its first position, borders for its kernels.
 
     Args:
-        model: a transformers model, as it will be trained: its choice of attention counts.
+        model: a transformers model, as it will be trained: its choice of attention counts. See :func:`check_packing`.
         options: of the collator, such as ``return_seq_idx=True`` for state-space models.
-
-    Raises:
-        ConfigError: see :func:`check_packing`.
     """
     first = _first_position(model)
     settings = {"return_flash_attn_kwargs": _is_linear(model), **({"position_ids_start": first} if first else {})}

@@ -25,9 +25,6 @@ def batches_that_fit(
         budget: what a batch may be. Every text column is padded by itself and counts.
         tokenizer: the model's, e.g. ``model.tokenizer``; texts longer than ``max_length`` are truncated, as the model does.
         settings: further ones of :class:`~dynagroup.LengthAwareBatchSampler`, e.g. ``window``.
-
-    Raises:
-        ConfigError: when the Trainer calls it: the dataset has no text column.
     """
 
     def sampler(dataset: Any, valid_label_columns: Sequence[str] | None = None, seed: int = 0, **_: Any) -> Any:

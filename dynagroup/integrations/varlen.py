@@ -56,11 +56,8 @@ def use_varlen_attention(model: Any) -> Any:
 # Why right: these are random and large instead of the layer's, so that soft caps and sinks show. Windows and chunks are longer
 #   than a few tokens, but masks are functions of two places: they are asked of places far apart.
 def check_own_attention(model: Any) -> set[Any]:
-    """Compare packed attention with the model's own, layer by layer; returns the modules that attend.
-
-    Raises:
-        ConfigError: the two differ (soft caps, sinks, chunks, biases, ...), or cannot be compared.
-    """
+    """Compare packed attention with the model's own, layer by layer; returns the modules that attend. ConfigError: the two
+    differ (soft caps, sinks, chunks, biases, ...), or cannot be compared."""
     name, asked = type(model).__name__, set()
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
@@ -212,9 +209,7 @@ def one_by_one(
     query: Any, key: Any, value: Any, borders: Any, *, causal: bool, scale: Any, window: int | None, dropout: float = 0.0
 ) -> torch.Tensor:  # fmt: skip
     """(T, H, D) -> (T, H, D), a sample at a time: exact on any device and dtype; its cost is one call a sample and layer.
-
-    A query scores keys before it only (``causal``), times ``scale``, fewer than ``window`` tokens away.
-    """
+    A query scores keys before it only (``causal``), times ``scale``, fewer than ``window`` tokens away."""
     parts, marks = [], borders.tolist()
     grouped = query.shape[1] != key.shape[1]
     for start, stop in zip(marks[:-1], marks[1:], strict=True):

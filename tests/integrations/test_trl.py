@@ -149,19 +149,6 @@ def test_trainers_that_need_their_own_batches_are_refused(tmp_path) -> None:
             attach(run, 100)
 
 
-def test_trl_pads_a_row_to_a_multiple_and_a_budget_of_the_same_multiple_leaves_room_for_that(tmp_path) -> None:
-    seen: list[int] = []
-
-    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        seen.append(labels.numel())
-        return toys.float64_causal_loss(outputs, labels, num_items_in_batch)
-
-    budget = TokenBudget(93, layout="packed", pad_to_multiple_of=8)
-    sft(tmp_path, budget, padding_free=True, pad_to_multiple_of=8, loss=loss).train()
-    assert {tokens % 8 for tokens in seen} == {0}
-    assert max(seen) == 88
-
-
 @pytest.mark.slow
 def test_a_compiled_model_agrees(tmp_path) -> None:
     runs = []
