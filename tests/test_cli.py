@@ -171,14 +171,8 @@ def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
     assert message in refusal("plan", name, "--max-tokens", "8", *arguments)
 
 
-@pytest.mark.parametrize(("kind", "content"), [("txt", b"3\n4\n"), ("TSV", b"length\ta\r\n3\t1\r\n4\t1\r\n")])
-def test_a_mark_of_utf_8_changes_nothing(tmp_path, kind, content):
-    (path := tmp_path / f"x.{kind}").write_bytes(b"\xef\xbb\xbf" + content)
-    assert figures("plan", str(path), "--max-tokens", "8")["real_tokens"] == 7
-
-
-def test_a_text_ends_with_its_line_alone(tmp_path, folder):
-    (tmp_path / "x.txt").write_text("one\u2028two\x0cthree\nfour\n", encoding="utf-8")
+def test_a_text_ends_with_its_line_alone_and_a_mark_of_utf_8_is_none_of_it(tmp_path, folder):
+    (tmp_path / "x.txt").write_text("one\u2028two\x0cthree\nfour\n", encoding="utf-8-sig")
     assert figures("plan", str(tmp_path / "x.txt"), "--max-tokens", "80", *TOKENIZED)["num_samples"] == 2
 
 

@@ -10,14 +10,12 @@ import json
 import random
 from collections.abc import Callable
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynagroup import LearningBudget, LengthAwareBatchSampler, TokenBudget
 from dynagroup.errors import StateError
-from dynagroup.memory import Measurement, Measurements, MemoryRegressor, Workload
 from dynagroup.shapes import BatchShape
 
 LENGTHS = [1 + (7 * i) % 40 for i in range(60)]
@@ -74,23 +72,3 @@ def test_states_of_samplers_and_budgets(make: Callable[[], Any]) -> None:
             raise
 
     assert refused(load, json.loads(json.dumps(make().state_dict()))) > 150
-
-
-def test_the_card_of_a_regressor(tmp_path: Path) -> None:
-    common = {"static_bytes": 10**6, "oom": False}
-    rows = [
-        Measurement(num_samples=n, longest={"tokens": length}, batch_bytes=10**5 * n * length, **common)
-        for n in (1, 2, 4, 8)
-        for length in (16, 64, 256)
-    ]
-    sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128, "vocabulary_size": 100}
-    table = Measurements(tuple(rows), Workload(**sizes, mode="train"), "simulated", {})
-    path = tmp_path / "mine.ubj"
-    MemoryRegressor.fit(table).save(path)
-    card = path.with_suffix(".json")
-
-    def read(damaged: Any) -> None:
-        card.write_text(json.dumps(damaged))
-        MemoryRegressor.load(path).relative(BatchShape.of([1, 8], 64), BatchShape.of(4, 64))
-
-    assert refused(read, json.loads(card.read_text())) > 150

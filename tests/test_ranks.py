@@ -1,12 +1,10 @@
-"""Real gloo ranks, started once: Trainers, samplers under accelerate, loaders that stop and resume, DDP's gradients. To start
-ranks takes longer than to run them."""
+"""Real gloo ranks, started once: Trainers, samplers under accelerate, DDP's gradients. To start ranks takes longer than to run
+them."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
 from dynagroup.testing import assert_conserves
 from tests.integrations import toys
 from tests.integrations.jobs import parameters, train_both, trainer
@@ -33,7 +31,7 @@ def everything(folder: str) -> dict[str, Any]:
     """What one rank finds; accelerate first, which starts the process group."""
     warnings.simplefilter("ignore")
     return {
-        **{job.__name__: job() for job in (accelerated, planned, gradients)},
+        **{job.__name__: job() for job in (accelerated, gradients)},
         "trainers": trainers(folder),
     }
 
@@ -47,10 +45,6 @@ def gathered(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def of_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
 
 
 def sampler(**options: Any) -> LengthAwareBatchSampler:
@@ -89,37 +83,6 @@ def test_accelerate_shards_a_sampler_that_came_out_whole_or_is_refused(ranks: An
     assert first["length"] == len(first["epochs"][0])
     assert first["epochs"][0] != first["epochs"][1], "the epoch moved on, though nobody could say set_epoch"
     assert [first["resumed"], second["resumed"]] == [first["epochs"][1], second["epochs"][1]]
-
-
-def planned() -> dict[str, Any]:
-    lengths = lengths_of(40, seed=3)
-    # Two ranks' batches of 6e8 a sample are beyond what 32 bits, or 63 bits in units of 2**-32, hold.
-    weigh = lambda batch: 6e8 * len(batch["input_ids"])  # noqa: E731
-    make = lambda: PlannedDataLoader(  # noqa: E731
-        Tokens(lengths), lengths, TokenBudget(96), samples_per_update=10, collate_fn=collate, weigh=weigh
-    )
-    first, again, steps = make(), make(), []
-    for step in first:
-        steps.append(step)
-        if len(steps) == 3:
-            break
-    again.load_state_dict(of_json(first.state_dict()))
-    steps += list(again)
-    ids = [i for step in steps if not step.idle for i in step.indices]
-    scales = [(step.loss_scale, step.ends_update) for step in steps]
-    return {"ids": ids, "scales": scales, "samples": again.stats.merged(again.world).samples}
-
-
-def test_heavy_weights_and_a_stop_inside_an_update(ranks: Any) -> None:
-    reports = [found["planned"] for found in ranks]
-    assert sorted(i for report in reports for i in report["ids"]) == list(range(40))
-    ends = [number for number, (_, end) in enumerate(reports[0]["scales"]) if end]
-    assert ends == [number for number, (_, end) in enumerate(reports[1]["scales"]) if end]
-    assert len(ends) == 4
-    for before, end in pairwise([-1, *ends]):
-        scales = [scale for report in reports for scale, _ in report["scales"][before + 1 : end + 1]]
-        assert sum(scales) == pytest.approx(2.0, rel=1e-12), "one gradient over both ranks, stopped in between or not"
-    assert reports[0]["samples"] == reports[1]["samples"] < 40, "of the second loader alone"
 
 
 class Causal(nn.Module):
