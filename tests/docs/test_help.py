@@ -27,10 +27,3 @@ def test_every_argument_is_explained(thing):
     assert [name for name in arguments if name not in texts] == []
     assert [name for name in texts if name not in arguments] == []
     assert [name for name in arguments if len(texts[name].split()) < 4] == []
-
-
-def test_the_trainer_maker_says_what_its_classes_take():
-    from dynagroup.integrations.hf import dynagroup_trainer
-
-    text = inspect.getdoc(dynagroup_trainer) or ""
-    assert all(f"``{name}``" in text for name in ("dynagroup", "dynagroup_eval", "update_loader"))
