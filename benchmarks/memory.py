@@ -61,9 +61,7 @@ def fits(machine: Machine) -> Iterator[dict[str, Any]]:
 def _largest(machine: Machine, size: str, longest: int, limit: int) -> dict[str, Any]:
     dtype, config = "float32" if machine.dry else "bfloat16", config_of(size, dry=machine.dry)
     budget = MemoryBudget.from_model(config, memory=limit, mode="train", dtype=dtype, headroom=1.0)
-    found = budget.largest(np.asarray([longest]))
-    assert found is not None
-    predicted = true = int(found[0])
+    predicted = true = int(np.asarray(budget.largest(np.asarray([longest])))[0])
     if not machine.dry:
         machine.limit(limit)
         model = build(size, machine)
@@ -74,11 +72,7 @@ def _largest(machine: Machine, size: str, longest: int, limit: int) -> dict[str,
 
 
 def _last_true(holds: Callable[[int], bool], guess: int, goes_on: Callable[[], bool]) -> int:
-    """Growing by a tenth, then halving the gap: about ten steps.
-
-    >>> _last_true(lambda n: n <= 37, 30, lambda: True), _last_true(lambda n: n <= 37, 60, lambda: True)
-    (37, 37)
-    """
+    """Growing by a tenth, then halving the gap: about ten steps."""
     low, high, number = 0, 0, guess
     while high - low != 1 and goes_on():
         low, high = (number, high) if holds(number) else (low, number)
@@ -119,9 +113,6 @@ def shown(figures: dict[str, Any]) -> list[str]:
         if row["error"] is not None:
             cases.setdefault(f"{row['model']}, {row['mode']}", []).append(row["error"])
     rows = [{"case": case, "shapes": len(e), "least": min(e), "most": max(e)} for case, e in cases.items()]
-    head, template = (
-        "| simulated over measured | shapes | least | most |",
-        "{case} | {shapes} | {least:+.2%} | {most:+.2%}",
-    )
+    head = "| simulated over measured | shapes | least | most |"
     left = ", ".join([*figures["left_out"], *figures["failed"]]) or "none"
-    return [*table(rows, head, template), "", f"left out or failed: {left}"]
+    return [*table(rows, head, "{case} | {shapes} | {least:+.2%} | {most:+.2%}"), "", f"left out or failed: {left}"]

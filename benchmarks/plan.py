@@ -74,11 +74,7 @@ def rival(_machine: Machine) -> dict[str, Any]:
 
 
 def exponent(sizes: Iterable[float], costs: Iterable[float]) -> float:
-    """Slope of the line through the logarithms, by least squares: 1 is a cost in proportion, below it is less.
-
-    >>> round(exponent([10, 100, 1000], [5, 50, 500]), 6), round(exponent([1, 4, 16], [3, 6, 12]), 6)
-    (1.0, 0.5)
-    """
+    """Slope of the line through the logarithms, by least squares: 1 is a cost in proportion, below it is less."""
     return float(np.polyfit(np.log(list(sizes)), np.log(list(costs)), 1)[0])
 
 

@@ -31,12 +31,8 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
     figures: dict[str, Any] = {}
     machine.warm_up()
     for number, name in enumerate(MODELS):
-        seconds = (machine.left_s() - 10) / (len(MODELS) - number)
-        if not machine.has(20 * (len(MODELS) - number) + 10):
-            figures[name] = {"left out": "no time"}
-            continue
-        figures[name] = {"rows": []}
-        for row in _rows(name, machine, machine.left_s() - seconds):
+        figures[name], left = {"rows": []}, machine.left_s()
+        for row in _rows(name, machine, left - (left - 10) / (len(MODELS) - number)):
             figures[name]["rows"].append(row)
             yield figures
         machine.free()

@@ -26,11 +26,7 @@ PACKAGES = (
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Hardware, versions of what is installed of ``packages``, and the date: for every file of figures.
-
-    >>> sorted(environment("numpy"))
-    ['date', 'hardware', 'python', 'versions']
-    """
+    """Hardware, versions of what is installed of ``packages``, and the date: for every file of figures."""
     installed = {name: _version(name) for name in ("torch", "numpy", *packages)}
     return {
         "hardware": f"{os.cpu_count()}-core {_processor()}",
@@ -79,11 +75,7 @@ def save(folder: Path, name: str, figures: Mapping[str, Any], **more: Any) -> Pa
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
-    """Median, quartiles and number of repeats.
-
-    >>> spread([1.0, 2.0, 9.0])
-    {'median': 2.0, 'quartiles': [1.5, 5.5], 'repeats': 3}
-    """
+    """Median, quartiles and number of repeats."""
     low, middle, high = (round(float(q), 9) for q in np.quantile(values, [0.25, 0.5, 0.75]))
     return {"median": middle, "quartiles": [low, high], "repeats": len(values)}
 
@@ -108,11 +100,7 @@ def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(rows: Iterable[Mapping[str, Any]], head: str, template: str) -> list[str]:
-    """Markdown: the head, a rule, and ``template`` filled by ``str.format`` for each row.
-
-    >>> table([{"key": "a", "x": 0.5}, {"key": "b"}], "| | share |", "| {key} | {x:.0%} |")
-    ['| | share |', '|---|---|', '| a | 50% |', '| b |  |']
-    """
+    """Markdown: the head, a rule, and ``template`` filled by ``str.format`` for each row."""
     cells = [cell.strip() for cell in template.strip("| ").split("|")]
     body = (" | ".join(_cell(cell, row) for cell in cells) for row in rows)
     return [head, "|" + "---|" * len(cells), *(f"| {line} |" for line in body)]

@@ -35,11 +35,7 @@ SLICE_S = 3.0
 
 
 def overall(timed: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """All samples over all seconds, since updates may differ in size; quartiles are of updates drawn anew (bootstrap).
-
-    >>> overall([(10, 1.0), (10, 1.0)])
-    {'median': 10.0, 'quartiles': [10.0, 10.0], 'repeats': 2}
-    """
+    """All samples over all seconds, since updates may differ in size; quartiles are of updates drawn anew (bootstrap)."""
     counts, seconds = np.array(timed, np.float64).T
     drawn = np.random.default_rng(0).integers(0, len(counts), (2000, len(counts)))
     low, high = np.quantile(counts[drawn].sum(1) / seconds[drawn].sum(1), [0.25, 0.75])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -27,29 +26,22 @@ def seen_in(steps: Iterable[Seen]) -> Counter[int]:
     return Counter(i for step in steps for i in step.samples)
 
 
-@dataclass
 class Case:
     """What is drawn: lengths, budget and its layout, ranks, the kind of loader and its options."""
 
-    seed: int
-    fault: str
-    lengths: list[int] = field(default_factory=list)
-    ranks: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    online: bool = False
-    max_tokens: int = 0
-    packed: bool = False
-
-    def __post_init__(self) -> None:
-        rng = self.rng = random.Random(self.seed)
-        draw = np.random.default_rng(self.seed)
+    def __init__(self, seed: int, fault: str) -> None:
+        self.seed, self.fault = seed, fault
+        rng = self.rng = random.Random(seed)
+        draw = np.random.default_rng(seed)
         count = rng.choice([1, 3, 17, 60, 200])
-        self.lengths = np.clip(draw.lognormal(2.0, rng.choice([0.2, 0.8, 1.3]), count), 1, 80).astype(int).tolist()
+        self.lengths: list[int] = (
+            np.clip(draw.lognormal(2.0, rng.choice([0.2, 0.8, 1.3]), count), 1, 80).astype(int).tolist()
+        )
         self.max_tokens = rng.choice([80, 160, 640])
         self.ranks = rng.choice([1, 1, 2, 3, 4])
         self.online = rng.random() < 0.5
         self.packed = rng.random() < 0.25
-        self.options = {"seed": rng.randrange(5), "shuffle": rng.random() < 0.6}
+        self.options: dict[str, Any] = {"seed": rng.randrange(5), "shuffle": rng.random() < 0.6}
         if rng.random() < 0.7:
             self.options["samples_per_update"] = rng.choice([4, 8, 32])
         else:
