@@ -28,10 +28,8 @@ from dynagroup.device import is_out_of_memory
 PER_UPDATE, IGNORED = 64, -100
 SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES = 256, 40, 8, 2000, 128, 6
 LONGEST = 4096
-HEADROOM = 0.8
-"""Share of a GPU that a batch may be predicted to take: what is compared are batches, not how near they come to its end."""
-SLICE_S = 3.0
-"""Seconds of a method's turn on a GPU; the turns go round until the case's time is used."""
+HEADROOM, SLICE_S = 0.8, 3.0
+"""Share of a GPU that a batch may be predicted to take; seconds of a method's turn, which go round until the time is used."""
 
 
 def overall(timed: Sequence[tuple[int, float]]) -> dict[str, Any]:
