@@ -28,7 +28,7 @@ FAULTS: dict[str, Callable[[Case], list[str]]] = {**loaders.FAULTS, **memory.FAU
 
 
 def run_case(case: Case) -> list[str]:
-    """What the case found wrong, in a thread of its own: a hang is a finding, too, and torch tells the main one of dead workers."""
+    """What the case found wrong, in a thread of its own: a hang is a finding, too."""
     found: list[str] = ["hang"]
 
     def run() -> None:
