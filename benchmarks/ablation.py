@@ -48,7 +48,7 @@ def as_they_are(row: Any, *_: Any) -> Any:
 
 def without_order(units: Any) -> Any:
     """Sorted by the first stream, then the others."""
-    return longest_first({"tokens": units[0], **{str(n): u for n, u in enumerate(units[1:])}}, ("tokens",))
+    return longest_first({"tokens": units[0], **{str(n): u for n, u in enumerate(units[1:])}})
 
 
 MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {

@@ -20,7 +20,7 @@ from benchmarks.machine import Machine, build, on_ranks
 from benchmarks.train import FIXED, HELD_OUT, IGNORED, SHORT, loss_on, texts_of
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.protocol import WIDTH, agree, hand_out, offer
-from dynagroup.plan.padded import cut
+from dynagroup.plan.ranks import cut
 
 DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more
 

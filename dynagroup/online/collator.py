@@ -21,7 +21,7 @@ from dynagroup.lengths import LONGEST, with_tokens
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, shorten
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
-from dynagroup.plan.padded import cut
+from dynagroup.plan.ranks import cut
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said, units_of
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import total_of, width_of

@@ -34,7 +34,7 @@ from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, OrderSource
 from dynagroup.plan.planner import PlanConfig, Planner
-from dynagroup.plan.ranks import cut_rows
+from dynagroup.plan.ranks import cut
 from dynagroup.shapes import IntArray, Streams
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes
@@ -257,7 +257,7 @@ def _in_rows(source: Source, lengths: Streams, rank: int, size: int, *, number: 
     """A rank's batches of one window, one a row, as positions in the window; no sample is repeated to fill a row, and nobody
     always has the dearest batch."""
     config = source.config
-    batches = cut_rows(lengths, source.budget, size, work=config.work)
+    batches = cut(lengths, source.budget, size, work=config.work)
     rng, full = np.random.default_rng((config.seed, source.cursor.epoch, number)), len(batches) // size
     rows = np.append(
         rng.permutation(full) if config.shuffle else np.arange(full), full

@@ -16,6 +16,7 @@ from dynagroup.validation import LARGEST, check_int
 RoundBatch: TypeAlias = Callable[[int], int]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Batches(Sequence[IntArray]):
     """A division of samples into batches, stored flat.
 
@@ -27,11 +28,8 @@ class Batches(Sequence[IntArray]):
     [[4], [2, 7]]
     """
 
-    __slots__ = ("offsets", "order")
-
-    def __init__(self, order: IntArray, offsets: IntArray) -> None:
-        self.order = order
-        self.offsets = offsets
+    order: IntArray
+    offsets: IntArray
 
     @classmethod
     def of(cls, parts: Sequence[IntArray]) -> Batches:
@@ -107,12 +105,8 @@ def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
     return BatchShape(batches.sizes, longest, total)
 
 
-def longest_first(lengths: Streams, padded: Sequence[str] = (TOKENS,)) -> IntArray:
-    """Positions sorted by tokens, longest first, then by the other streams; ties keep their order. Of several padded streams
-    the sum comes first."""
-    if len(padded) > 1:
-        tokens = np.sum([lengths[name].astype(np.int64) for name in padded], axis=0)
-        return np.lexsort([*(-lengths[name].astype(np.int64) for name in reversed(padded)), -tokens])
+def longest_first(lengths: Streams) -> IntArray:
+    """Positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
     if len(lengths) > 1:
         others = [-values for name, values in lengths.items() if name != TOKENS]
         return np.lexsort([*others[::-1], -lengths[TOKENS]])

@@ -243,7 +243,8 @@ class _Packing:
 
     def _fewest(self) -> list[list[int]]:
         """The window in few rows, hardly more than best fit needs; every batch has a sample."""
-        found = self._balanced(self._num_rows(self._least_bins()))
+        rows = self._num_rows(self._least_bins())
+        found = self._balanced(rows)
         if found is None:
             bins = best_fit(self._order, self._list, self._room.bin, self._room)
             rows = max(self._num_rows(len(bins)), 1)

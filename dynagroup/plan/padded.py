@@ -1,4 +1,4 @@
-"""Cut one window of samples into batches that fit, of least predicted time: padded, by runs of samples of like length.
+"""Cut one padded window of samples into batches that fit, of least predicted time, by runs of samples of like length.
 
 A division of an ordered window into runs is its offsets: int64 (B + 1,), from 0 to the number of samples.
 """
@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, RoundBatch, allowed_sizes, longest_first, offsets_of, offsets_of_path
-from dynagroup.plan.cost import DEFAULT_WORK, Work
+from dynagroup.plan.cost import Work
 from dynagroup.plan.multistream import RunMaxima, alike_order, least_time_by_places
-from dynagroup.plan.packed import pack
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
 
 EXACT_UP_TO = 1 << 12
@@ -29,39 +28,6 @@ FEWEST = 1e12
 """A price of a batch that is more than any padding: it makes the fewest batches."""
 TINY = 1e-9
 """Stands for the work of an empty sample, which any batch may hold."""
-
-
-def cut(
-    lengths: Streams, budget: Budget, *, work: Work = DEFAULT_WORK, round_batch: RoundBatch | None = None
-) -> Batches:
-    """Divide one window of samples into batches that fit ``budget``, of least predicted time.
-
-    A padded window is ordered, longest first or so that neighbours are alike in several padded streams, and cut into runs; a
-    packed one is filled. A sample that does not fit even alone gets a batch of its own; the caller decides what becomes of it.
-
-    Args:
-        lengths: stream -> int32 (N,) of the window's samples.
-        work: what a batch takes.
-        round_batch: padded batch sizes are chosen among the values of this function.
-
-    Returns:
-        Positions into the window. Padded: longest batch first, of several streams by their sum. Packed: in order of arrival.
-
-    Raises:
-        ConfigError: ``round_batch`` is wrong. BudgetError: the budget breaks its law.
-
-    >>> from dynagroup.budget.tokens import TokenBudget
-    >>> batches = cut({"tokens": np.array([3, 9, 2, 8], np.int32)}, TokenBudget(18))
-    >>> [batch.tolist() for batch in batches]
-    [[1, 3], [0, 2]]
-    """
-    if not len(lengths[TOKENS]):
-        return Batches.concatenate([])
-    if budget.layout == "packed":
-        return pack(lengths, budget, work=work)
-    order, window = in_order(lengths, budget, work, round_batch)
-    batches = Batches(order, window.least_time(work.per_step))
-    return batches.take(longest_batches_first(batches, lengths, budget))
 
 
 def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:

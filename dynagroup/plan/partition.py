@@ -16,7 +16,7 @@ from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner
-from dynagroup.plan.ranks import cut_rows
+from dynagroup.plan.ranks import cut
 from dynagroup.validation import check_flag, check_int, check_number
 
 
@@ -148,7 +148,7 @@ def shard_micro_batches(
     planner.warn_of_oversize()
     kept = np.delete(np.arange(planner.num_samples), planner.left_out)
     streams = {name: values[kept] for name, values in planner.lengths.items()}
-    batches = cut_rows(streams, planner.budget, every, work=planner.config.work)
+    batches = cut(streams, planner.budget, every, work=planner.config.work)
     if len(batches) % every:
         more = f"num_ranks x multiple_of = {every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
         raise ConfigError(f"{len(kept)} samples in micro-batches of one are no multiple of {more}")

@@ -22,13 +22,13 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described, hashed
-from dynagroup.plan.batches import Batches, RoundBatch, longest_first
+from dynagroup.plan.batches import Batches, RoundBatch
 from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, GroupedOrder, windows_of
-from dynagroup.plan.padded import FEWEST, cut
+from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.ranks import cut_rows, prove
+from dynagroup.plan.ranks import cut, prove
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 from dynagroup.validation import check_choice, check_flag, check_function, check_int, warn_user
 
@@ -76,7 +76,7 @@ class PlanConfig:
             check_function("round_batch", self.round_batch, "from int to int")
 
 
-def tokens_of(lengths: Streams, budget: Budget) -> IntArray:
+def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
     """Tokens of each sample, of all its padded streams: int (N,)."""
     first, *others = (lengths[name] for name in padded_streams(budget, lengths))
     return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
@@ -251,11 +251,11 @@ class Planner:
         config, positions = self.config, np.flatnonzero(left)
         chosen = indices[positions]
         lengths = {name: values[chosen] for name, values in self.lengths.items()}
-        batches = cut_rows(lengths, self.budget, world_size, work=config.work, round_batch=config.round_batch)
+        batches = cut(lengths, self.budget, world_size, work=config.work, round_batch=config.round_batch)
         prove(batches, len(chosen), lengths, self.budget, self._oversize[chosen])
         num, missing = len(batches), -len(batches) % world_size
         if missing and is_last and config.uneven == "repeat":
-            smallest = longest_first(lengths, padded_streams(self.budget, lengths))[::-1]
+            smallest = np.argsort(tokens_of(lengths, self.budget), kind="stable")
             filled = Batches(np.resize(smallest, missing), np.arange(missing + 1))
             batches = Batches.concatenate([batches, filled])
         rows = np.arange(len(batches) - len(batches) % world_size).reshape(-1, world_size)

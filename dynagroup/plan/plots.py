@@ -66,10 +66,9 @@ def plot_ways(ways: Sequence[Any]) -> Figure:
     figure = new_figure(5 * len(ways), 4)
     for ax, way in zip(figure.subplots(1, len(ways), sharey=True, squeeze=False)[0], ways, strict=True):
         plan = way.plan
-        tokens, widths = (
-            np.sum([of[name] for name in plan.padded_lengths], axis=0, dtype=np.int64)
-            for of in (plan.lengths, plan.shapes.longest)
-        )
+        tokens, widths = np.zeros(len(plan.lengths["tokens"]), np.int64), np.zeros(len(plan.batches), np.int64)
+        for name, lengths in plan.padded_lengths.items():
+            tokens, widths = tokens + lengths, widths + plan.shapes.longest[name]
         draw_padding([tokens[batch] for batch in plan.batches], widths=widths.tolist(), ax=ax)
         ax.set_title(f"{way.name}: {way.padding:.0%} padding, {plan.num_steps:,} steps", fontsize=10)
     return figure

@@ -12,7 +12,7 @@ from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, RoundBatch, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.packed import pack
-from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, cut, in_order, longest_batches_first, split_dearest
+from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, in_order, longest_batches_first, split_dearest
 from dynagroup.shapes import TOKENS, IntArray, Streams, units_of
 
 FEW_ROWS = 24
@@ -23,26 +23,38 @@ EQUAL = 0.05
 """Of a row's mean work: what its batches may differ by."""
 
 
-def cut_rows(
+def cut(
     lengths: Streams,
     budget: Budget,
-    num_ranks: int,
+    num_ranks: int = 1,
     *,
     work: Work = DEFAULT_WORK,
     round_batch: RoundBatch | None = None,
 ) -> Batches:
-    """Cut a window into rows of one batch a rank, so that its steps take least predicted time: a price and the dearest batch.
+    """Cut a window into rows of one batch a rank that fit, so that its steps take least predicted time.
 
-    The number of batches divides by ``num_ranks`` wherever some batch has more than one sample. Row after row, each
-    row's dearest batch first, the row with the longest sample in front; a row that cannot be filled comes last.
+    A padded window is ordered, longest first or so that neighbours are alike in several padded streams, and cut into runs; a
+    packed one is filled. The number of batches divides by ``num_ranks`` wherever some batch has more than one sample. A sample
+    that does not fit even alone gets a batch of its own; the caller decides what becomes of it.
+
+    Args:
+        lengths: stream -> int32 (N,) of the window's samples.
+        work: what a batch takes; a row takes its price and its dearest batch.
+        round_batch: padded batch sizes are chosen among the values of this function.
+
+    Returns:
+        Positions into the window. Row after row, each row's dearest batch first, the row with the longest sample in front; a
+        row that cannot be filled comes last.
+
+    Raises:
+        ConfigError: ``round_batch`` is wrong. BudgetError: the budget breaks its law.
 
     >>> from dynagroup.budget.tokens import TokenBudget
-    >>> window = {"tokens": np.full(10, 5, np.int32)}
-    >>> cut_rows(window, TokenBudget(20), 4).sizes.tolist()
+    >>> cut({"tokens": np.full(10, 5, np.int32)}, TokenBudget(20), 4).sizes.tolist()
     [3, 3, 3, 1]
     """
-    if num_ranks == 1 or not len(lengths[TOKENS]):
-        return cut(lengths, budget, work=work, round_batch=round_batch)
+    if not len(lengths[TOKENS]):
+        return Batches.concatenate([])
     if budget.layout == "packed":
         batches = pack(lengths, budget, num_ranks, work=work)
         return batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
@@ -50,6 +62,8 @@ def cut_rows(
     offsets = _cheapest(window, num_ranks, work.per_step)
     runs, of_run = Batches(np.arange(len(order)), offsets), window.total(offsets)
     in_front = longest_batches_first(runs.map(order), lengths, budget)
+    if num_ranks == 1:
+        return runs.take(in_front).map(order)
     by_row = in_front[_in_rows(of_run[in_front], num_ranks)]
     rows = runs.take(by_row)
     return (rows if window.streams else _levelled(rows, of_run[by_row], num_ranks, window)).map(order)
@@ -58,6 +72,8 @@ def cut_rows(
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
     """The cut of least predicted time that fills rows: one rank's, divided; or in few rows one of its own."""
     alone = window.least_time(price)
+    if num_ranks == 1:
+        return alone
     cuts = [_filled(window, alone, num_ranks)]
     if len(alone) - 1 <= FEW_ROWS * num_ranks and len(window) > num_ranks:
         cuts.append(_filled(window, _rows_of_least_time(window, num_ranks, price), num_ranks))

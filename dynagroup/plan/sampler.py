@@ -176,15 +176,12 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         epoch = check_int("epoch", epoch, least=0)
         if epoch != self._epoch:
             self._start = self._run = None
-            self._apply_learned()
+            # what the budget has learned; on several ranks that needs an exchange, see there
+            planner = self._planner.renewed() if self._rank_and_size()[1] == 1 else self._planner
+            if planner is not self._planner:
+                self._replace(planner)
+                planner.warn_of_oversize()
         self._epoch, self._advance = epoch, 0
-
-    def _apply_learned(self) -> None:
-        """An epoch begins: plan it by what the budget has learned. On several ranks that needs an exchange, see there."""
-        planner = self._planner.renewed() if self._rank_and_size()[1] == 1 else self._planner
-        if planner is not self._planner:
-            self._replace(planner)
-            planner.warn_of_oversize()
 
     def _replace(self, planner: Planner) -> None:
         self._planner = planner

@@ -16,7 +16,7 @@ from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.plan.padded import cut
+from dynagroup.plan.ranks import cut
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, target_tokens
 from dynagroup.testing import assert_budget_law

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dynagroup.budget.base import AdditiveCap, Budget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.plan.packed import pack
@@ -157,8 +156,3 @@ def test_a_budget_that_must_be_asked_is_asked_seldom() -> None:
     batches = pack(streams(tokens), budget, 4)
     assert budget.fits(shapes_of(batches, streams(tokens))).all()
     assert budget.asked < 4 * len(tokens)
-
-
-def test_a_stream_that_is_missing_is_named() -> None:
-    with pytest.raises(ConfigError, match="AdditiveCap needs the stream 'patches'"):
-        pack(streams([1, 2]), TokenBudget(9, layout="packed") & AdditiveCap("patches", 3))

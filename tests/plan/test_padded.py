@@ -19,8 +19,8 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan import multistream
 from dynagroup.plan.batches import Batches, allowed_sizes, friendly_size, multiple_of, shapes_of
 from dynagroup.plan.cost import Work
-from dynagroup.plan.multistream import alike_order
-from dynagroup.plan.padded import FEWEST, OrderedWindow, by_queue, cut, in_order, one_by_one
+from dynagroup.plan.padded import FEWEST, OrderedWindow, by_queue, in_order, one_by_one
+from dynagroup.plan.ranks import cut
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import IntArray, Streams
 from tests import strategies
@@ -155,19 +155,6 @@ def test_bad_arguments_name_themselves() -> None:
         cut(streams([1, 5]), Falling(9))
 
 
-def test_the_model_is_asked_a_number_of_times_that_does_not_grow_with_the_batches() -> None:
-    asked = []
-
-    class Counting(TokenBudget):
-        def largest(self, longest: IntArray, /) -> IntArray | None:
-            asked.append(len(longest))
-            return super().largest(longest)
-
-    cut(streams(np.random.default_rng(0).integers(1, 500, 10_000).tolist()), Counting(1000))
-    assert len(asked) == 1
-    assert asked[0] <= 500
-
-
 def test_streams_that_have_little_to_do_with_one_another_are_hardly_padded() -> None:
     lengths, budget = pairs(2000), TokenBudget(16_384)
     lengths["labels"][317] = 3000
@@ -176,11 +163,6 @@ def test_streams_that_have_little_to_do_with_one_another_are_hardly_padded() -> 
     padded = int(padded_tokens(shapes_of(by_tokens, lengths), budget).sum())
     assert plan.statistics["padding"] < 0.5 * (1 - plan.statistics["real_tokens"] / padded)
     assert 317 in plan.rows[0][0]  # the sample of most tokens comes first
-
-
-def test_neighbours_are_alike_in_every_stream() -> None:
-    assert alike_order([np.full(9, 7)] * 2).tolist() == list(range(9))  # of no difference: the order of arrival
-    assert alike_order([np.array([900, 10, 900, 11]), np.array([10, 900, 11, 900])]).tolist() == [2, 0, 3, 1]
 
 
 def test_long_runs_end_at_few_places_but_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:

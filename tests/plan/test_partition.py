@@ -81,35 +81,13 @@ def test_a_sample_that_does_not_fit_comes_alone_or_is_left_out(layout: Any, over
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        (lambda: balanced_partitions([1], 0), ConfigError, "`num_parts` must be an int of at least 1, but is 0"),
         (lambda: balanced_partitions([1, -1], 2), ConfigError, "`costs` must be one finite number"),
-        (
-            lambda: balanced_partitions([1, 2], 2, sizes=[1]),
-            ConfigError,
-            "`sizes` must be as many as `costs` .2., but are 1",
-        ),
-        (
-            lambda: balanced_partitions(HARD, 2, limit=HARD_LIMIT),
-            BudgetError,
-            "7 items .* first fit found none; allow more parts or a higher limit",
-        ),
-        (
-            lambda: balanced_partitions([3, 3, 3], 2, limit=4),
-            BudgetError,
-            "are not divided into 2 parts .* they need at least 3;",
-        ),
-        (lambda: balanced_partitions([3, 5], 2, limit=4), BudgetError, "the largest 5, .* at most 4 each"),
+        (lambda: balanced_partitions(HARD, 2, limit=HARD_LIMIT), BudgetError, "first fit found none; allow more parts"),
+        (lambda: balanced_partitions([3, 3, 3], 2, limit=4), BudgetError, "into 2 parts .* they need at least 3;"),
         (
             lambda: shard_micro_batches([3, 12], 1, 10, oversize="error"),
             BudgetError,
             "sample 1 .12 tokens. does not fit",
-        ),
-        (lambda: shard_micro_batches([3], 1, 10, oversize="clip"), ConfigError, "oversize"),  # type: ignore[arg-type]
-        (lambda: shard_micro_batches([3], 1, 10, work=3.0), ConfigError, "`work` must be a Work"),  # type: ignore[arg-type]
-        (
-            lambda: shard_micro_batches([3], 1, 10, multiple_of=0),
-            ConfigError,
-            "`multiple_of` must be an int of at least 1",
         ),
         (lambda: shard_micro_batches([3, 3, 3], 4, 10), ConfigError, "num_ranks x multiple_of = 4; collect 1 more"),
     ],

@@ -15,7 +15,7 @@ from dynagroup.budget.tokens import TokenBudget
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import Work
 from dynagroup.plan.padded import OrderedWindow, in_order, split_dearest
-from dynagroup.plan.ranks import cut_rows, prove
+from dynagroup.plan.ranks import cut, prove
 from tests import strategies
 from tests.plan.test_padded import WORKS, streams
 
@@ -33,7 +33,7 @@ def test_rows_are_full_wherever_a_batch_can_be_divided(
 ) -> None:
     lengths = streams(values)
     bound = budget.bind(lengths)
-    batches = cut_rows(lengths, bound, ranks, work=work, round_batch=rounding)
+    batches = cut(lengths, bound, ranks, work=work, round_batch=rounding)
     prove(batches, len(values), lengths, bound, np.ones(len(values), np.bool_))
     assert len(batches) % ranks == 0 or (batches.sizes == 1).all()
     if bound.layout == "padded":
@@ -54,7 +54,7 @@ def test_rows_take_no_more_than_the_cut_of_one_rank_dealt_out(
     one = Batches(order, split_dearest(window, runs, -(-(len(runs) - 1) // ranks) * ranks))
     one = one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
     if len(one) % ranks == 0:
-        batches = cut_rows(lengths, budget, ranks, work=work)
+        batches = cut(lengths, budget, ranks, work=work)
         allowed = time_of(one, lengths, budget, ranks, work) * (1 + 1e-9)
         assert time_of(batches, lengths, budget, ranks, work) <= allowed
 
@@ -90,7 +90,7 @@ def assert_equal_work(values: NDArray[np.int32], max_tokens: int, ranks: int, wo
     samples force that wait. Between rows, simulated annealing of 60,000 exchanges an update saves at most 0.7 % of the time.
     """
     lengths, budget = {"tokens": values}, TokenBudget(max_tokens)
-    batches = cut_rows(lengths, budget, ranks, work=work)
+    batches = cut(lengths, budget, ranks, work=work)
     by_row = work.of_batches(batches, lengths, budget).reshape(-1, ranks)
     forced = np.asarray([
         least_dearest(values[np.concatenate(batches[row * ranks : (row + 1) * ranks])].tolist(), ranks, max_tokens, work)
@@ -109,7 +109,7 @@ def test_batches_of_a_row_are_equal_work_or_the_least_that_its_samples_allow(
     values: list[int], max_tokens: int, work: Work, ranks: int
 ) -> None:
     tokens = np.asarray(values, np.int32)
-    if len(cut_rows({"tokens": tokens}, TokenBudget(max_tokens), ranks, work=work)) % ranks == 0:
+    if len(cut({"tokens": tokens}, TokenBudget(max_tokens), ranks, work=work)) % ranks == 0:
         assert_equal_work(tokens, max_tokens, ranks, work)
 
 
@@ -137,7 +137,7 @@ def test_rows_of_real_pairs_wait_little_beyond_what_their_dearest_sample_makes_t
     for (group, ranks), share in WAITING.items():
         dearest = least = time = 0.0
         for first in range(0, 1024, group):
-            batches = cut_rows({k: v[first : first + group] for k, v in pairs.items()}, budget, ranks, work=work)
+            batches = cut({k: v[first : first + group] for k, v in pairs.items()}, budget, ranks, work=work)
             part = batches.map(np.arange(first, first + group))
             rows = work.of_batches(part, pairs, budget).reshape(-1, ranks)
             samples = np.array([alone[batch].max() for batch in part]).reshape(-1, ranks).max(axis=1)
@@ -148,11 +148,11 @@ def test_rows_of_real_pairs_wait_little_beyond_what_their_dearest_sample_makes_t
 
 def test_literal_rows() -> None:
     lengths = streams([90, 40, 40, 30, 30, 30, 10, 10, 10, 10])  # one row is shared by work, not by number
-    batches = cut_rows(lengths, TokenBudget(100), 4, work=Work(per_step=1000, crossover=math.inf))
+    batches = cut(lengths, TokenBudget(100), 4, work=Work(per_step=1000, crossover=math.inf))
     assert sorted(batch.tolist() for batch in batches) == [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]]
-    rows = cut_rows(streams([9, 9, 4, 4, 1, 1, 1, 1]), TokenBudget(9), 2, work=Work(per_step=1, crossover=math.inf))
+    rows = cut(streams([9, 9, 4, 4, 1, 1, 1, 1]), TokenBudget(9), 2, work=Work(per_step=1, crossover=math.inf))
     assert [batch.tolist() for batch in rows][:2] == [[0], [1]]  # the row of the longest sample is in front
-    assert sorted(cut_rows(streams([10] * 30), TokenBudget(100), 4).sizes.tolist()) == [6, 8, 8, 8]  # not 10, 10, 5, 5
+    assert sorted(cut(streams([10] * 30), TokenBudget(100), 4).sizes.tolist()) == [6, 8, 8, 8]  # not 10, 10, 5, 5
 
 
 def test_runs_are_split_where_the_dearer_part_is_least() -> None:

@@ -18,7 +18,7 @@ from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
 from dynagroup.plan.cost import Work
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.report import compare, format_table, grouped_batches, most_of_the_longest
+from dynagroup.plan.report import compare, format_table, most_of_the_longest
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
@@ -148,15 +148,6 @@ def test_fixed_batches_of_varied_lengths_are_slower_than_ours_and_it_shows() -> 
     assert alone.ways[0].waiting == 0
     assert many.report().splitlines()[1].split()[-1] == "1.00"
     assert len(many.plot().axes) == 3
-
-
-def test_group_by_length_sorts_fifty_batches_at_a_time() -> None:
-    lengths = np.arange(1, 401)
-    batches = grouped_batches(lengths, 2)
-    assert int(lengths[batches[0]].max()) == 400  # the longest of all comes first
-    for piece in range(1, 4):
-        longest = [int(lengths[batch].max()) for batch in batches[50 * piece + 1 : 50 * piece + 50]]
-        assert longest == sorted(longest, reverse=True)
 
 
 def test_a_plot_has_its_pictures_with_units_and_leaves_pyplot_alone() -> None:

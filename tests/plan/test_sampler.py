@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
@@ -26,7 +25,7 @@ from dynagroup.plan import planner as planner_module
 from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan.batches import multiple_of
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.ranks import cut_rows
+from dynagroup.plan.ranks import cut
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
@@ -77,7 +76,7 @@ def test_a_state_is_small_and_only_what_comes_is_planned(monkeypatch: pytest.Mon
     assert Cursor.of(reread(state["cursor"])) == Cursor(steps=5, window_size=40, segments=((1, 5),))
     other.load_state_dict(state)
     asked = []
-    monkeypatch.setattr(planner_module, "cut_rows", lambda *args, **how: asked.append(1) or cut_rows(*args, **how))
+    monkeypatch.setattr(planner_module, "cut", lambda *args, **how: asked.append(1) or cut(*args, **how))
     next(iter(other))
     assert len(asked) == 1
 
@@ -120,17 +119,6 @@ def test_a_framework_that_counts_from_zero_after_a_resume_does_not_lose_the_plac
     other.sampler.set_epoch(1)
     third.set_epoch(2)
     assert list(other) == list(third)
-
-
-def test_a_state_that_does_not_belong_teaches_nothing() -> None:
-    taught, fresh = LearningBudget(BUDGET), LearningBudget(BUDGET)
-    taught.record_failed_cost(500.0)
-    before = fresh.state_dict()
-    with pytest.raises(StateError, match="seed: 1 then, 0 now"):
-        LengthAwareBatchSampler(LENGTHS, fresh).load_state_dict(
-            LengthAwareBatchSampler(LENGTHS, taught, seed=1).state_dict()
-        )
-    assert fresh.state_dict() == before
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
