@@ -61,7 +61,7 @@ def load_groups(path: Path) -> list[Group]:
     for row in sorted(pq.read_table(path).to_pylist(), key=lambda r: r["key"]):
         checked = None if row["checked"] is None else tuple(row["checked"])
         known = {k: v for k, v in json.loads(row["workload"]).items() if k not in NO_FIELDS}
-        workload, phases = Workload.from_mapping(known), np.array(row["phases"])
+        workload, phases = Workload(**known), np.array(row["phases"])
         groups.append(
             Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], phases, checked)
         )

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import xgboost
 
-from dynagroup.memory.features import TrainingRows, describe, features, train_booster
+from dynagroup.memory.features import Features, describe, features, train_booster
 from dynagroup.memory.features import pairs_of as measured_pairs
 from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
@@ -64,9 +64,10 @@ def pairs_of(group: Group, size: int) -> Pairs:
     return draw(group, np.random.default_rng(zlib.crc32(group.key.encode())), size)
 
 
-def sharp_rows(pairs: Pairs, constants: dict[str, float]) -> TrainingRows:
+def sharp_rows(pairs: Pairs, constants: dict[str, float]) -> Features:
     form = ClosedForm.of(pairs.group.workload, constants)
-    return TrainingRows(features(pairs.candidate, pairs.baseline, pairs.group.workload, form), np.log(pairs.ratio))
+    found = features(pairs.candidate, pairs.baseline, pairs.group.workload, form)
+    return replace(found, log_ratio=np.log(pairs.ratio))
 
 
 def train(
@@ -104,7 +105,7 @@ def judge_fold(groups: list[Group], recipe: Recipe, fold: int, pairs: int, choic
     return judge
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=HERE / "data" / "simulated.parquet")
     parser.add_argument(
@@ -116,14 +117,34 @@ def main() -> None:
     parser.add_argument("--only-evaluation", action="store_true", help="only judge, and leave the artifact alone")
     parser.add_argument("--pairs", type=int, default=50, help="rows a workload to judge by")
     parser.add_argument("--choices", type=int, default=6, help="batches to grow a workload to judge by")
-    arguments = parser.parse_args()
-    recipe = Recipe()
+    return parser.parse_args()
+
+
+def evaluate(groups: list[Group], recipe: Recipe, pairs: int, choices: int) -> dict[str, Any]:
+    """Figures of all folds, and of what they were made on."""
+    judge = Judge(pairs, choices)
+    case = partial(judge_fold, groups, recipe, pairs=pairs, choices=choices)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        for part in pool.map(case, range(recipe.folds)):
+            judge.rows += part.rows
+            judge.direct += part.direct
+            judge.never += part.never
+    return {
+        "hardware": "2-core AMD EPYC, CPU",
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
+        **judge.summary(),
+    }
+
+
+def main() -> None:
+    arguments, recipe = options(), Recipe()
     groups = load_groups(arguments.data)
     measured = load_measured(arguments.measured) if arguments.measured.exists() else []
-    source = hashlib.sha256(arguments.data.read_bytes()).hexdigest()
     about = {
         "recipe": {f.name: getattr(recipe, f.name) for f in fields(recipe)},
-        "data_sha256": source,
+        "data_sha256": hashlib.sha256(arguments.data.read_bytes()).hexdigest(),
         "workloads": len(groups),
         "measured_workloads": len(measured),
     }
@@ -134,29 +155,11 @@ def main() -> None:
         MemoryRegressor(regressor.trees, {**regressor.card, **json.loads(json.dumps(about))}).save(arguments.artifact)
     if arguments.no_evaluation:
         return
-    judge = Judge(arguments.pairs, arguments.choices)
-    case = partial(judge_fold, groups, recipe, pairs=arguments.pairs, choices=arguments.choices)
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for part in pool.map(case, range(recipe.folds)):
-            judge.rows += part.rows
-            judge.direct += part.direct
-            judge.never += part.never
-    hardware = {
-        "hardware": "2-core AMD EPYC, CPU",
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    result = {
-        **about,
-        **hardware,
-        "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
-        **judge.summary(),
-    }
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    result = {**about, **evaluate(groups, recipe, arguments.pairs, arguments.choices)}
     arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.results == RESULTS:
         report.main()
-    print(json.dumps({k: judge.summary()[k] for k in ("overall", "counted", "simulated_directly")}, indent=1))
+    print(json.dumps({k: result[k] for k in ("overall", "counted", "simulated_directly")}, indent=1))
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ class MemoryBudget(Budget):
 
     def _grown(self, padded: BatchShape, first: BatchShape) -> BoolArray:
         """Shapes that are predicted to fit. A regressor is asked once, for a table; a formula is asked directly."""
-        if not isinstance(self.model, MemoryRegressor) or not self.model.tabulated or len(padded.longest) > 2:
+        if not isinstance(self.model, MemoryRegressor) or self.layout == "packed" or len(padded.longest) > 2:
             return self.model.relative(padded, first) <= self.headroom
         key = tuple(padded.longest)
         if key not in self._tables:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,14 +63,8 @@ class Features:
 
     margin: FloatArray
     values: FloatArray
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRows:
-    """K rows: features, and the log of the true ratio."""
-
-    features: Features
-    log_ratio: FloatArray
+    log_ratio: FloatArray | None = None
+    """The true one, of rows to train on."""
 
 
 def is_sharp(workload: Workload) -> bool:
@@ -102,7 +96,7 @@ def _logs(shape: BatchShape) -> list[FloatArray]:
     return [np.log(np.maximum(v, 1).astype(np.float64)) for v in values]
 
 
-def pairs_of(measurements: Measurements, form: ClosedForm) -> TrainingRows:
+def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
     """Every complete row against every other one as its baseline."""
     shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
     first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
@@ -111,11 +105,11 @@ def pairs_of(measurements: Measurements, form: ClosedForm) -> TrainingRows:
         for rows in (second, first)
     )
     ratio = np.log(size[second]) - np.log(size[first])
-    return TrainingRows(features(candidate, baseline, measurements.workload, form), ratio)
+    return replace(features(candidate, baseline, measurements.workload, form), log_ratio=ratio)
 
 
 def train_booster(
-    parts: Sequence[TrainingRows],
+    parts: Sequence[Features],
     *,
     rounds: int,
     max_depth: int,
@@ -130,9 +124,9 @@ def train_booster(
     ``quantile``: bound instead of predict; the share of rows that should lie below the prediction.
     """
     xgboost = needed("xgboost", "fitting a regressor")
-    values = np.concatenate([p.features.values for p in parts]).astype(np.float32)
-    margin = np.concatenate([p.features.margin for p in parts])
-    target = np.concatenate([p.log_ratio for p in parts])
+    values = np.concatenate([p.values for p in parts]).astype(np.float32)
+    margin = np.concatenate([p.margin for p in parts])
+    target = np.concatenate([p.log_ratio for p in parts if p.log_ratio is not None])
     weight = np.exp(-0.5 * (target / 0.5) ** 2) + 0.05  # decisions are made near ratio 1
     data = xgboost.QuantileDMatrix(values, label=target, base_margin=margin, weight=weight, max_bin=128, nthread=1)
     settings: dict[str, Any] = {
@@ -145,10 +139,10 @@ def train_booster(
     return xgboost.train(settings, data, num_boost_round=rounds)
 
 
-def describe(parts: Sequence[TrainingRows], constants: Mapping[str, float]) -> dict[str, Any]:
+def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[str, Any]:
     """The card of a regressor trained on these rows: what it was trained on, and between which values."""
     xgboost = needed("xgboost", "fitting a regressor")
-    values = np.concatenate([p.features.values for p in parts])
+    values = np.concatenate([p.values for p in parts])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a feature that no row knows has no range
         lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)

@@ -16,8 +16,6 @@ from dynagroup.memory.run import ELEMENT_BYTES, MONOMIALS, FloatArray, Phases, c
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 
-__all__ = ["COMPONENTS", "CONSTANTS", "ClosedForm"]
-
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
 ONE, N, NL, NL2, NT, T2, NT2, NLT = map(MONOMIALS.index, ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT"))
@@ -34,25 +32,16 @@ CONSTANTS: dict[str, float] = {
     "table_grad": 2.6617, "weight_grad": 0.9314,
 }  # fmt: skip
 
-# What an unknown field is taken to be: a middling decoder in training.
+# What a field that is not known is taken to be; the sizes must be known.
 USUAL: dict[str, Any] = {
-    "mode": "train", "num_layers": 24, "num_encoder_layers": 0, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8,
-    "head_size": 128, "intermediate_size": 7168, "experts_per_token": 1, "gated_mlp": True, "dropout": False,
-    "vocabulary_size": 65536, "lm_head": True, "encoder_decoder": False, "causal": True, "fixed_tokens": 0,  # noqa: E501
-    "num_parameters": None, "trainable_share": 1.0, "dtype": "bfloat16", "attention": "sdpa", "score_bias": False,
-    "gradient_checkpointing": False, "max_new_tokens": 256,
+    "num_encoder_layers": 0, "experts_per_token": 1, "gated_mlp": True, "dropout": False, "lm_head": True, "causal": True,
+    "fixed_tokens": 0, "trainable_share": 1.0, "score_bias": False,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Memory of one workload by components: the largest of its phases.
-
-    >>> form = ClosedForm.of(Workload(mode="train", hidden_size=896, num_layers=24))
-    >>> one, two = form.batch_bytes(BatchShape.of([1, 2], 1024))
-    >>> bool(one < two)
-    True
-    """
+    """Memory of one workload by components: the largest of its phases."""
 
     phases: FloatArray
     """float64 (phases, components, monomials), bytes."""
@@ -91,21 +80,6 @@ class ClosedForm:
         return np.concatenate([terms.sum(axis=2), quadratic[:, None]], axis=1) / total[:, None]
 
 
-def _filled(workload: Workload) -> dict[str, Any]:
-    known: dict[str, Any] = {f.name: getattr(workload, f.name) for f in fields(workload)}
-    known = {k: USUAL.get(k) if v is None else v for k, v in known.items()}
-    hidden: int = known["hidden_size"]
-    if workload.hidden_size is not None and workload.intermediate_size is None:
-        known["intermediate_size"] = 4 * hidden
-    if workload.num_heads is None and workload.head_size is None:
-        known["head_size"] = min(128, hidden)
-        known["num_heads"] = max(1, hidden // known["head_size"])
-        known["num_kv_heads"] = workload.num_kv_heads or max(1, known["num_heads"] // 2)
-    elif workload.num_kv_heads is None:
-        known["num_kv_heads"] = known["num_heads"]
-    return known
-
-
 def _unit(column: int, value: float = 1.0) -> FloatArray:
     row = np.zeros(len(MONOMIALS))
     row[column] = value
@@ -130,7 +104,8 @@ class _Builder:
     """Writes the phases down from a workload's fields."""
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
-        w = self.w = _filled(workload)
+        known = {f.name: getattr(workload, f.name) for f in fields(workload)}
+        w = self.w = {name: USUAL.get(name) if value is None else value for name, value in known.items()}
         self.c = constants
         self.element = ELEMENT_BYTES[workload.autocast or w["dtype"]]
         self.parameter = ELEMENT_BYTES[w["dtype"]]

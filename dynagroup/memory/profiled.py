@@ -13,10 +13,7 @@ from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import MONOMIALS, FloatArray, columns, max_affine
 from dynagroup.shapes import TOKENS, BatchShape
 
-__all__ = ["ProfiledMemory"]
-
 FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2", "nLT")]
-LEAST_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class ProfiledMemory:
     """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
 
     Beyond what was measured it is a guess: asked about more than twice the longest row, it warns once. Make it with
-    :meth:`fit`. For a model that can be traced, ``MemoryBudget.from_model`` is right at any length.
+    :meth:`fit`.
 
     >>> from dynagroup.memory.measurements import Measurement
     >>> from dynagroup.memory.workload import Workload
@@ -52,11 +49,10 @@ class ProfiledMemory:
         """
         rows = measurements.complete
         streams = tuple(sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name)))
-        least = LEAST_ROWS if len(streams) < 2 else 2 * LEAST_ROWS
+        least = 4 if len(streams) < 2 else 8
         if len(rows) < least:
             raise ConfigError(
-                f"ProfiledMemory.fit needs at least {least} rows that did not run out of memory, but got {len(rows)}; "
-                "simulate or measure more shapes"
+                f"ProfiledMemory.fit needs at least {least} rows of batches that ran, but got {len(rows)}"
             )
         known = columns(measurements.shapes())[:, FACTORS[: 4 if len(streams) < 2 else None]]
         phases, error = max_affine(known, np.maximum(measurements.batch_bytes(), 1.0))

@@ -26,7 +26,7 @@ class MemoryModel(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Short text that changes whenever predictions may change."""
+        """Changes whenever predictions may change."""
         ...
 
 

@@ -66,10 +66,6 @@ class MemoryRegressor:
     @classmethod
     def pretrained(cls, workload: Workload | None = None) -> MemoryRegressor:
         """The regressor that comes with the package, for this workload; None: nothing is known, and it is careful."""
-        if workload is not None and not isinstance(workload, Workload):
-            raise ConfigError(
-                f"`workload` must be a Workload, but is {type(workload).__name__}; see Workload.from_model"
-            )
         return replace(_pretrained(), workload=workload or Workload())
 
     @classmethod
@@ -93,7 +89,7 @@ class MemoryRegressor:
             raise StateError(
                 f"{path} is not what its card describes: {', '.join(wrong)} differ; fit or save the regressor again"
             )
-        return cls(trees, card, workload or Workload.from_mapping(card.get("workload", {})))
+        return cls(trees, card, workload or Workload(**card.get("workload", {})))
 
     @classmethod
     def fit(cls, measurements: Measurements | Sequence[Measurements]) -> MemoryRegressor:
@@ -155,11 +151,6 @@ class MemoryRegressor:
         return self.workload.layout or "padded"
 
     @property
-    def tabulated(self) -> bool:
-        """Whether a table by length is made of its answers: asking trees is dear, and packed batches have no longest."""
-        return self.layout == "padded"
-
-    @property
     def _traced(self) -> Phases | None:
         """What alone is asked of a traced workload."""
         return None if self.card.keys() & {"form", "corrects"} else self.workload.phases
@@ -193,9 +184,9 @@ class MemoryRegressor:
     @cached_property
     def _form(self) -> ClosedForm:
         own = self.card.get("form")
-        if own is not None and self.workload == Workload.from_mapping(self.card["workload"]):
-            return ClosedForm.of_phases(Phases(own))
-        return ClosedForm.of(self.workload, self.card["constants"])
+        return (
+            ClosedForm.of(self.workload, self.card["constants"]) if own is None else ClosedForm.of_phases(Phases(own))
+        )
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
         """At least the closed form for a strange workload or first batch, and padded tokens for a batch beyond the range."""

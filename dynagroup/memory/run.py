@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, BatchShape, target_tokens
 
-__all__ = ["ELEMENT_BYTES", "MASK_ALIGNMENT", "MONOMIALS", "Attention", "Dtype", "FloatArray", "Layout", "Mode", "Phases", "Run",
-           "Sharding", "columns", "max_affine", "monomials", "needed"]  # fmt: skip
-
 FloatArray: TypeAlias = NDArray[np.float64]
 Mode: TypeAlias = Literal["train", "forward", "generate"]
 Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
@@ -43,8 +40,7 @@ def needed(module: str, purpose: str, extra: str = "memory") -> Any:
 def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:
     """The monomials of each shape: float64 (K, 12)."""
     n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
-    one = np.ones_like(n)
-    return np.stack([one, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t], axis=1)
+    return np.stack([n**0, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t], axis=1)
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
@@ -60,11 +56,7 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """How a model's memory depends on the batch shape: of each phase the bytes per monomial, of which the largest counts.
-
-    >>> Phases(((0.0,) * 12,)).until is None
-    True
-    """
+    """How a model's memory depends on the batch shape: of each phase the bytes per monomial, of which the largest counts."""
 
     rows: tuple[tuple[float, ...], ...]
     """One tuple a phase, of the monomials that ``MONOMIALS`` lists."""
@@ -78,10 +70,9 @@ class Phases:
     def __post_init__(self) -> None:
         for name in ("rows", "after"):
             rows = tuple(tuple(map(float, row)) for row in getattr(self, name))
-            if not all(value >= 0 for row in rows for value in row):  # false for NaN, too
-                raise ConfigError("`phases` has a size below zero or NaN; make it with Workload.from_model")
-            if any(len(row) != len(MONOMIALS) for row in rows) or (name == "rows" and not rows):
-                raise ConfigError(f"`phases` needs rows of {len(MONOMIALS)} numbers; make it with Workload.from_model")
+            right = all(len(row) == len(MONOMIALS) and min(row) >= 0 and sum(row) < np.inf for row in rows)
+            if not right or (name == "rows" and not rows):
+                raise ConfigError(f"`phases` needs rows of {len(MONOMIALS)} sizes; make it with Workload.from_model")
             object.__setattr__(self, name, rows)
         if isinstance(self.aligned, Mapping):
             object.__setattr__(self, "aligned", Phases(**self.aligned))

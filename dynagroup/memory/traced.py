@@ -94,7 +94,7 @@ class TracedMemory:
                 ``gradient_checkpointing``, ``sharding``, ``num_ranks``, ...
 
         Raises:
-            ConfigError: an argument is wrong, peft is missing, or the model can neither be traced nor simulated.
+            ConfigError: an argument is wrong, or the model cannot be traced.
         """
         from dynagroup.memory.trace.model import as_meta_model
         from dynagroup.memory.trace.program import prepare, static_bytes
@@ -118,8 +118,7 @@ class TracedMemory:
         """This trace, raised to what was measured: no row takes more than is then predicted.
 
         Bytes are ``factor`` times the trace plus a constant (workspaces of kernels, blocks of the allocator): the line
-        above all rows that exceeds them least, never below the trace. A handful of rows is enough. Static memory is the
-        larger of both. No trees: on measured batches they are bolder than the device (``regressor/REPORT.md``).
+        above all rows that exceeds them least, never below the trace. Static memory is the larger of both.
 
         Raises:
             ConfigError: the rows are of another workload, or all of them ran out of memory.

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _CHOICES = {"Mode": Mode, "Attention": Attention, "Dtype": Dtype, "Layout": Layout, "Sharding": Sharding}
 # How else people write them.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_MAY_BE_0 = ("num_encoder_layers", "fixed_tokens", "vocabulary_size", "max_new_tokens")
 _SIZES = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
           "vocabulary_size", "encoder_decoder", "num_parameters")  # fmt: skip
 
@@ -126,8 +125,11 @@ class Workload:
         from dynagroup.memory.trace.model import describe
 
         known = {name: _dtype(v) if name in ("dtype", "autocast") else v for name, v in known.items()}
-        cls.from_mapping({"mode": mode, **known})  # what is wrong is refused before a model is built
-        workload = cls.from_mapping(describe(model_or_config, mode, known))
+        unknown = sorted(set(known) - set(cls.__slots__))
+        if unknown:
+            raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(cls.__slots__)}")
+        cls(mode=mode, **known)  # what is wrong is refused before a model is built
+        workload = cls(**describe(model_or_config, mode, known))
         if not trace:
             return workload
         try:
@@ -150,8 +152,8 @@ class Workload:
         except Exception as error:  # whatever the model's own code raises
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             raise ConfigError(
-                f"this model cannot be traced ({reason}). `inputs=` helps where only the arguments are wrong; else fit measured "
-                "batches: MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...)))"
+                f"this model cannot be traced ({reason}). `inputs=` helps where only the arguments are wrong; else fit batches: "
+                "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
             ) from error
 
     def replace(self, **changes: Any) -> Workload:
@@ -167,16 +169,7 @@ class Workload:
     @classmethod
     def from_json(cls, text: str) -> Workload:
         """The workload that :meth:`to_json` wrote."""
-        return cls.from_mapping(json.loads(text))
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Workload:
-        """The workload with these fields; None and absent ones are unknown."""
-        names = [f.name for f in fields(cls)]
-        unknown = sorted(set(values) - set(names))
-        if unknown:
-            raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(names)}")
-        return cls(**values)
+        return cls(**json.loads(text))
 
     def contradicts(self, other: Workload, names: Sequence[str] = ()) -> str | None:
         """The first size, or other field of ``names``, on which both are known and differ, or None."""
@@ -195,7 +188,7 @@ def _dtype(value: Any) -> Any:
 def _checked(name: str, kind: str, value: Any) -> Any:
     """A field's value as its type says: ``kind`` is the annotation."""
     if kind == "int":
-        return check_int(name, value, least=0 if name in _MAY_BE_0 else 1)
+        return check_int(name, value, least=0)
     if kind == "bool":
         return check_flag(name, value)
     if kind == "Phases" and isinstance(value, Mapping):

@@ -1,14 +1,11 @@
-"""The GPU's measuring script without a GPU: everything runs but the counters, and needs no more than torch and transformers."""
+"""The GPU's measuring script without a GPU: everything runs but the counters."""
 
 from __future__ import annotations
-
-import json
-import sys
 
 import pytest
 
 from regressor import measure_gpu
-from regressor.measure_gpu import DRY, DryDevice, main, measure_all, report
+from regressor.measure_gpu import DRY, DryDevice, measure_all, report
 
 
 @pytest.mark.filterwarnings("ignore:.*pad_token_id.*", "ignore:Passing a tuple of `past_key_values`")
@@ -31,23 +28,3 @@ def test_what_fails_or_has_no_time_left_is_written_down_and_the_others_are_measu
     shown = report([{**rows[0], "error": 0.06}, full])
     assert "out of memory" in shown
     assert "1 of 2 shapes measured; further off than 5%: qwen2 train (1)" in shown
-
-
-def test_it_asks_for_no_package_that_a_bare_machine_lacks(tmp_path, monkeypatch):
-    """When it runs; importing it without them: test_xgboost_is_needed_for_trees_alone."""
-    for name in ("xgboost", "datasets", "pyarrow", "matplotlib", "pandas"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(measure_gpu, "find_spec", lambda name: None)
-    path = tmp_path / "dry.parquet"
-    assert not main(["--dry", "--models", "qwen2", "--output", str(path)])
-    head, *rows = map(json.loads, path.with_suffix(".jsonl").read_text().splitlines())
-    assert (head["about"]["source"], len(rows), path.exists()) == ("dry", 4, False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [(["--models", "gpt17"], "names 'gpt17'"), (["--dry"], "needs an --output of its own")]
-)
-def test_bad_arguments_say_the_way_out(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert message in capsys.readouterr().err

@@ -22,7 +22,6 @@ def _transformers() -> Any:
 
 
 def is_model(value: Any) -> bool:
-    """Whether this is a torch module (a model) rather than a config."""
     return isinstance(value, torch.nn.Module)
 
 
@@ -34,12 +33,10 @@ def as_config(value: Any) -> Any:
             return transformers.AutoConfig.from_pretrained(value)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"no config found for {value!r}; give a model's name, or a folder or file with a config.json"
+                f"no config found for {value!r}; give a model's name, or a folder with a config.json"
             ) from error
     if not isinstance(value, transformers.PretrainedConfig):
-        raise ConfigError(
-            f"`model_or_config` must be a model, a transformers config or its name, but is {type(value).__name__}"
-        )
+        raise ConfigError(f"`model_or_config` must be a model, a config or its name, but is {type(value).__name__}")
     return value
 
 
@@ -74,10 +71,7 @@ def as_meta_model(
 
 
 def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Module:
-    """A model of this config with random weights, made on the device: what is measured where no weights are at hand.
-
-    The run (a workload) says its dtype and whether its attention is eager.
-    """
+    """A model of this config with random weights, made on the device, in the dtype and with the attention of a workload."""
     return _from_config(config, run.dtype, "eager" if run.attention == "eager" else "sdpa", device)
 
 

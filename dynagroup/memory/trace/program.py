@@ -65,9 +65,8 @@ def _autocast(workload: Run) -> torch.dtype | None:
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
     """Bytes that stay whatever the batch: parameters, buffers, and in training gradients, optimizer state, DDP buckets.
 
-    With sharding, this rank's part of them, and what a rank holds whole for a while: with "zero3" and "fsdp" the parameters
-    outside the layers, two layers (the one that runs and the next) and one layer's gradients, in the dtype that
-    runs; with "zero1" and "zero2" a bucket of ``REDUCE_BUCKET`` gradients, or all of them where there are fewer.
+    With sharding, this rank's part of them, and what it holds whole for a while: with "zero3" and "fsdp" the parameters outside
+    the layers, two layers and one layer's gradients, in the dtype that runs; with "zero1" and "zero2" a bucket of gradients.
     """
     kept = _blocks(model.buffers()) + kept_bytes(model, workload)
     if workload.mode != "train":

@@ -29,9 +29,8 @@ def simulate(
 ) -> Measurements:
     """Peak memory of a ``transformers`` model for each shape, as a CUDA device's allocator would count it.
 
-    Nothing of the model's size is allocated: parameters and activations are tensors on PyTorch's meta device. Kernels are
-    those of CUDA (flash or memory-efficient attention, fused dropout), and every batch has a padding mask. Training is a
-    step inside an accumulation: gradients of earlier steps exist and count as static memory.
+    Parameters and activations are tensors on PyTorch's meta device, without data. Kernels are those of CUDA, and every batch
+    has a padding mask. Training is a step inside an accumulation: gradients of earlier steps count as static memory.
 
     Args:
         model_or_config: a torch model (left untouched), a transformers config, or its name.
@@ -69,7 +68,6 @@ def simulate(
 
 
 def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
-    """The shapes with named streams, or a ConfigError about the first that cannot be."""
     checked = []
     for num_samples, longest in shapes:
         streams = dict(longest) if isinstance(longest, Mapping) else {TOKENS: longest}
@@ -81,7 +79,6 @@ def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]
 
 
 def _checked_workload(model_or_config: Any, workload: Workload | None) -> Workload:
-    """The workload with unknown fields read from the model, or a ConfigError where the two differ."""
     if workload is None:
         return Workload.from_model(model_or_config, trace=False)
     own = {n: getattr(workload, n) for n in Workload.__slots__ if n != "mode" and getattr(workload, n) is not None}
@@ -154,9 +151,9 @@ def _passes(run: Callable[[], None], counters: Device) -> bool:
     """Whether it runs twice without running out of memory: the first run pays for workspaces and caches of kernels."""
     from dynagroup.device import is_out_of_memory
 
-    failed = False
     for _ in range(2):
         counters.reset()
+        failed = False
         try:
             run()
         except Exception as error:
@@ -190,23 +187,16 @@ def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[tor
 
 
 def _run(
-    model: Any,
-    workload: Workload,
-    num_samples: int,
-    longest: Mapping[str, int],
-    inputs: MakeInputs | None,
-    counters: Device,
+    model: Any, workload: Workload, num_samples: int, longest: Mapping[str, int], inputs: Any, counters: Device
 ) -> None:
     import torch
 
     from dynagroup.memory.trace.model import make_inputs
 
     training, device = workload.mode == "train", counters.device
-    if inputs is None:
-        batch = make_inputs(model, num_samples, longest, with_labels=training, device=str(device))
-    else:
-        with device:
-            batch = inputs(model, num_samples, longest)
+    with device:
+        made = None if inputs is None else inputs(model, num_samples, longest)
+    batch = made or make_inputs(model, num_samples, longest, with_labels=training, device=str(device))
     if "attention_mask" in batch and num_samples > 1:
         batch["attention_mask"][0, 0] = 0  # padding, as real batches have
     lower = getattr(torch, workload.autocast) if workload.autocast else None
