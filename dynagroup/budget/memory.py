@@ -132,17 +132,13 @@ class MemoryBudget(Budget):
             mode: "train", "forward" or "generate".
             headroom: share of ``memory`` that may be used; the rest is for the CUDA context and fragmentation.
             pad_to_multiple_of: as above. With 16 (or 32, ...) masks need no padding for their kernel, and more fits.
-            how: how it is run: ``layout="packed"``, ``dtype``, ``autocast``, ``attention``, ``max_new_tokens``,
-                ``gradient_checkpointing``, ``lora`` (True, a rank, or a config of peft), ``optimizer``, ``sharding``
-                ("ddp", "zero1" to "zero3", "fsdp") with ``num_ranks``, ``keeps_outputs=False``, and ``measured``: rows that
-                :func:`~dynagroup.memory.measure` took on a device, by which the trace is raised; see
-                :meth:`~dynagroup.memory.TracedMemory.of`.
+            how: how it is run, as in :meth:`~dynagroup.memory.TracedMemory.of`: ``dtype``, ``autocast``, ``attention``,
+                ``layout``, ``max_new_tokens``, ``gradient_checkpointing``, ``lora``, ``optimizer``, ``sharding`` with
+                ``num_ranks``, ``keeps_outputs``, and rows that were ``measured``. ``print`` the budget to check it.
 
         Raises:
             ConfigError: an argument is wrong, or the model can neither be traced nor simulated.
             BudgetError: parameters, gradients and optimizer state alone do not fit.
-
-        ``print`` it to check what it took for granted.
 
         >>> from transformers import GPT2Config
         >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
@@ -318,9 +314,8 @@ class MemoryBudget(Budget):
         if missing:
             which = "`longest`" if not self._longest else f"how long the first batch is in {missing[0]!r}"
             raise ConfigError(
-                f"{which} is not known: give MemoryBudget(..., longest={{{missing[0]!r}: tokens of your longest sample}}), hand "
-                "the budget to a sampler that has the lengths, or, where a stream is not padded, combine it: "
-                f"& AdditiveCap({missing[0]!r}, limit)"
+                f"{which} is not known: give MemoryBudget(..., longest={{{missing[0]!r}: units of your longest sample}}), or, "
+                f"where a stream is not padded, & AdditiveCap({missing[0]!r}, limit)"
             )
         known = {name: round_up(np.array([self._longest[name]]), self._multiple) for name in padded.longest}
         return BatchShape.of(self._batch_size, known)

@@ -29,7 +29,6 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int | None:
-        """``static_bytes + batch_bytes``."""
         return None if self.batch_bytes is None else self.static_bytes + self.batch_bytes
 
 
@@ -69,7 +68,6 @@ class Measurements:
 
     @property
     def complete(self) -> tuple[Measurement, ...]:
-        """The rows that did not run out of memory."""
         return tuple(row for row in self.rows if row.batch_bytes is not None)
 
     def shapes(self) -> BatchShape:

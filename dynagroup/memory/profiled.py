@@ -42,11 +42,7 @@ class ProfiledMemory:
 
     @classmethod
     def fit(cls, measurements: Measurements) -> ProfiledMemory:
-        """The form closest to these rows. Rows that ran out of memory are left out: they only say "more than the device has".
-
-        Raises:
-            ConfigError: fewer than 4 rows, or fewer than 8 of two streams.
-        """
+        """The form closest to these rows, at least 4 (of two streams 8); those that ran out of memory are left out."""
         rows = measurements.complete
         streams = tuple(sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name)))
         least = 4 if len(streams) < 2 else 8
@@ -73,17 +69,14 @@ class ProfiledMemory:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the form."""
         about = repr((self.static_bytes, self.streams, self.phases))
         return "profile-" + hashlib.sha256(about.encode()).hexdigest()[:12]
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
-        """Bytes that grow with the batch, at the peak: float64 (K,)."""
         self._warn_beyond(shape)
         return (columns(shape)[:, FACTORS[: len(self.phases[0])]] @ np.array(self.phases).T).max(axis=1)
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
         return self.batch_bytes(shape) / np.maximum(self.batch_bytes(baseline), 1.0)
 
     def _warn_beyond(self, shape: BatchShape) -> None:

@@ -98,11 +98,7 @@ class MemoryRegressor:
         Where the rows' workload was traced, trees only raise what the trace says; else they correct a form fitted to the rows.
         For bytes of a traced workload ``MemoryBudget.from_model(..., measured=rows)`` is the safer answer, and needs no trees.
 
-        Args:
-            measurements: at least 8 rows that did not run out of memory, of shapes like those to be predicted.
-
-        Raises:
-            ConfigError: too few rows.
+        At least 8 rows that did not run out of memory, of shapes like those to be predicted.
         """
         tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
         least = min((len(t.complete) for t in tables), default=0)
@@ -147,22 +143,18 @@ class MemoryRegressor:
 
     @property
     def layout(self) -> Layout:
-        """Which of a shape's numbers count."""
         return self.workload.layout or "padded"
 
     @property
     def _traced(self) -> Phases | None:
-        """What alone is asked of a traced workload."""
         return None if self.card.keys() & {"form", "corrects"} else self.workload.phases
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the artifact and the workload."""
         about = json.dumps([self.card.get("hashes"), self.card["data_hash"], self.workload.to_json()])
         return "regressor-" + hashlib.sha256(about.encode()).hexdigest()[:12]
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        """Predicted memory of each of K batches as a share of the baseline's: float64 (K,)."""
         if self._traced is not None:
             packed = self.layout == "packed"
             return self._traced.bytes(shape, packed) / self._traced.baseline_bytes(baseline, packed)

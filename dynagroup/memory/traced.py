@@ -84,14 +84,11 @@ class TracedMemory:
         """Traces a model (a few seconds on the CPU, no weights).
 
         Args:
-            model_or_config: a model, a transformers config, or its name.
-            mode: "train", "forward" or "generate".
             lora: train adapters only: True, their rank, or a config of peft. Needs peft.
             optimizer: one of ``OPTIMIZERS``, or its bytes of state per parameter; default: AdamW.
             inputs: as in :func:`~dynagroup.memory.simulate`.
             measured: rows of :func:`~dynagroup.memory.measure` on a device, to correct the trace by; see :meth:`corrected`.
-            known: fields of a :class:`Workload`: ``dtype``, ``autocast``, ``attention``, ``layout``, ``max_new_tokens``,
-                ``gradient_checkpointing``, ``sharding``, ``num_ranks``, ...
+            known: fields of a :class:`Workload`.
 
         Raises:
             ConfigError: an argument is wrong, or the model cannot be traced.
@@ -120,9 +117,6 @@ class TracedMemory:
         Bytes are ``factor`` times the trace plus a constant (workspaces of kernels, blocks of the allocator): the line
         above all rows that exceeds them least, never below the trace. Static memory is the larger of both.
 
-        Raises:
-            ConfigError: the rows are of another workload, or all of them ran out of memory.
-
         >>> from dynagroup.memory.measurements import Measurement
         >>> ten_a_token = Workload(phases=Phases(((0, 0, 0, 10, *[0] * 8),)))
         >>> rows = [Measurement(n, {"tokens": 100}, 0, 1500 * n + 200) for n in (1, 2, 4)]
@@ -148,12 +142,10 @@ class TracedMemory:
 
     @property
     def layout(self) -> Layout:
-        """ "padded" or "packed": which of a shape's numbers count."""
         return self.workload.layout or "padded"
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the model and how it is run."""
         about = (
             f"{self.static_bytes} {self.pads_masks} {self.workload.to_json()} {self.factor!r} {self.constant_bytes!r}"
         )
@@ -175,11 +167,7 @@ class TracedMemory:
         return bool(long > short)
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
-        """Bytes that grow with the batch, at the peak: float64 (K,).
-
-        Raises:
-            ConfigError: batches have a second padded stream, and the model was traced with one.
-        """
+        """Bytes that grow with the batch, at the peak: float64 (K,)."""
         others = [said(name) for name in shape.longest if name != TOKENS]
         if others and not self._knows_targets:
             raise ConfigError(
@@ -189,7 +177,6 @@ class TracedMemory:
         return self.factor * self._bytes(shape) + self.constant_bytes
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        """Memory that grows with the batch, as a share of the baseline's: float64 (K,)."""
         least = self._phases.baseline_bytes(baseline, self.layout == "packed")
         return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
 

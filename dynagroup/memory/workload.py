@@ -112,10 +112,8 @@ class Workload:
             trace: run a few layers of the model on tensors without data (a few seconds on a CPU) to know exactly how its
                 memory depends on the batch. Without, or with a warning where that is impossible, it is estimated from the sizes.
             inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take more than text.
-            known: fields that you know better, such as ``dtype="bfloat16"``, ``gradient_checkpointing=True``,
-                ``max_new_tokens=256``, ``sharding="ddp"`` or ``optimizer_bytes=8``.
-
-        AdamW is assumed in training: two states of the parameters' dtype.
+            known: fields that you know better, such as ``dtype="bfloat16"``, ``max_new_tokens=256`` or ``optimizer_bytes=8``;
+                default: AdamW's two states of the parameters' dtype.
 
         >>> from transformers import GPT2Config
         >>> workload = Workload.from_model(GPT2Config(), mode="generate", max_new_tokens=64)
@@ -163,12 +161,10 @@ class Workload:
         return self if same else replace(self, **{"phases": None, **changes})
 
     def to_json(self) -> str:
-        """The known fields as JSON text."""
         return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        """The workload that :meth:`to_json` wrote."""
         return cls(**json.loads(text))
 
     def contradicts(self, other: Workload, names: Sequence[str] = ()) -> str | None:

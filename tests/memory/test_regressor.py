@@ -228,17 +228,10 @@ def test_outside_the_trained_range_it_is_careful_and_says_so_once():
     regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"mode": "serve"}, "`mode` must be one of 'train'"),
-        ({"num_layers": -1}, "`num_layers` must be an int of at least 0"),
-        ({"dropout": 0.1}, "`dropout` must be True or False"),
-    ],
-)
-def test_a_workload_that_cannot_be(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        Workload(**fields)
+def test_a_workload_that_cannot_be():
+    for fields in ({"mode": "serve"}, {"num_layers": -1}, {"dropout": 0.1}):
+        with pytest.raises(ConfigError, match=f"`{next(iter(fields))}` must be"):
+            Workload(**fields)
 
 
 def test_models_that_disagree_with_what_is_known_do_not_count_and_the_nearest_sizes_do():

@@ -178,8 +178,7 @@ def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]
     config = getattr(model, "config", None)
     if config is None:
         raise ConfigError(
-            "`model_or_config` has no transformers config; "
-            "write Workload(mode=..., num_layers=..., hidden_size=..., ...) from what you know of it"
+            "`model_or_config` has no transformers config; write Workload(mode=..., num_layers=..., hidden_size=..., ...)"
         )
     if mode == "generate" and is_encoder(config):
         raise ConfigError(

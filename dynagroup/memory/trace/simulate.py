@@ -39,7 +39,7 @@ def simulate(
         inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take other inputs.
 
     Raises:
-        ConfigError: a shape is not positive, the workload contradicts the model, or the model cannot be run without data.
+        ConfigError: the workload contradicts the model, or the model cannot be run without data.
 
     >>> from transformers import GPT2Config
     >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
@@ -124,11 +124,7 @@ def measure(
     state is added to ``static_bytes`` by size. Generation makes exactly ``max_new_tokens`` tokens. Every shape is run twice and
     the second run counts. A shape that runs out of memory is a row without a size, and further runs go on.
 
-    Args:
-        device: counters of another allocator; default: CUDA's.
-
-    Raises:
-        ConfigError: there is no CUDA device, or the workload contradicts the model.
+    ``device``: counters of another allocator; default: CUDA's. A ConfigError where there is no device.
     """
     from dynagroup.device import CudaDevice
 
