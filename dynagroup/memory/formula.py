@@ -105,7 +105,8 @@ class _Builder:
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
         known = {f.name: getattr(workload, f.name) for f in fields(workload)}
-        w = self.w = {name: USUAL.get(name) if value is None else value for name, value in known.items()}
+        self.w: dict[str, Any] = {name: USUAL.get(name) if value is None else value for name, value in known.items()}
+        w = self.w
         self.c = constants
         self.element = ELEMENT_BYTES[workload.autocast or w["dtype"]]
         self.parameter = ELEMENT_BYTES[w["dtype"]]
