@@ -178,7 +178,9 @@ class UpdateSizes(Walk):
         """Samples that the update behind ``cursor`` is asked to hold."""
         when = (cursor.epoch, cursor.update)
         changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
-        if changed is not None or not callable(self.schedule):
-            return changed or self.schedule
-        asked = self.schedule(cursor.update, cursor.current)
-        return check_int("samples_per_update", asked, where=f" at update {cursor.update}")
+        samples = self.schedule if changed is None else changed
+        if not callable(samples):
+            return samples
+        return check_int(
+            "samples_per_update", samples(cursor.update, cursor.current), where=f" at update {cursor.update}"
+        )

@@ -85,7 +85,7 @@ class _Updates(Walk):
     """What both kinds of updates share. They know ranks only by number."""
 
     planner: Planner
-    changes: Sequence[tuple[int, int, int]] = ()
+    changes: list[tuple[int, int, int]]
     """Of the size of updates, see :class:`UpdateSizes`."""
     _ranks, _num_renewed = 1, 0
     _remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
@@ -229,7 +229,8 @@ class FreeUpdates(_Updates):
 
     def __init__(self, planner: Planner, *, accumulation: int) -> None:
         super().__init__()
-        self.planner, self.accumulation, self._place = planner, accumulation, Cursor()
+        self.planner, self.accumulation = planner, accumulation
+        self.changes, self._place = [], Cursor()
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections import Counter
 from itertools import islice
 from typing import Any
 
@@ -115,29 +114,6 @@ def test_an_update_begun_on_other_ranks_is_finished_as_one(entry: Entry, ranks: 
         assert {step.weight.total for step in update} == {weight}
         scales = [step.loss_scale * weight for row in after[:left] for step in row]
         assert scales == pytest.approx([step.weight.local * resumed for row in after[:left] for step in row])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_several_changes_of_ranks_lose_nothing(entry: Entry, layout: str) -> None:
-    if not entry.moves:
-        pytest.skip("a stream is read on")
-    emitted: Counter[int] = Counter()
-    states: Any = None
-    for ranks, steps in ((2, 1), (3, 1), (1, 2), (2, 1), (1, None)):
-        if len(emitted) == len(LENGTHS):
-            break
-
-        def some(world: Any, states: Any = states, steps: int | None = steps) -> tuple[list[int], Any]:
-            loader = entry.make(world, layout, max_tokens=25, **entry.base)
-            if states is not None:
-                loader.load_state_dict(states)
-            used = [index for step in islice(loader, steps) if not step.idle for index in step.indices]
-            return used, json.loads(json.dumps(loader.state_dict()))
-
-        found = run_ranks(ranks, some)
-        emitted.update(index for used, _ in found for index in used)
-        states = [state for _, state in found]
-    assert emitted == Counter(range(len(LENGTHS)))
 
 
 def alone(entry: Entry, steps: int, **settings: Any) -> Any:

@@ -58,19 +58,6 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
         packed_trainer(tmp_path, toys.collate).train()
 
 
-def test_what_the_trainer_cannot_ask_is_warned_of_and_trains(tmp_path) -> None:
-    def picky(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        assert len(rows[0]["input_ids"]) != 5, "another kind of sample"
-        return training.FLAT(rows)
-
-    rows = [row for row in toys.samples("causal", 64) if len(row["input_ids"]) != 5]
-    run = packed_trainer(tmp_path, picky, lengths=toys.lengths(rows))
-    run.train_dataset = rows
-    with pytest.warns(UserWarning, match=r"could not be checked; try .*check_packing.*AssertionError: another kind"):
-        run.train()
-    assert run.state.global_step == 2
-
-
 @pytest.mark.parametrize("options", [{}, {"samples_per_update": 256}], ids=["free", "updates"])
 def test_rows_of_learned_epochs_are_equal_work_on_eight_ranks(options: dict[str, Any]) -> None:
     """Law 9 where lengths were seen in the first epoch. A batch of one long sample and one of many short ones may hold as

@@ -20,7 +20,7 @@ from dynagroup import (
 )
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
-from dynagroup.update.schedule import linear_ramp
+from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
 BUDGET = TokenBudget(80)
@@ -98,9 +98,9 @@ def test_ranks_with_another_order_are_told():
     [
         ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
         ({"samples_per_update": 4, "accumulation": 2}, "`accumulation` .2. is whatever the memory needs"),
-        ({"sampler": range(53)}, "`sampler` and .* need `samples_per_update`"),
+        ({"sampler": range(53)}, "`sampler`, .* need `samples_per_update`"),
         ({"windows": 3}, "torch's DataLoader refuses .*windows"),
-        ({"drop_last": True}, "`drop_last` need `samples_per_update`"),
+        ({"drop_last": True}, "`drop_last` and `grouping` need `samples_per_update`"),
         ({"seed": -1}, "`seed` must be an int of at least 0"),
         ({"data": range(60)}, "`lengths` has 53 entries, but the dataset has 60 samples"),
         ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
@@ -173,20 +173,18 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once():
     assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], "a batch without names shows nothing"
 
 
-@pytest.mark.parametrize(("layout", "form"), [("padded", "wide"), ("packed", "long")])
-def test_labels_are_compared_with_their_own_stream(layout, form):
+def test_packed_labels_are_compared_with_their_own_stream():
     """Sources are as planned, targets were measured in another order: only their field shows it."""
     targets = [min(n, 20) for n in LENGTHS[::-1]]
-    count = (lambda row: (1, sum(row))) if layout == "packed" else (lambda row: (len(row), max(row)))
 
     def both(rows):
         sources, labels = zip(*rows, strict=True)
-        return {"input_ids": torch.zeros(count(sources)), "labels": torch.zeros(count(labels))}
+        return {"input_ids": torch.zeros(1, sum(sources)), "labels": torch.zeros(1, sum(labels))}
 
-    data, budget = list(zip(LENGTHS, targets, strict=True)), TokenBudget(160, layout=layout)
+    data, budget = list(zip(LENGTHS, targets, strict=True)), TokenBudget(160, layout="packed")
     assert warned_by({"source": LENGTHS, "target": targets}, budget, both, data) == []
     [text] = warned_by({"source": LENGTHS, "target": targets[::-1]}, budget, both, data)
-    assert re.search(rf"\d+ target tokens {form}, but", text)
+    assert re.search(r"\d+ target tokens long, but", text)
 
 
 # Plans.
@@ -264,3 +262,34 @@ def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refus
     assert len(list(loader)) == 3
     with pytest.raises(ConfigError, match=r"in epoch 1, .* \(that fit: 2, 3\)"):
         list(loader)
+
+
+# Sizes of updates.
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
+def test_rules_of_the_learning_rate(rule, expected):
+    found = scale_learning_rate(0.1, samples_per_update=64, base_samples_per_update=16, rule=rule)
+    assert found == pytest.approx(expected)
+
+
+def test_a_ramp_keeps_to_its_multiple_and_goes_down_too():
+    assert [linear_ramp(8, 32, num_updates=4, multiple_of=8)(u, None) for u in range(5)] == [8, 8, 16, 24, 32]
+    assert [linear_ramp(32, 8, num_updates=3)(u, None) for u in range(5)] == [32, 24, 16, 8, 8]
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 40), st.integers(0, 60), st.booleans())
+def test_epochs_of_one_size_are_counted_as_if_they_were_walked(samples, count, drop_last):
+    counted = UpdateSizes(samples, lambda: count, drop_last=drop_last)
+    walked = UpdateSizes(lambda update, current: samples, lambda: count, drop_last=drop_last)
+    for epoch in range(8):
+        assert counted.start(epoch) == walked.start(epoch)
+        assert counted.num_updates(epoch) == walked.num_updates(epoch) == len(list(walked.cursors(walked.start(epoch))))
+
+
+def test_a_change_holds_from_its_update_on_in_later_epochs_too():
+    sizes = UpdateSizes(4, lambda: 10)
+    assert sizes.change(next(sizes.cursors(sizes.start(0))), 5) == 1
+    assert [stop - start for epoch in (0, 1) for start, stop, _ in sizes.spans(sizes.start(epoch))] == [4, 5, 1, 5, 5]
+    assert UpdateSizes(8, lambda: 1000).start(10**6).update == 125 * 10**6
