@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from dynagroup.device import is_out_of_memory
@@ -60,7 +59,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
 
     size = dist.get_world_size(group)
     with torch.no_grad():
-        buckets = list(_buckets([_gradient_of(p) for p in parameters]))
+        buckets = _buckets([_gradient_of(p) for p in parameters])
         try:
             packed = [_packed(bucket).div_(size) for bucket in buckets]
             works: list[Any] = [dist.all_reduce(flat, group=group, async_op=True) for flat in packed]
@@ -87,19 +86,13 @@ def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Large gradients alone; small ones of one dtype and device by the megabyte that they begin in."""
-    small: dict[Any, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.nbytes >= BUCKET_BYTES:
-            yield [gradient]
-        else:
-            small.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for same_kind in small.values():
-        begins = accumulate((gradient.nbytes for gradient in same_kind), initial=0)
-        placed = zip(begins, same_kind, strict=False)
-        for _, bucket in groupby(placed, lambda place: place[0] // BUCKET_BYTES):
-            yield [gradient for _, gradient in bucket]
+def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Large gradients alone, small ones of one dtype and device together."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for number, gradient in enumerate(gradients):
+        alone = gradient.nbytes >= BUCKET_BYTES
+        kinds.setdefault(number if alone else (gradient.dtype, gradient.device), []).append(gradient)
+    return list(kinds.values())
 
 
 def _packed(bucket: list[torch.Tensor]) -> torch.Tensor:

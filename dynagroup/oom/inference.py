@@ -60,7 +60,8 @@ def generate_dataset(
 ) -> list[Any]:  # fmt: skip
     """Generate for every text: what a loop over ``model.generate`` gives, in fewer and fuller batches, longest texts first.
 
-    A batch that does not fit after all is split. Under ``torchrun`` every rank takes its share; all return all results.
+    Texts come without their prompts, in input order; lists of them with ``num_return_sequences`` above 1. A batch that
+    does not fit after all is split. Under ``torchrun`` every rank takes its share; all return all results.
 
     Args:
         model: a transformers model that generates, where it is to run.
@@ -70,9 +71,6 @@ def generate_dataset(
         world: ranks that share the work; default: all of ``torch.distributed``.
         options: ``batch_size``, ``budget``, ``max_length``, ``progress``, ``learned`` (see :class:`Options`); further
             arguments of ``generate``, none that belongs to one batch.
-
-    Returns:
-        The generated texts without their prompts, in input order; lists of them with ``num_return_sequences`` above 1.
 
     Raises:
         ConfigError: arguments that do not go together; a text that the model has no positions for.

@@ -93,7 +93,7 @@ class Job:
     def as_they_come(self, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
         """(index, result), longest texts first."""
         self._prepare()
-        batches = self._results(self._without({int(index) for index in skip}))
+        batches = self._results({int(index) for index in skip})
         return ((index, result) for indices, results in batches for index, result in zip(indices, results, strict=True))
 
     def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
@@ -125,13 +125,10 @@ class Job:
             return
         finished: set[int] = set()
         _on_all(world, lambda: finished.update(out.finished()))
-        for indices, results in self._results(self._without(finished), world.rank, world.size):
+        for indices, results in self._results(finished, world.rank, world.size):
             out.append(indices, results)
         world.all_max([0])
         _on_all(world, lambda: out.publish() if world.rank == 0 else None)
-
-    def _without(self, done: Collection[int]) -> list[int]:
-        return [i for i in range(len(self.texts)) if i not in done]
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
@@ -162,11 +159,12 @@ class Job:
             cut = "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen"
             _log.warning(cut, num_full, len(lengths), self._max_length)
 
-    def _results(self, samples: Sequence[int], rank: int = 0, size: int = 1) -> Iterator[tuple[list[int], Any]]:
-        """(indices, their results) of this rank's share of ``samples`` as they come. Shares depend on lengths alone: ranks may
-        have learned different things, and have other budgets."""
+    def _results(self, done: Collection[int], rank: int = 0, size: int = 1) -> Iterator[tuple[list[int], Any]]:
+        """(indices, their results) of this rank's share of what is not done. Shares depend on lengths alone: ranks may have
+        learned different things, and have other budgets."""
         from tqdm.auto import tqdm
 
+        samples = (i for i in range(len(self.texts)) if i not in done)
         share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
         shown, total = self._progress and rank == 0, int(self.lengths[share].sum())  # time follows tokens
         with evaluating(self.task.model), tqdm(total=total, unit="tok", unit_scale=True, disable=not shown) as bar:

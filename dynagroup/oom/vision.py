@@ -22,11 +22,7 @@ _TYPE_IDS = {"image": 1, "video": 2}  # in `mm_token_type_ids`
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTokens:
-    """How images show in ``input_ids``: one placeholder token for every ``merge_size ** 2`` patches.
-
-    >>> VisionTokens(image_token_id=151655).merge_size
-    2
-    """
+    """How images show in ``input_ids``: one placeholder token for every ``merge_size ** 2`` patches."""
 
     image_token_id: int | None = None
     video_token_id: int | None = None

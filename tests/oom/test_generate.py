@@ -109,44 +109,6 @@ def test_without_a_failure_the_output_is_generates_own() -> None:
     assert not allocator.failures
 
 
-def test_sampling_runs_in_parts_and_repeats_with_its_seed() -> None:
-    model, allocator, batch = build()
-    allocator.limit = 25
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        runs.append(generate_with_oom_retry(model, batch, do_sample=True, max_new_tokens=5, learned=LearningBudget()))
-    assert torch.equal(runs[0].output, runs[1].output)
-    assert len(runs[0].output) == len(LENGTHS)
-
-
-def test_what_failed_once_is_split_beforehand_for_the_rest_of_the_loop() -> None:
-    model, allocator, batch = build()
-    allocator.limit = 40
-    splits = [generate_with_oom_retry(model, batch, max_new_tokens=4).num_splits]
-    failed = len(allocator.failures)
-    splits += [generate_with_oom_retry(model, batch, max_new_tokens=4).num_splits for _ in range(2)]
-    assert splits[0] > 0
-    assert failed == len(allocator.failures)
-    assert splits[1] == splits[2]
-
-
-def test_failing_late_in_decoding_is_recovered_from() -> None:
-    """The first steps fit and the fifth does not: all that the attempt had generated is generated again."""
-    model, allocator, batch = build()
-    whole = model.generate(**batch, max_new_tokens=9)
-    steps = []
-
-    def late(module: Any, args: Any, kwargs: Any) -> None:
-        rows, columns = args[0].shape[:2]
-        steps.append(rows)
-        if columns == 1 and rows > 4 and len(steps) > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model.model.layers[0].register_forward_pre_hook(late, with_kwargs=True)
-    assert torch.equal(generate_with_oom_retry(model, batch, max_new_tokens=9).output, whole)
-
-
 def test_what_cannot_be_honoured_in_parts_is_refused_before_anything_runs() -> None:
     model, allocator, batch = build()
     for name in ("streamer", "return_dict_in_generate", "past_key_values", "prefix_allowed_tokens_fn"):

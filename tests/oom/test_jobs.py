@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import signal
 import subprocess
@@ -13,17 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers.processors import TemplateProcessing
 
 from dynagroup import encode
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.demo import train_tokenizer
-from dynagroup.distributed import SingleProcess
 from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.oom import (
     LearningBudget,
@@ -32,7 +26,6 @@ from dynagroup.oom import (
     generate_dataset,
     iter_classify,
     iter_generate,
-    jobs,
 )
 from dynagroup.testing import run_ranks
 from tests import models
@@ -145,52 +138,8 @@ def test_a_finished_job_called_again_gives_its_results_back(
         call()
 
 
-def test_the_same_job_finished_by_another_before_the_journal_is_opened_is_not_run_again(
-    model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
-) -> None:
-    """It looks for the output before the other has published. (What else may happen at the journal: test_storage.)"""
-    path, others, measure = tmp_path / "out.jsonl", [], jobs.measure_lengths
-    call = lambda: generate_dataset(model, tokenizer, TEXTS, output=path, **NEW)  # noqa: E731
-
-    def meanwhile(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(jobs, "measure_lengths", measure)
-        others.append(call())
-        monkeypatch.setattr(type(model), "generate", nothing_runs)
-        return measure(*args, **options)
-
-    monkeypatch.setattr(jobs, "measure_lengths", meanwhile)
-    assert [call(), *others] == [expected] * 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]
-
-
-def test_a_file_that_is_not_ours_is_neither_removed_nor_in_the_way(
-    model: Any, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stray = tmp_path / "out.jsonl.journal" / "notes.txt"
-    stray.parent.mkdir()
-    stray.write_text("mine")
-    run = lambda: generate_dataset(model, tokenizer, TEXTS[:4], output=tmp_path / "out.jsonl", **NEW)  # noqa: E731
-    assert run() == run()
-    assert stray.read_text() == "mine"
-    assert "out.jsonl.journal is left behind" in caplog.text
-
-
-def test_texts_of_a_series_are_taken_by_position(model: Any, tokenizer: Any, expected: list[str]) -> None:
-    """Rows that were shuffled or filtered keep their labels: those name other texts, or none."""
-    pandas = pytest.importorskip("pandas")
-    series = pandas.Series(TEXTS)[:4:-1]
-    limit = tokenizer.model_max_length
-    assert limit > 2**62  # no limit, as tokenizers say it
-    found = generate_dataset(model, tokenizer, series, max_length=limit, **NEW)
-    assert found == [expected[label] for label in series.index]
-
-
 ALL = (generate_dataset, embed_dataset, classify_dataset)
-WHOLE = datasets.Dataset.from_dict({"text": TEXTS})
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-    (ALL, {"texts": "one text"}, "`texts` must be a list or one column, but is a whole str"),
-    (ALL, {"texts": WHOLE}, "but is a whole Dataset"),
-    (ALL, {"texts": [[{"role": "user", "content": "w1"}]]}, "sample 0 is a chat .*apply_chat_template"),
     (ALL, {"texts": ["w1", None]}, "text 1 must be a string, but is None; correct or filter out that sample"),
     (ALL, {"budget": TokenBudget(64, layout="packed")}, "these batches are padded"),
     (ALL, {"model": "some/folder"}, "`model` must be a loaded model"),
@@ -216,17 +165,6 @@ def test_what_no_job_can_run_is_refused_by_name(
             call(**{"model": model, "tokenizer": tokenizer, "texts": ["w1", "w2 w3"], **SMALL, **given})
 
 
-def test_generation_stops_at_strings_without_being_given_the_tokenizer_twice() -> None:
-    texts = ["a word or two", "two", "or a word"]
-    tokenizer = train_tokenizer(texts, vocabulary=270)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(models.llama(vocab=len(tokenizer), layers=1, pad_token_id=0, eos_token_id=1))
-    whole = generate_dataset(model, tokenizer, texts, max_new_tokens=8, **SMALL)
-    at, stop = next((i, letter) for i, text in enumerate(whole) for letter in text[:-1] if letter.isalnum())
-    cut = generate_dataset(model, tokenizer, texts, max_new_tokens=8, stop_strings=[stop], **SMALL)
-    assert cut[at] == whole[at][: whole[at].index(stop) + 1]
-
-
 def test_a_generation_config_counts_like_arguments(model: Any, tokenizer: Any) -> None:
     """Several sequences a text, beams and new tokens may be asked for there."""
     asked: Any = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 3}
@@ -245,23 +183,6 @@ def test_a_generation_config_counts_like_arguments(model: Any, tokenizer: Any) -
         model.generation_config = before
 
 
-def test_results_with_every_kind_of_line_break_come_back(tokenizer: Any, model: Any, tmp_path: Path) -> None:
-    breaks = ["a\u2028b", "\u0085", "c\x0b\x0c\x1cd", "e\r\nf", "\u2029", "\ud800", ""]
-
-    class Odd(type(tokenizer)):
-        def batch_decode(self, sequences: Any, **_: Any) -> list[str]:
-            return [breaks[int(s[0]) % len(breaks)] for s in sequences]
-
-    odd = copy.copy(tokenizer)
-    odd.__class__ = Odd
-    path = tmp_path / "out.jsonl"
-    got, again = (generate_dataset(model, odd, TEXTS, output=path, **NEW) for _ in range(2))
-    assert len(set(got)) > 4
-    rows = [json.loads(line) for line in path.read_text().splitlines()]  # whatever a reader splits at
-    assert got == again
-    assert rows == [{"index": i, "result": result} for i, result in enumerate(got)]
-
-
 def test_iterating_gives_the_same_as_they_come(model: Any, tokenizer: Any, expected: list[str]) -> None:
     pairs = list(iter_generate(model, tokenizer, TEXTS, **NEW))
     assert dict(pairs) == dict(enumerate(expected))
@@ -277,13 +198,6 @@ def test_a_model_in_training_mode_runs_without_dropout_and_is_left_as_it_was(tok
     np.testing.assert_array_equal(embed_dataset(model, tokenizer, TEXTS, **SMALL), want)
     assert model.training
     assert [layer.training for layer in model.encoder.layer] == [True, False, True]
-
-
-def test_ranks_wait_for_each_other_however_long_it_takes(model: Any, tokenizer: Any, monkeypatch: Any) -> None:
-    asked: list[float] = []
-    monkeypatch.setattr(jobs, "current_world", lambda *, timeout_s: asked.append(timeout_s) or SingleProcess())
-    generate_dataset(model, tokenizer, TEXTS[:1], **NEW)
-    assert asked[0] > 7 * 24 * 3600
 
 
 def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -410,29 +324,6 @@ def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(
     assert len(generate_dataset(generating, tokenizer, TEXTS[:8], max_length=12, **NEW)) == 8
 
 
-def test_texts_that_bring_their_first_token_begin_with_it_once(model: Any) -> None:
-    """As a chat template writes them: they are tokenized as ``apply_chat_template`` tokenizes them, and others as ever."""
-    tokenizer = small_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "[BOS]"})
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
-    chats = [[{"role": "user", "content": text}] for text in TEXTS[:6]]
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-    seen: list[list[int]] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        rows = zip(kwargs["input_ids"], kwargs["attention_mask"], strict=True)
-        seen.extend(ids[mask.bool()].tolist() for ids, mask in rows)
-
-    handle = model.model.register_forward_pre_hook(note, with_kwargs=True)
-    embed_dataset(model, tokenizer, texts, **SMALL)
-    handle.remove()
-    assert sorted(seen) == sorted(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats)
-    assert all(ids.count(1) == 1 for ids in seen)
-    cut = [embed_dataset(model, tokenizer, [t], max_length=4, **SMALL) for t in ("[BOS] w1 w2 w3 w4", "w1 w2 w3")]
-    assert np.array_equal(*cut)
-
-
 class TestEncode:
     def test_a_folder_is_pooled_normalised_and_shortened_as_it_says(self, tmp_path: Path) -> None:
         model = save_encoder(tmp_path, max_seq_length=6)
@@ -449,13 +340,3 @@ class TestEncode:
         same(vectors, (s[-1] for s in states(model.model)))
         with pytest.raises(ConfigError, match="`tokenizer` is needed"):
             encode(model, TEXTS)
-
-    def test_what_a_folder_asks_for_and_is_not_run_is_refused(self, tmp_path: Path) -> None:
-        save_encoder(tmp_path, pooling="pooling_mode_max_tokens")
-        with pytest.raises(ConfigError, match="pools by .*'max_tokens'"):
-            encode(tmp_path, TEXTS)
-        modules = json.loads((tmp_path / "modules.json").read_text())
-        modules.append({"type": "sentence_transformers.models.Dense", "path": "3_Dense"})
-        (tmp_path / "modules.json").write_text(json.dumps(modules))
-        with pytest.raises(ConfigError, match="then does .'Dense'."):
-            encode(tmp_path, TEXTS)

@@ -103,10 +103,3 @@ def test_other_errors_pass_through_at_once() -> None:
     with pytest.raises(RuntimeError, match="INT_MAX"):
         run_with_oom_retry(fn, [1, 2])
     assert fn.calls == [[1, 2]]
-
-
-def test_nested_retries_do_not_split_what_an_inner_one_has_given_up() -> None:
-    inner = Fn(0)
-    with pytest.raises(BudgetError):
-        run_with_oom_retry(lambda part: run_with_oom_retry(inner, part), [1, 2])
-    assert inner.calls == [[1, 2], [1]]

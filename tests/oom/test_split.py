@@ -61,11 +61,6 @@ def test_a_part_is_trimmed_to_its_own_longest(rows: tuple[str, ...], trim: Any, 
     assert part["input_ids"].tolist() == batch["input_ids"][:2, slice(*kept)].tolist()
 
 
-@pytest.mark.parametrize(("rows", "kept"), [("01111", (1, 5)), ("00011", (1, 5)), ("11100", (0, 4)), ("11111", (0, 5))])
-def test_trimmed_widths_keep_the_multiple(rows: str, kept: tuple[int, int]) -> None:
-    assert BatchSplitter(pad_to_multiple_of=4).columns({"attention_mask": mask_of(rows, "11111")}, 0, 1) == kept
-
-
 def test_what_would_lose_something_is_not_trimmed() -> None:
     """A target side as wide as the source by accident, or labels on padding; a field of unknown meaning; no mask at all."""
     batch = {"input_ids": torch.ones(2, 4), "attention_mask": mask_of("1100", "1111")}

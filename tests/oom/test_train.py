@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dynagroup.device import PeakWatch
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom import LearningBudget, OomSafeBackward, train
+from dynagroup.oom import OomSafeBackward
 from dynagroup.testing import run_ranks
 from dynagroup.update.loss_weight import Share
 from dynagroup.update.step import Step
@@ -102,24 +100,6 @@ def test_a_part_without_labels_adds_nothing_instead_of_nan() -> None:
     assert result.num_parts == 1
 
 
-def test_a_sample_of_an_earlier_batch_that_fits_no_more_is_named_as_its_batch_had_it() -> None:
-    """The second batch fails in backward, so the first is run again; by then the device is fuller."""
-    layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
-    limit = Allocator(9)
-    remove = limit.in_backward(layers[0])
-    backward = OomSafeBackward(layers, weigh="samples")
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        if len(x) == 5:
-            limit.limit = 0
-        return layers(x[None]).mean()
-
-    backward(loss, X[:2], indices=[40, 41], ends_update=False)
-    with pytest.raises(BudgetError, match=r"sample 40 \(2 tokens\) does not fit on rank 0"):
-        backward(loss, X, indices=[70, 71, 72, 73, 74])
-    remove()
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("cleared", [True, False])
 def test_an_error_that_passes_through_ends_its_update(error: type[BaseException], cleared: bool) -> None:
@@ -170,24 +150,6 @@ def test_ranks_vote_once_an_update() -> None:
         return world.num_exchanges
 
     assert run_ranks(2, rank) == [1, 1]
-
-
-def test_a_training_step_that_nearly_fills_the_device_limits_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = [100]
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peaks[-1])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
-    model = torch.nn.Linear(2, 1)
-    monkeypatch.setattr(train, "PeakWatch", lambda _: PeakWatch(torch.device("cuda")))
-    backward = OomSafeBackward(model, weigh="samples", learned=LearningBudget())
-
-    def loss(x: torch.Tensor) -> Any:
-        peaks.append(960 if len(x) == 4 else 500)
-        return model(x).mean()
-
-    assert backward(loss, torch.ones(4, 2)).num_parts == 1
-    assert backward(loss, torch.ones(6, 2)).num_parts == 2
-    assert backward(loss, torch.ones(4, 2)).num_parts == 1
 
 
 def test_weights_may_come_from_the_user_or_from_the_loss() -> None:
