@@ -162,12 +162,12 @@ class RefinementCollator:
             return batches, [*range(len(batches))]
         planned = _neighbours(np.asarray(request.groups))
         fits = self.budget.fits(shapes_of(planned, lengths))
-        parts = [
-            _whole(members)
-            if stays or len(members) == 1
-            else make({n: v[members] for n, v in lengths.items()}).map(members)
-            for members, stays in zip(planned, fits.tolist(), strict=True)
-        ]
+        parts = []
+        for members, stays in zip(planned, fits.tolist(), strict=True):
+            cuts = not stays and len(members) > 1
+            parts.append(
+                make({n: v[members] for n, v in lengths.items()}).map(members) if cuts else Batches.of([members])
+            )
         return Batches.concatenate(parts), [number for number, part in enumerate(parts) for _ in part]
 
     def _collate_all(
@@ -238,7 +238,7 @@ class RefinementCollator:
 
 
 class _WiderThanMeasured(Exception):
-    """A batch shows that the collate function changes lengths, which are measured before it."""
+    """The collate function changes lengths, which are measured before it."""
 
 
 def _rows(**columns: NDArray[Any]) -> list[dict[str, Any]]:
@@ -289,7 +289,3 @@ def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDAr
 
 def _neighbours(sizes: IntArray) -> Batches:
     return Batches(np.arange(sizes.sum()), offsets_of(sizes))
-
-
-def _whole(members: IntArray) -> Batches:
-    return Batches(members, np.array([0, len(members)]))

@@ -15,10 +15,8 @@ from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.online.messages import Request, WindowSamples, shorten
 
-OPENING = 16
-"""Samples by which ranks' and workers' shares are compared; fewer than a quarter of them different say nothing."""
-FETCHED_AT_ONCE = 64
-"""Samples that are read before their bytes are counted for the first time."""
+OPENING = 16  # samples by which ranks' and workers' shares are compared; fewer than a quarter different say nothing
+FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for the first time
 
 
 def is_stream(dataset: Any) -> bool:
@@ -33,15 +31,13 @@ def is_stream(dataset: Any) -> bool:
 
 
 def set_epoch(holder: Any, epoch: int) -> None:
-    """Tell the epoch to what has a ``set_epoch``."""
     tell = getattr(holder, "set_epoch", None)
     if callable(tell):
         tell(epoch)
 
 
 def sample_bytes(sample: Any) -> int:
-    """About how many bytes a processed sample holds: those of its tensors, arrays and texts. Plain types come first: this runs
-    once a sample.
+    """About how many bytes a processed sample holds: those of its tensors, arrays and texts.
 
     >>> sample_bytes({"pixels": torch.zeros(3, 4), "name": "cat"})
     51
@@ -107,9 +103,6 @@ class IndexedDataset(_Forwarding):
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
 
     def __getitems__(self, request: Request | list[int]) -> WindowSamples:
         if not isinstance(request, Request):

@@ -35,11 +35,9 @@ class OnlineDataLoader(StepLoader[Any]):
     """A loader that cuts batches where true lengths are known, after processing, and keeps ranks in step.
 
     Workers process a window of samples, measure it, and cut it into batches that fit; ranks agree on the number of steps
-    with one small all-reduce pair for several steps. Every sample is emitted exactly once an epoch over all ranks.
-
-    How many steps an epoch takes is not known beforehand, so there is no ``len()``. With ``samples_per_update`` every update has
-    exactly that many samples, and ``num_updates`` is exact; an update takes one step or more. Where one rank has no samples left,
-    it repeats a small batch with weight 0 until all have ended.
+    with one small all-reduce pair for several steps. Every sample is emitted exactly once an epoch over all ranks; a rank that
+    has none left repeats a small batch with weight 0 until all have ended. How many steps an epoch takes is not known
+    beforehand, so there is no ``len()``; with ``samples_per_update`` the number of updates is exact.
 
     Args:
         dataset: map-style (``__getitems__`` is used where there is one); or iterable, which divides itself among ranks and
@@ -54,7 +52,7 @@ class OnlineDataLoader(StepLoader[Any]):
         length_hint: a number a sample, or index -> number, in any unit that grows with length: ranks then hold windows of
             like samples in the first epoch already. Later epochs are planned by the lengths that were seen.
         window: samples that are sorted and grouped together on one rank; so many wait in memory, processed, for each worker.
-            With ``samples_per_update`` the window is this rank's share of an update, whatever stands here.
+            With ``samples_per_update`` the window is this rank's share of an update.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``, see
             :mod:`dynagroup.update.schedule`. A rank without samples of an update idles in it.
         drop_last: leave out an epoch's last update where it is smaller than asked.
@@ -62,12 +60,10 @@ class OnlineDataLoader(StepLoader[Any]):
         seed: an int from 0; of the order and of what workers draw at random.
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts, -100 left out), "samples", or a function from a batch to a number.
-        oversize: a sample that does not fit even alone: "alone" (emitted by itself, warned of once, counted in
-            ``stats.oversize``) or "error".
+        oversize: a sample that does not fit even alone: "alone" (by itself, warned of once, ``stats.oversize``) or "error".
         work: predicted time of a batch; ``Work.of(model)`` knows better than the default.
-        window_bytes: a worker hands over about so many bytes of processed samples at a time, and asks for the rest of its
-            window after that: what waits in shared memory is bounded, also for images. None: whole windows. The share of
-            an update (``samples_per_update``) always comes whole, because ranks agree on all its steps at once.
+        window_bytes: a worker hands over about so many bytes of processed samples at a time, which bounds what waits in shared
+            memory, also for images. None: whole windows. A share of an update (``samples_per_update``) always comes whole.
         world: the ranks; default: all of ``torch.distributed``, once it is initialised.
         **dataloader_kwargs: to torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows) ...
 
@@ -127,14 +123,10 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> OnlineDataLoader:
-        """Take over an existing loader's dataset, order, workers and collate function; it is not changed.
+        """Take over an existing loader's dataset, order, workers and collate function; it is not changed. ``options`` go before them.
 
         A ``RandomSampler`` without replacement becomes ``shuffle=True`` with a seed of its own, so that all ranks agree
         and runs resume. ``drop_last`` is not taken over: nothing is dropped.
-
-        Args:
-            loader: a plain DataLoader.
-            options: any argument of OnlineDataLoader; it goes before the loader's.
         """
         return cls(**{**taken_over(loader), **options, "budget": budget})
 

@@ -267,9 +267,8 @@ def _in_rows(source: Source, lengths: Streams, rank: int, size: int, *, number: 
 
 
 def _rows(source: Source, rank: int, size: int) -> Iterator[Request]:
-    """Batches planned like the offline sampler's from known lengths, in rows of equal cost over the ranks. All ranks' windows
-    up to a quarter of an epoch are planned together, so that batches differ from epoch to epoch; at least what the offline
-    sampler would choose."""
+    """Batches planned like the offline sampler's, in rows of equal cost over the ranks. All ranks' windows up to a quarter of an
+    epoch are planned together, so that batches differ between epochs; at least what the offline sampler would choose."""
     lengths, config, count = source.lengths or {}, source.config, source.order.num_positions
     offline = Planner(lengths, source.budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
     window = max(offline, min(config.window * size, count // 4))
@@ -302,12 +301,8 @@ def _batches(batches: Sequence[Sequence[int]]) -> Iterator[Request]:
 
 
 def _updates(source: Source, rank: int, size: int) -> Iterator[Request]:
-    """One request an update: this rank's share of the samples that fixed batches would draw for it. By known lengths shares are
-    planned batches, in rows over the ranks; by roughly known ones they are balanced, without either of equal size.
-
-    Of an epoch that goes on on other ranks, the first samples have no position any more; of the update that was under way then,
-    only the rest.
-    """
+    """One request an update: this rank's share of the samples that fixed batches would draw for it. Of an epoch that goes on on
+    other ranks, the first samples have no position any more; of the update that was under way then, only the rest."""
     mark, skipped = source.cursor, source.order.skipped
     for begin, stop, after in source.sizes.spans(mark) if source.sizes is not None else ():
         first, end = max(begin - skipped, 0), stop - skipped

@@ -49,11 +49,7 @@ def unpack_groups(packed: Sequence[Any]) -> list[list[int]]:
 
 
 def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[Mapping[str, Any]]:
-    """The states to go on from: this rank's on as many ranks as before, all ranks' in their order on others.
-
-    Raises:
-        StateError: a state is not this rank's; ranks are missing, or were not saved together.
-    """
+    """The states to go on from: this rank's on as many ranks as before, all ranks' in their order on others."""
     given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
     ranks = [state["rank"] for state in ordered]
     if ranks != list(range(given)) and (given, ranks) != (size, [rank]):

@@ -25,13 +25,22 @@ def time_of(step: Any, layout: str) -> float:
     return WORK.per_step + (0 if step.idle else float(samples.sum()))
 
 
-@pytest.mark.parametrize(("layout", "most"), [("padded", 0.13), ("packed", 0.08)])
-@pytest.mark.parametrize("hinted", [False, True], ids=["nothing known", "hinted"])
-def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(layout: Any, most: float, hinted: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "hinted", "most"),
+    [("padded", False, 0.11), ("padded", True, 0.06), ("packed", False, 0.06), ("packed", True, 0.05)],
+)
+def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(layout: Any, hinted: bool, most: float) -> None:
     """Predicted time of the dearest rank of each step, over the mean rank's, all steps of a first epoch together."""
     noise = np.random.default_rng(1).lognormal(0, 0.25, len(LENGTHS))
     how: dict[str, Any] = {"length_hint": LENGTHS * noise} if hinted else {}
-    how |= {"weigh": "samples", "shuffle": True, "window": 128, "work": WORK, "length_of": lambda i: int(LENGTHS[i])}
+    how |= {
+        "weigh": "samples",
+        "shuffle": True,
+        "seed": 1,
+        "window": 128,
+        "work": WORK,
+        "length_of": lambda i: int(LENGTHS[i]),
+    }
 
     def rank(world: Any) -> list[float]:
         budget = TokenBudget(8192, layout=layout)

@@ -77,12 +77,7 @@ def test_only_shares_that_begin_alike_are_taken_for_one(values: list[int], worke
 
 
 def test_samples_that_cannot_be_told_apart_say_nothing() -> None:
-    assert opening_of([np.zeros(3)] * 20) == opening_of([]) == opening_of([lambda: 0] * 20) == 0
-    assert opening_of([1, 2, 3]) == 0
-    tensors = [[{"x": torch.arange(n, n + 3).to(kind)} for n in range(4)] for kind in (torch.int64, torch.bfloat16)]
-    for first in tensors:
-        again = [{"x": sample["x"].clone()} for sample in first]
-        assert opening_of(first) == opening_of(again) != opening_of(first[::-1])
+    assert opening_of([np.zeros(3)] * 20) == opening_of([]) == opening_of([1, 2, 3]) == 0
 
 
 SHARES = st.lists(st.lists(st.integers(1, 64), max_size=30), min_size=1, max_size=4)
