@@ -139,7 +139,6 @@ class RefinementCollator:
         return {stream: _whole_numbers(name, values, indices) for stream, values in columns.items()}
 
     def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:
-        """What measures samples like this one, and its name."""
         if self.length_of is not None:
             return "length_of", self.length_of
         collate = self.collate_fn

@@ -24,8 +24,7 @@ from dynagroup.update.loss_weight import Share, loss_scale
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import warn_user
 
-LOW_WATER = 32
-"""Batches that a rank wants queued before an exchange: so many steps follow one exchange."""
+LOW_WATER = 32  # batches that a rank wants queued before an exchange: so many steps follow one
 
 
 class Take(NamedTuple):
@@ -79,7 +78,6 @@ class Runner(ABC):
 
     @property
     def cursor(self) -> Cursor:
-        """Where the updates that were handed out end; the one that is under way counts."""
         return handed_out(self.stands, self._under_way, self.source.sizes)
 
     def state(self) -> dict[str, Any] | None:
@@ -142,24 +140,19 @@ class Runner(ABC):
                 self._smallest = smallest.copied()
 
     def _agree(self, queued: int, receiving: bool, failure: BaseException | None) -> Agreement:
-        """What all ranks do next."""
         opening = self.feed.opening
         values = [*offer(queued, receiving), opening, -opening, int(self._smallest is None)]
         *highest, first, last, lacking = self.exchange.highest(values, failure)
         agreement = agree(highest)
         if self.world.size > 1 and first and first == -last:
-            self._tell_of_sharing()
+            if not self.source.iterable:
+                raise AlignmentError(
+                    "every rank's `batch_sampler` gives the same batches, so every sample would be used on every rank; give "
+                    "each rank its own (LengthAwareBatchSampler does), or pass `sampler` and let the loader divide"
+                )
+            self._workers.tell_of_sharing(f"all {self.world.size} ranks")
         self._lend(lacking and agreement.steps)
         return agreement
-
-    def _tell_of_sharing(self) -> None:
-        if self.source.iterable:
-            self._workers.tell_of_sharing(f"all {self.world.size} ranks")
-            return
-        raise AlignmentError(
-            "every rank's `batch_sampler` gives the same batches, so every sample would be used on every rank; give each rank "
-            "its own (LengthAwareBatchSampler does), or pass `sampler` and let the loader divide"
-        )
 
     def _lend(self, needed: Any) -> None:
         """Some rank had no batch so far: it idles on a copy of another rank's smallest one."""
@@ -276,7 +269,6 @@ class FreeRunner(Runner):
         return [*picked, *[None] * (agreement.steps - count)]
 
     def _complete(self, extra: Sequence[int]) -> list[float]:
-        """Move the updates that are complete from ``agreed`` to ``due``."""
         size = self.config.accumulation
         updates, start, stop = [], 0, size - self.stands.begun_rows
         while stop <= len(self.agreed):
@@ -290,11 +282,8 @@ class FreeRunner(Runner):
 
 
 class UpdateRunner(Runner):
-    """Updates of a set number of samples: a window is one rank's share of one update.
-
-    Every rank takes its share's batches, dearest first; with fewer batches than another rank it splits them, then idles. Cost:
-    one MAX and one SUM an update.
-    """
+    """Updates of a set number of samples: a window is one rank's share of one update. Every rank takes its share's batches,
+    dearest first; with fewer batches than another it splits them, then idles. Cost: one MAX and one SUM an update."""
 
     @property
     def over(self) -> bool:

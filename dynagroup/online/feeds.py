@@ -90,7 +90,6 @@ class Workers:
         self._loader = None
 
     def open_map(self) -> Iterator[Any]:
-        """Iterate over what the queue's feed asks for."""
         if self._loader is None or not self.persistent:
             data: Any = IndexedDataset(self._dataset)
             self._loader = DataLoader(data, batch_sampler=self.queue, collate_fn=self.collator, **self._kwargs)  # type: ignore[arg-type]
@@ -110,10 +109,7 @@ class MapFeed:
     """Windows of a map-style dataset: sent to the workers in one order, and taken back in the same one.
 
     A worker may answer a large window in part (``window_bytes``). What is left is asked for again at once and stands before
-    all later windows, so the order does not depend on which worker is faster. Cost: one entry a window under way.
-
-    Its place holds batches by positions. Resumed, they are asked for first, in the very same groups, so the epoch goes on
-    exactly; on another number of ranks the positions that nobody emitted become an order of their own.
+    all later windows. Its place holds batches by positions: resumed, they are asked for first, in the very same groups.
     """
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
@@ -175,7 +171,6 @@ class MapFeed:
             self._send(Request(np.arange(start, stop), keep=world.size > 1))
 
     def pull(self) -> Request | None:
-        """What a worker is asked for next; None at the end."""
         if self._waiting:
             return self._waiting.popleft()
         request, self._upcoming = self._peeked(), None
@@ -209,8 +204,7 @@ class MapFeed:
         return window.batches
 
     def close(self) -> None:
-        """Let go of the workers; a later fork must not inherit them. Nor does the queue keep this feed: workers in a circle of
-        objects take five seconds each to end when it is collected."""
+        # A later fork must not inherit workers; in a circle of objects they take five seconds each to end when it is collected.
         self._iterator = self.workers.queue.feed = None
 
     def _send(self, request: Request) -> None:
@@ -234,7 +228,6 @@ class MapFeed:
         }
 
     def reload(self) -> tuple[list[Refined | None], list[Refined]]:
-        """What a resumed epoch had agreed and queued, loaded again."""
         place, self._place = self._place, None
         if place is None:
             return [], []
@@ -273,7 +266,6 @@ class IterableFeed:
         self.opening = 0  # what this rank's share begins with; 0: not known
 
     def take(self) -> list[Refined] | None:
-        """The next window's batches; None at the end."""
         if self._iterator is None:
             self._iterator = self._workers.open_iterable(self._epoch, self._world, self._spots)
         window = next(self._iterator, None)
@@ -315,11 +307,8 @@ class IterableFeed:
 def resumed(
     source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, hint: FloatArray | None
 ) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
-    """Where an epoch goes on from states: what it draws on, this rank's saved place, and where it stands.
-
-    On as many ranks as before it goes on with the very batches that were queued. On another number, what no rank has emitted
-    becomes an order of its own, which is begun like an epoch, in the middle of the update that was under way.
-    """
+    """Where an epoch goes on from states: what it draws on, this rank's saved place, and where it stands. On another number of
+    ranks, what none has emitted becomes an order of its own, begun like an epoch, in the middle of the update under way."""
     cursor, sizes = source.cursor, source.sizes
     if not states:
         return source.with_lengths(learned, hint), None, cursor
@@ -338,20 +327,14 @@ def resumed(
 
 
 def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
-    """Positions that no rank has emitted, from the places of all of them.
-
-    Raises:
-        StateError: the user divides the samples among ranks, so that they resume on as many ranks only.
-    """
+    """Positions that no rank has emitted, from the places of all of them."""
     size, count = len(places), source.order.num_positions
     if source.iterable or source.batches is not None:
         raise StateError(
             f"{'an iterable dataset' if source.iterable else 'a batch_sampler'} is divided among ranks by itself: it resumes "
             f"on {size} ranks, as before, not on {source.world.size}"
         )
-    parts = [
-        np.asarray(group) for place in places for name in ("front", "pool") for group in unpack_groups(place[name])
-    ]
+    parts = [unpack(place[name][1]) for place in places for name in ("front", "pool")]
     parts += [unpack(rest[0]) for place in places for rest in place["rest"]]
     if source.shares:
         parts.append(np.arange(places[0]["start"], count))
@@ -360,4 +343,4 @@ def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
     else:
         for rank, place in enumerate(places):
             parts += [request.positions for request in islice(source.requests(rank, size), place["next"], None)]
-    return np.sort(np.concatenate(parts)).astype(np.int64)
+    return np.sort(np.concatenate(parts))

@@ -123,10 +123,10 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> OnlineDataLoader:
-        """Take over an existing loader's dataset, order, workers and collate function; it is not changed. ``options`` go before them.
+        """Take over an existing loader's dataset, order, workers and collate function, unless ``options`` say otherwise.
 
         A ``RandomSampler`` without replacement becomes ``shuffle=True`` with a seed of its own, so that all ranks agree
-        and runs resume. ``drop_last`` is not taken over: nothing is dropped.
+        and runs resume. ``drop_last`` is not taken over: nothing is dropped. The loader is not changed.
         """
         return cls(**{**taken_over(loader), **options, "budget": budget})
 
@@ -145,7 +145,6 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples that an epoch draws over all ranks; None of an iterable dataset, and where each rank brings its own batches."""
         return self._orders.num_samples
 
     @property
@@ -184,7 +183,6 @@ class OnlineDataLoader(StepLoader[Any]):
         return {**self.config.identity(), **self._orders.identity, **fixed, "budget": self.budget.fingerprint}
 
     def _state(self) -> dict[str, Any]:
-        """This rank's: a few KB, besides lengths seen (a few bytes a sample)."""
         rank, size = self._rank_and_size()
         if self._resume:
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
@@ -225,7 +223,6 @@ class OnlineDataLoader(StepLoader[Any]):
         self._workers.restart()
 
     def _start(self) -> Cursor:
-        """The beginning of the epoch that comes."""
         if self.sizes is not None:
             return self.sizes.start(self.epoch)
         done = self._reached
@@ -274,7 +271,6 @@ class OnlineDataLoader(StepLoader[Any]):
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        """What all ranks must have alike in an epoch."""
         epoch, workers, orders, sizes = source.cursor.epoch, self._workers, self._orders, self.sizes
         varies = sizes is not None and not sizes.is_constant
         identity = {

@@ -31,8 +31,6 @@ from dynagroup.update.step import pin
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Samples that a worker processes, cuts and collates."""
-
     positions: IntArray  # places in the epoch's order: int64 (N,)
     groups: tuple[int, ...] | None = None  # sizes of batches already planned; None: one window to be cut
     keep: int = 0  # so many of the largest batches come back with their samples, so that they can be split later
@@ -93,7 +91,7 @@ class Refined:
         return self.weight <= 0, self.padded
 
     def copied(self) -> Refined:
-        """As it is now, whatever the training loop does with it; a batch that cannot be copied is shared."""
+        """As it is now, whatever the training loop does with it; what cannot be copied is shared."""
         try:
             return replace(self, batch=copy.deepcopy(self.batch), samples=None)
         except Exception:  # noqa: BLE001
@@ -121,7 +119,6 @@ class RefinedWindow:
         return _unpacked, packed
 
     def pin_memory(self) -> RefinedWindow:
-        """DataLoader calls it."""
         return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
 
 
@@ -130,11 +127,7 @@ def _unpacked(*packed: Any) -> RefinedWindow:
 
 
 def shorten(indices: Sequence[int], most: int = 16) -> str:
-    """Indices for a message.
-
-    >>> shorten(range(20), most=3)
-    '[0, 1, 2, ... 20 in all]'
-    """
+    """Indices for a message: ``[0, 1, 2, ... 20 in all]``."""
     shown = ", ".join(str(i) for i in list(indices)[:most])
     return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
 

@@ -80,7 +80,6 @@ class OnlineConfig:
             )
 
     def identity(self) -> dict[str, Any]:
-        """What states and ranks are compared by."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {n: v if v is None or isinstance(v, (int, str)) else described(v) for n, v in values}
 
@@ -101,14 +100,12 @@ class Order(NamedTuple):
         return len(self.indices) - self.num_positions
 
     def at(self, positions: IntArray) -> list[int]:
-        """Dataset indices at these positions."""
         positions = positions if self.base is None else self.base[positions]
         if isinstance(self.indices, EpochOrder):
             return self.indices.index_at(positions).tolist()
         return self.indices[positions].tolist()
 
     def restricted(self, positions: IntArray) -> Order:
-        """The same order with these positions only."""
         return Order(self.indices, positions if self.base is None else self.base[positions])
 
 
@@ -160,7 +157,6 @@ class EpochOrders:
         return None if self.size is None or self._batch_sampler is not None else self.num_ordered()
 
     def num_ordered(self) -> int:
-        """Positions of the order."""
         if self._sampler is None:
             return self.size or 0
         return len(self._sampler) if self._config.samples_per_update is None else self._sampler.counted()
@@ -205,8 +201,6 @@ def _indices(batch: Any) -> list[int]:
 
 
 class Source(NamedTuple):
-    """What an epoch's requests follow from: facts, and the settings they were given."""
-
     world: World
     config: OnlineConfig
     budget: Budget

@@ -10,10 +10,9 @@ import json
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,12 +24,9 @@ T = TypeVar("T")
 NOTHING = 1 << 40  # stands for "no such rank" in a minimum over ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks do until the next exchange: so many steps; and whether the epoch ends with them."""
-
-    steps: int
-    last: bool = False
+class Agreement(NamedTuple):
+    steps: int  # that all ranks take until the next exchange
+    last: bool = False  # the epoch ends with them
 
 
 def offer(queued: int, receiving: bool) -> list[int]:
@@ -125,7 +121,6 @@ WIDTH = 48  # integers of a MAX: always the same, so that ranks at different pla
 
 
 def print_of(value: Any) -> int:
-    """63 bits of a JSON-able value."""
     return int(hashed(json.dumps(value, sort_keys=True, default=repr)), 16) >> 1
 
 

@@ -85,7 +85,6 @@ class LearnedLengths:
         self._fresh: dict[str, NDArray[np.int32]] = {}
 
     def observe(self, indices: Sequence[int], lengths: Streams) -> None:
-        """Remember the true lengths of these samples."""
         for name, values in lengths.items():
             if name not in self._fresh:
                 self._fresh[name] = np.full(self.num_samples, UNKNOWN, np.int32)
@@ -117,7 +116,6 @@ class LearnedLengths:
         self.steady = int(changed.sum()) <= STEADY_SHARE * self.num_samples
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; a few bytes a sample."""
         fresh = {name: pack(values.astype(np.int64)) for name, values in self._fresh.items()}
         return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
 
