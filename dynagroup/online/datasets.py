@@ -154,15 +154,9 @@ FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
 
 
 class IterableWindows(_Forwarding, IterableDataset):
-    """An iterable dataset, a window at a time. Sharding over ranks and workers is the dataset's own affair.
-
-    Resumed, a worker reads on from its first window that was not used up, and leaves out what was used of it.
-
-    Args:
-        window: samples a window, at most.
-        max_bytes: a window ends when its samples hold so many bytes.
-        rank, size: a worker's n-th sample is given the number ``(n * workers + worker) * size + rank``.
-    """
+    """An iterable dataset, a window of so many samples or bytes at a time; it divides itself among ranks and workers. A worker's
+    n-th sample is given the number ``(n * workers + worker) * size + rank``. Resumed, a worker reads on from its first window
+    that was not used up, and leaves out what was used of it."""
 
     def __init__(
         self, dataset: Any, window: int, *, max_bytes: int | None = None, rank: int = 0, size: int = 1

@@ -68,7 +68,6 @@ class Workers:
 
     @property
     def depth(self) -> int:
-        """Windows that workers fetch ahead."""
         return self.num_workers * self.prefetch_factor
 
     def tell_of_sharing(self, who: str) -> None:
@@ -122,7 +121,6 @@ class MapFeed:
         self._planned = 0  # requests of the plans that were pulled
         self._upcoming: Request | None = None
         self._start, self._stop = 0, source.order.num_positions * source.shares
-        """Positions that the ranks' loads hand out."""
         self._iterator: Iterator[RefinedWindow] | None = None
         self._number = 0
         self._waiting: deque[Request] = deque()  # to be pulled

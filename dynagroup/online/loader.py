@@ -164,8 +164,7 @@ class OnlineDataLoader(StepLoader[Any]):
         return self._cursor if self._run_of is None else self._run_of.cursor
 
     def set_samples_per_update(self, samples: int) -> int:
-        """See :meth:`StepLoader.set_samples_per_update`: with ``num_workers=0`` the next update is the first one of the new size;
-        otherwise ``num_workers * prefetch_factor`` updates come in between, also across an epoch's end."""
+        """See :meth:`StepLoader.set_samples_per_update`: ``num_workers * prefetch_factor`` updates come in between."""
         if self.sizes is None:
             raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
         cursor = self.cursor

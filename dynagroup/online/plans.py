@@ -47,7 +47,7 @@ WINDOW_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineConfig:
-    """How a loader forms steps: arguments of :class:`~dynagroup.OnlineDataLoader`. Knows no data and no ranks."""
+    """Arguments of :class:`~dynagroup.OnlineDataLoader` that know no data and no ranks."""
 
     window: int = 1024
     samples_per_update: int | BatchSizeSchedule | None = None
@@ -194,8 +194,8 @@ class EpochOrders:
 def _indices(batch: Any) -> list[int]:
     try:
         return [
-            as_index(index) for index in (None if isinstance(batch, (str, bytes)) else batch)
-        ]  # fractions are not cut off
+            as_index(index) for index in (batch if not isinstance(batch, bytes) else "b")
+        ]  # no fractions, no letters
     except TypeError as error:
         raise ConfigError(f"`batch_sampler` must give lists of dataset indices, but gives {batch!r:.200}") from error
 

@@ -57,16 +57,13 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
             f"states of ranks {ranks} of {given} were given, and this is rank {rank} of {size}: give each rank its own, or on "
             "another number of ranks the list of all ranks' states"
         )
-    if len(places := {_place(state) for state in ordered}) > 1:
+    stands = ("epoch", "steps", "samples_seen")
+    places = {(s["world_size"], *(s["cursor"][name] for name in stands), str(s["changes"])) for s in ordered}
+    if len(places) > 1:
         raise StateError(
             f"ranks' states were not taken after the same step: (ranks, epoch, step, samples, changes) are {sorted(places)}"
         )
     return [ordered[rank]] if len(ordered) == size else ordered
-
-
-def _place(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    cursor = state["cursor"]
-    return state["world_size"], cursor["epoch"], cursor["steps"], cursor["samples_seen"], str(state["changes"])
 
 
 UNKNOWN = -1
