@@ -95,7 +95,6 @@ class Workers:
         return iter(self._loader)
 
     def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
-        """Iterate over the iterable's windows, from the spots where its workers stood."""
         if self._loader is None or self._windows is None or not self.persistent or spots:
             how = {"window": self._config.window, "max_bytes": self._config.window_bytes}
             self._windows = IterableWindows(self._dataset, **how, rank=world.rank, size=world.size)
@@ -149,7 +148,6 @@ class MapFeed:
 
     @property
     def can_take(self) -> bool:
-        """Something was sent, or may be planned, that did not come back yet."""
         return bool(self._pending) or self._peeked() is not None
 
     @property

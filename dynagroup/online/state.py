@@ -88,7 +88,6 @@ class LearnedLengths:
             self._fresh[name][indices] = values
 
     def known(self, indices: IntArray) -> Streams | None:
-        """Lengths of these samples, or None while some of them has none."""
         known = {name: values[indices] for name, values in self.seen.items()}
         return None if not known or any((values == UNKNOWN).any() for values in known.values()) else known
 
