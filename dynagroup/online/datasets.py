@@ -42,13 +42,15 @@ def sample_bytes(sample: Any) -> int:
     >>> sample_bytes({"pixels": torch.zeros(3, 4), "name": "cat"})
     51
     """
+    if type(sample) is dict:  # first, because this runs once a sample
+        return sum(map(sample_bytes, sample.values()))
+    if isinstance(sample, (torch.Tensor, np.ndarray)):
+        return sample.nbytes
     if isinstance(sample, (list, tuple)):
         flat = not sample or isinstance(sample[0], (int, float))
         return 8 * len(sample) if flat else sum(map(sample_bytes, sample))
     if isinstance(sample, (str, bytes)):
         return len(sample)
-    if isinstance(sample, (torch.Tensor, np.ndarray)):
-        return sample.nbytes
     if isinstance(sample, Mapping) or hasattr(sample, "items"):
         return sum(map(sample_bytes, sample.values()))
     return sum(map(sample_bytes, getattr(sample, "__dict__", {}).values())) or 8

@@ -158,7 +158,6 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @property
     def _reached(self) -> Cursor:
-        """The same of the place that was loaded, or else of the epoch that was begun last."""
         if self._resume:
             return handed_out(self._cursor, self._resume[0]["running"]["under_way"], self.sizes)
         return self._cursor if self._run_of is None else self._run_of.cursor
