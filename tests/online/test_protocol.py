@@ -191,7 +191,7 @@ def test_both_runners_take_the_steps_that_were_agreed(monkeypatch, options):
 
     def longer(highest):
         agreement = agree(highest)
-        return agreement._replace(steps=agreement.steps + 1) if agreement.last else agreement
+        return type(agreement)(agreement.steps + 1, True) if agreement.last else agreement
 
     def steps():
         return run_ranks(2, lambda world: len(list(make_loader(world, [4] * 16, **options))))[0]
