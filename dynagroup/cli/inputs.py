@@ -71,7 +71,8 @@ def _read(path: Path) -> Any:
         form = {"sep": "," if kind == ".csv" else "\t", "index_col": False, "keep_default_na": False}
         return pandas.read_csv(path, encoding=UTF8, **form)
     if kind in (".json", ".jsonl"):
-        return pandas.read_json(path, lines=kind == ".jsonl", dtype=False, encoding=UTF8)
+        form = {"lines": kind == ".jsonl", "dtype": False, "encoding": UTF8}
+        return pandas.read_json(path, **form)
     raise ConfigError(f"{str(path)!r} has an unknown ending; give {KINDS}")
 
 
