@@ -126,6 +126,11 @@ class Runner(ABC):
             evened += [batch] if parts == 1 else self._workers.collator.split(batch, parts)
         return evened
 
+    def _sort(self, batches: list[Refined]) -> None:
+        """Dearest first; but planned rows, which are of equal work, stay together: only what was split off moves, to the end."""
+        planned = self.source.lengths is not None or self.source.batches is not None
+        batches.sort(key=(lambda batch: batch.group < 0) if planned else (lambda batch: batch.rank_key))
+
     def _loaded(self) -> Sequence[Refined] | None:
         began = time.perf_counter()
         window = self.feed.take()
@@ -259,10 +264,10 @@ class FreeRunner(Runner):
         if not self.feed.receiving:
             self.queue = self._even_out(self.queue, agreement.steps)
         count, number = min(agreement.steps, len(self.queue)), self.stands.steps + len(self.agreed)
-        if self.source.batches is not None:  # the user's order
+        self._sort(self.queue)
+        if self.source.lengths is not None or self.source.batches is not None:
             picked, self.queue = self.queue[:count], self.queue[count:]
         else:
-            self.queue.sort(key=lambda batch: batch.rank_key)
             at = [quantile(self.config.seed, self.exchange.epoch, step) for step in range(number, number + count)]
             chosen = [self.queue.pop(int(share * len(self.queue))) for share in at]
             picked = placed(sorted(chosen, key=lambda batch: batch.rank_key), at)
@@ -308,5 +313,5 @@ class UpdateRunner(Runner):
         steps = self._agree(len(batches), False, failure).steps
         evened = self._even_out([batch for batch in batches if batch is not None], steps)
         if not resumed:  # which go on in the order that they had
-            evened.sort(key=lambda batch: batch.rank_key)
+            self._sort(evened)
         self._total([[*evened, *[None] * (steps - len(evened))]])
