@@ -235,6 +235,8 @@ METHODS: dict[str, Method] = {
     "dynagroup, default work": Method(_ours(work=Work())),
     "dynagroup, a CPU's work": Method(_ours(work=Work(per_step=CPU_PER_STEP))),
     "dynagroup, fewest batches": Method(_ours(work=Work(per_step=1e12))),
+    "dynagroup, grouping 10": Method(_ours(grouping=10), same_updates=False),
+    "dynagroup, grouping 50": Method(_ours(grouping=50), same_updates=False),
     "dynagroup, free updates": Method(_free, flat=True, same_updates=False),
     "dynagroup, packed": Method(_ours("packed"), packed=True),
     "dynagroup, 8 lengths": Method(_ours("ladder"), few_shapes=True),

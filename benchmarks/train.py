@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -209,25 +208,35 @@ def objective(machine: Machine, updates: int = UPDATES) -> dict[str, Any]:
     return found
 
 
-def quality(machine: Machine, samples: int = 2048, epochs: int = 3, seeds: int = 3) -> dict[str, Any]:
-    """Held-out loss after the same samples in updates of equal size, and in free-running ones; nothing is timed."""
-    longest, budget = 96, 2048
-    texts = [ids[:longest] for ids in texts_of()]
-    lengths = np.array([len(ids) for ids in texts[:samples]], np.int32)
-    ways = {"fixed": "dynagroup", "free": "dynagroup, free updates"}
-    free: Any = METHODS[ways["free"]].batches(Job(lengths, 1, budget), 0)
-    size = round(samples / len(free))  # a fixed update has as many samples as a free one on average, which is a batch
-    losses: dict[str, list[float]] = {kind: [] for kind in ways}
-    for seed, (kind, name) in product(range(seeds), ways.items()):
-        job = Job(lengths, size, budget, seed)
-        one = Run(name, job, machine, "small", lambda i, n: texts[i], falls_over=epochs * samples)
-        one.turn(samples=epochs * samples - size)
-        losses[kind].append(loss_on(one.model, texts[samples : samples + 1024]))
-    return {
-        "samples": samples, "epochs": epochs, "budget": budget, "longest": longest, "samples_per_fixed_update": size,
-        "held_out_loss": losses, "mean_difference": mean(losses["free"]) - mean(losses["fixed"]),
-        "spread_of_seeds": {name: max(values) - min(values) for name, values in losses.items()},
-    }  # fmt: skip
+QUALITY = {
+    "fixed": "dynagroup",
+    "grouping 10": "dynagroup, grouping 10",
+    "grouping 50": "dynagroup, grouping 50",
+    "free": "dynagroup, free updates",
+}
+
+
+def quality(machine: Machine, *, seeds: int = 5, budgets: Sequence[int] = (512, 2048)) -> dict[str, Any]:
+    """Held-out loss after the same samples: in updates of fixed batches, in grouped ones, and in free ones. Nothing is timed.
+
+    A fixed update has as many samples as a free one has on average, which is one batch.
+    """
+    samples, epochs, longest, texts = 2048, 3, 96, texts_of()
+    texts = [ids[:longest] for ids in texts]
+    lengths, found = np.array([len(ids) for ids in texts[:samples]], np.int32), dict[str, Any]()
+    for budget in budgets:
+        free: Any = METHODS[QUALITY["free"]].batches(Job(lengths, 1, budget), 0)
+        size = round(samples / len(free))
+        ways: dict[str, Any] = {way: {"held_out_loss": [], "padding": []} for way in QUALITY}
+        for seed, (way, name) in product(range(seeds), QUALITY.items()):
+            job = Job(lengths, size, budget, seed)
+            one = Run(name, job, machine, "small", lambda i, n: texts[i], falls_over=epochs * samples)
+            one.turn(samples=epochs * samples - size)
+            ways[way]["held_out_loss"].append(loss_on(one.model, texts[samples : samples + 1024]))
+            ways[way]["padding"].append(1 - one.real / one.padded)
+            print(size, seed, way, ways[way]["held_out_loss"][-1], flush=True)
+        found[f"updates of {size}"] = ways
+    return {"samples": samples, "epochs": epochs, "longest": longest, "ways": found}
 
 
 @torch.no_grad()
