@@ -195,22 +195,27 @@ class Planner:
         """Where the windows of the cursor's epoch start and stop in its order, and how to read that.
 
         ``order``: dataset indices; None: shuffled, or the dataset's."""
-        config, kept = self.config, np.flatnonzero(~self._oversize) if len(self.left_out) else None
-        tokens = tokens_of(self.lengths, self.budget)
+        config, kept = self.config, None
         if order is not None:
-            given, kept = order if kept is None else order[~self._oversize[order]], None
+            given = order[~self._oversize[order]] if len(self.left_out) else order
         elif config.shuffle or self._has_updates:
             given = EpochOrder(self.num_planned, seed=config.seed, epoch=cursor.epoch)
+            kept = np.flatnonzero(~self._oversize) if len(self.left_out) else None
         else:
-            given, kept = np.arange(self.num_samples) if kept is None else kept, None
-        if config.grouping is not None:
-            how = {"size": self.window_size(1), "pool": config.grouping, "seed": config.seed, "epoch": cursor.epoch}
-            given = GroupedOrder(given, tokens if kept is None else tokens[kept], **how)
+            given = np.flatnonzero(~self._oversize) if len(self.left_out) else np.arange(self.num_samples)
+
+        def tokens() -> NDArray[Any]:
+            found = tokens_of(self.lengths, self.budget)
+            return found if kept is None else found[kept]
 
         def longest() -> int:
             if isinstance(given, EpochOrder):
-                return given.position_of(int(np.argmax(tokens if kept is None else tokens[kept])))
-            return int(np.argmax(tokens[given[:]]))
+                return given.position_of(int(np.argmax(tokens())))
+            return int(np.argmax(tokens()[given[:]]))
+
+        if config.grouping is not None:
+            how = {"size": self.window_size(1), "pool": config.grouping, "seed": config.seed, "epoch": cursor.epoch}
+            given = GroupedOrder(given, tokens(), **how)
 
         leads = config.hardest_first and not self._has_updates
         size = cursor.window_size or self.window_size(1)
