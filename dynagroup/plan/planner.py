@@ -98,12 +98,7 @@ def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
 
 
 class Planner:
-    """Makes plans: holds the facts (lengths, bound budget) and the knobs, and no state.
-
-    Args:
-        lengths: stream -> int32 (N,), checked.
-        budget: what fits; bound to these lengths here.
-        config: how to cut.
+    """Makes plans: holds the facts (lengths, the budget bound to them) and the knobs, and no state.
 
     Raises:
         BudgetError: a sample does not fit even alone and ``oversize="error"``.
@@ -204,18 +199,15 @@ class Planner:
         else:
             given = np.flatnonzero(~self._oversize) if len(self.left_out) else np.arange(self.num_samples)
 
-        def tokens() -> NDArray[Any]:
-            found = tokens_of(self.lengths, self.budget)
-            return found if kept is None else found[kept]
+        tokens = lambda: tokens_of({n: v if kept is None else v[kept] for n, v in self.lengths.items()}, self.budget)  # noqa: E731
+        if config.grouping is not None:
+            how = {"size": self.window_size(1), "pool": config.grouping, "seed": config.seed, "epoch": cursor.epoch}
+            given = GroupedOrder(given, tokens(), **how)
 
         def longest() -> int:
             if isinstance(given, EpochOrder):
                 return given.position_of(int(np.argmax(tokens())))
             return int(np.argmax(tokens()[given[:]]))
-
-        if config.grouping is not None:
-            how = {"size": self.window_size(1), "pool": config.grouping, "seed": config.seed, "epoch": cursor.epoch}
-            given = GroupedOrder(given, tokens(), **how)
 
         leads = config.hardest_first and not self._has_updates
         size = cursor.window_size or self.window_size(1)
