@@ -205,12 +205,10 @@ class Planner:
             given = GroupedOrder(given, tokens(), **how)
 
         def longest() -> int:
-            if isinstance(given, EpochOrder):
-                return given.position_of(int(np.argmax(tokens())))
-            return int(np.argmax(tokens()[given[:]]))
+            at = int(np.argmax(tokens() if isinstance(given, EpochOrder) else tokens()[given[:]]))
+            return given.position_of(at) if isinstance(given, EpochOrder) else at
 
-        leads = config.hardest_first and not self._has_updates
-        size = cursor.window_size or self.window_size(1)
+        leads, size = config.hardest_first and not self._has_updates, cursor.window_size or self.window_size(1)
         found = windows_of(len(given), size, keep_order=self._has_updates, longest=longest if leads else None)
         return found, lambda where: given[where] if kept is None else kept[given[where]]
 
