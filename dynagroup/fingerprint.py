@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["described", "hashed"]
-
 LONGEST = 240
 """Characters of a description; what is longer is cut and ends in a hash of the whole."""
 PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
@@ -87,17 +85,18 @@ class _Describer:
             return f"{kind}{{{', '.join(sorted(self.text(v, names) for v in value))}}}"
         if isinstance(value, (list, tuple)):
             return f"{kind}({self._listed(value, names)})"
-        if isinstance(value, (types.ModuleType, type)):
-            return value.__name__ if isinstance(value, types.ModuleType) else self._class(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.ModuleType):
+            return value.__name__
         if isinstance(value, types.MethodType):
             code = getattr(value.__func__, "__code__", None)
             return f"{self.text(value.__func__)} of {self.text(value.__self__, _names_in(code) if code else None)}"
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if callable(value) and hasattr(value, "__wrapped__"):
-            return f"{type(value).__qualname__}({self.text(value.__wrapped__)})"  # pyright: ignore[reportFunctionMemberAccess]
-        own = getattr(value, "fingerprint", None)
-        if isinstance(own, str):
+            return f"{kind}({self.text(value.__wrapped__)})"  # pyright: ignore[reportFunctionMemberAccess]
+        if isinstance(own := getattr(value, "fingerprint", None), str):
             return own
         whole = isinstance(value, (np.ndarray, functools.partial)) or is_dataclass(value) or _is_tensor(value)
         if names is None or whole or not hasattr(value, "__dict__"):
@@ -123,7 +122,7 @@ class _Describer:
             state = {k: v for k, v in state.items() if not isinstance(getattr(kind, k, None), kept)}
             if getattr(make, "__name__", "") == "__newobj__":
                 return f"{self._class(kind)}({self._parts(state)})"
-        items = [list(part) if part is not None and not isinstance(part, (dict, tuple)) else part for part in rest]
+        items = [part if part is None or isinstance(part, dict) else list(part) for part in rest]
         return f"{self._class(kind)}({self._listed([make, arguments, state, *items])})"
 
     def _listed(self, values: Iterable[Any], names: frozenset[str] | None = None) -> str:
@@ -133,34 +132,31 @@ class _Describer:
         return ", ".join(f"{name}={self.text(part, names)}" for name, part in sorted(parts.items()))
 
     def _class(self, kind: type) -> str:
-        if not _is_own(kind):
-            return kind.__qualname__
-        own = (item for base in kind.__mro__ if _is_own(base) for item in sorted(vars(base).items()))
-        parts = [f"{name}={self._member(member)}" for name, member in own if not _is_given(name, member)]
-        return f"{kind.__qualname__}#{hashed('; '.join(parts), 8)}"
+        """A class of the user's by its members, but for what Python writes into every class."""
+        own = [item for base in kind.__mro__ if _is_own(base) for item in sorted(vars(base).items())]
+        parts = [f"{k}={self._member(v)}" for k, v in own if not k.startswith("__") or isinstance(v, types.FunctionType)]
+        return f"{kind.__qualname__}#{hashed('; '.join(parts), 8)}" if _is_own(kind) else kind.__qualname__
 
     def _member(self, member: Any) -> str:
         inner = next((found for name in ("fget", "func", "__func__") if (found := getattr(member, name, None))), member)
         return self.text(inner) if isinstance(inner, MEMBERS) else ""
 
     def _function(self, function: types.FunctionType) -> str:
-        code, held = function.__code__, [function.__defaults__, function.__kwdefaults__]
-        parts = [self.text(part) for part in held if part]
-        parts += [self._cell(cell, _names_in(code)) for cell in function.__closure__ or ()]
+        code = function.__code__
+        parts = [self.text(part) for part in (function.__defaults__, function.__kwdefaults__) if part]
+        for cell in function.__closure__ or ():
+            try:
+                parts.append(self.text(cell.cell_contents, _names_in(code)))
+            except ValueError:
+                parts.append("unset")
         if not _is_own(function):
             return _named(function) + (f"[{', '.join(parts)}]" if parts else "")
         return f"{function.__name__}#{hashed('; '.join([*parts, self._code(code, function.__doc__)]), 8)}"
 
-    def _cell(self, cell: types.CellType, names: frozenset[str]) -> str:
-        try:
-            return self.text(cell.cell_contents, names)
-        except ValueError:  # not set yet
-            return "unset"
-
     def _code(self, code: types.CodeType, doc: str | None = None) -> str:
-        inner = (self._code(c) if isinstance(c, types.CodeType) else self.text(c) for c in code.co_consts if c != doc)
+        inner = [self._code(c) if isinstance(c, types.CodeType) else self.text(c) for c in code.co_consts if c != doc]
         arguments = (code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags)
-        return f"{sys.version_info[:2]} {code.co_code.hex()} {list(inner)} {code.co_names} {arguments}"
+        return f"{sys.version_info[:2]} {code.co_code.hex()} {inner} {code.co_names} {arguments}"
 
 
 def _short(text: str) -> str:
@@ -183,12 +179,6 @@ def _is_own(thing: Any) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     known = name.partition(".")[0] in ("dynagroup", *sys.stdlib_module_names)
     return not known and "site-packages" not in file and "dist-packages" not in file
-
-
-def _is_given(name: str, member: Any) -> bool:
-    """Whether Python or a decorator of classes wrote a member: ``__module__``, the methods of a dataclass."""
-    code = getattr(member, "__code__", None)
-    return name.startswith("__") and (code is None or code.co_filename.startswith("<"))
 
 
 def _is_tensor(value: Any) -> bool:

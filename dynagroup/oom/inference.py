@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from dynagroup.budget.base import Budget
-from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.generate import Generating, check_options, generation_option, is_data
@@ -24,34 +22,13 @@ from dynagroup.validation import check_choice, check_int
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
 Pooling: TypeAlias = Literal["mean", "first", "last"]
 
 # what sentence-transformers calls it -> what it is here
-_POOLINGS: dict[str, Pooling] = {"cls_token": "first", "mean_tokens": "mean", "lasttoken": "last"}
-_POOLINGS |= {"cls": "first", "mean": "mean"}
+_POOLINGS = {"cls_token": "first", "mean_tokens": "mean", "lasttoken": "last", "cls": "first", "mean": "mean"}
 _NEW_TOKENS = 128
-_OF_A_BATCH = {"inputs", "input_ids", "attention_mask", "inputs_embeds", "position_ids"}
-
-
-class Options(TypedDict, total=False):
-    """What every job may be told.
-
-    Args:
-        batch_size: samples of the longest kind that fit the device (others: :class:`~dynagroup.MemoryBudget`); default: 16.
-        budget: what fits, instead of ``batch_size``.
-        max_length: longer texts are truncated to so many tokens; default, but for generation: to what model and tokenizer are
-            made for (how many texts that shortens is logged).
-        progress: show tokens a second, and the time left; default: True.
-        learned: what to learn into; its report says what running out of memory has cost.
-    """
-
-    batch_size: int | None
-    budget: Budget | None
-    max_length: int | None
-    progress: bool
-    learned: LearningBudget | None
+_OF_A_JOB = {"batch_size", "budget", "max_length", "progress", "learned"}
 
 
 def generate_dataset(
@@ -69,8 +46,9 @@ def generate_dataset(
             crash does only the rest, and once all is done gives it back. Needed on several ranks.
         max_new_tokens: tokens generated for a text, at most; default: the generation config's, else 128.
         world: ranks that share the work; default: all of ``torch.distributed``.
-        options: ``batch_size``, ``budget``, ``max_length``, ``progress``, ``learned`` (see :class:`Options`); further
-            arguments of ``generate``, none that belongs to one batch.
+        options: ``batch_size`` (16; samples of the longest kind that fit the device) or ``budget``; ``max_length`` (longer
+            texts are truncated); ``progress`` (True); ``learned``, a :class:`~dynagroup.LearningBudget`; further arguments
+            of ``generate``, none that belongs to one batch.
 
     Raises:
         ConfigError: arguments that do not go together; a text that the model has no positions for.
@@ -79,7 +57,7 @@ def generate_dataset(
 
     >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
     """
-    return _generation(model, tokenizer, texts, max_new_tokens, options).whole(output, world)
+    return _generation(model, tokenizer, texts, max_new_tokens, **options).whole(output, world)
 
 
 def iter_generate(
@@ -87,13 +65,13 @@ def iter_generate(
     max_new_tokens: int | None = None, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
     """(index, result) of :func:`generate_dataset` as they come, longest texts first, without those to ``skip``; nothing kept."""
-    return _generation(model, tokenizer, texts, max_new_tokens, options).as_they_come(skip)
+    return _generation(model, tokenizer, texts, max_new_tokens, **options).as_they_come(skip)
 
 
 def embed_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     pooling: Pooling = "mean", normalize: bool = False, output: str | Path | None = None, world: World | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> np.ndarray:  # fmt: skip
     """One vector a text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
 
@@ -102,7 +80,7 @@ def embed_dataset(
         pooling: "mean" over the text's tokens, or the "first" or "last" of them.
         normalize: scale vectors to length 1.
         output: a ``.npy`` file; else as for :func:`generate_dataset`, as are ``world``, what is raised, and
-        options: ``batch_size``, ``budget``, ``max_length``, ``progress``, ``learned``.
+        options: but longer texts are truncated to what model and tokenizer are made for (how many is logged).
 
     >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
     (1000, 384)
@@ -112,68 +90,45 @@ def embed_dataset(
 
 def iter_embed(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
-    pooling: Pooling = "mean", normalize: bool = False, skip: Collection[int] = (), **options: Unpack[Options],
+    pooling: Pooling = "mean", normalize: bool = False, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
-    """(index, vector) of :func:`embed_dataset` as they come, longest texts first, without those to ``skip``; nothing is kept.
-
-    >>> vectors = {index: vector for index, vector in iter_embed(model, tokenizer, texts)}  # doctest: +SKIP
-    """
+    """(index, vector) of :func:`embed_dataset` as they come, as :func:`iter_generate` gives them."""
     return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).as_they_come(skip)
 
 
 def classify_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
-    output: str | Path | None = None, world: World | None = None, **options: Unpack[Options],
+    output: str | Path | None = None, world: World | None = None, **options: Any,
 ) -> np.ndarray:  # fmt: skip
     """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`embed_dataset`."""
     return Job(_classification(model), tokenizer, texts, **options).whole(output, world)
 
 
 def iter_classify(
-    model: Any, tokenizer: Any, texts: Sequence[str], *, skip: Collection[int] = (), **options: Unpack[Options]
+    model: Any, tokenizer: Any, texts: Sequence[str], *, skip: Collection[int] = (), **options: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(index, logits) of :func:`classify_dataset` as they come, longest texts first; nothing is kept."""
+    """(index, logits) of :func:`classify_dataset` as they come, as :func:`iter_generate` gives them."""
     return Job(_classification(model), tokenizer, texts, **options).as_they_come(skip)
 
 
-def encode(
-    model: Any, texts: Sequence[str], *,
-    tokenizer: Any = None, batch_size: int = 32, pooling: Pooling | None = None, normalize: bool | None = None,
-    max_length: int | None = None, output: str | Path | None = None, device: Any = None, progress: bool = True,
-) -> np.ndarray:  # fmt: skip
-    """One vector a text, float32 (num_texts, features), in batches as large as the ``batch_size`` longest texts' memory.
+def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **options: Any) -> np.ndarray:
+    """:func:`embed_dataset` by a folder or name, on the GPU if there is one, pooled, normalised and truncated as it says.
 
-    Of a folder or name that was made for sentence-transformers vectors are those of ``SentenceTransformer(model).encode(texts)``.
-
-    Args:
-        model: folder or name, or a loaded transformers model (then with its ``tokenizer``).
-        pooling: default: what the folder says, else "mean".
-        normalize: scale vectors to length 1; default: what the folder says, else no.
-        max_length: default: what the folder says, else what model and tokenizer are made for.
-        device: where a model that is loaded here goes; default: a GPU if there is one.
-        output: as for :func:`~dynagroup.embed_dataset`.
+    Of one that was made for sentence-transformers vectors are those of ``SentenceTransformer(name).encode(texts)``; another
+    is pooled by "mean". ``options`` are those of :func:`embed_dataset` and go before what the folder says.
 
     Raises:
-        ConfigError: the folder asks for something else than pooling and normalising; or no tokenizer.
+        ConfigError: the folder asks for something else than pooling and normalising.
 
     >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
     (1000, 384)
     """
-    how: dict[str, Any] = {"pooling": "mean", "normalize": False, "max_length": None}
-    if isinstance(model, (str, Path)):
-        import torch
-        from transformers import AutoModel, AutoTokenizer
+    import torch
+    from transformers import AutoModel, AutoTokenizer
 
-        name = str(model)
-        how |= _recipe_of(name)
-        place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModel.from_pretrained(name).eval().to(place)
-        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(name)
-    if tokenizer is None:
-        raise ConfigError("`tokenizer` is needed with a model that is loaded already")
-    given = {"pooling": pooling, "normalize": normalize, "max_length": max_length}
-    how |= {name: value for name, value in given.items() if value is not None}
-    return embed_dataset(model, tokenizer, texts, output=output, batch_size=batch_size, progress=progress, **how)
+    how = _recipe_of(str(name)) | options
+    model = AutoModel.from_pretrained(str(name)).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    return embed_dataset(model, AutoTokenizer.from_pretrained(str(name)), texts, batch_size=batch_size, **how)
 
 
 def _recipe_of(name: str) -> dict[str, Any]:
@@ -203,23 +158,24 @@ def _read(name: str, file: str) -> Any:
     return {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def _generation(
-    model: Any, tokenizer: Any, texts: Sequence[str], max_new_tokens: int | None, options: dict[str, Any]
-) -> Job:
+def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | None, **options: Any) -> Job:
     """New tokens, as texts. ``options``: those of a job, and those of ``generate``."""
-    of_job: Any = {name: options[name] for name in Options.__annotations__.keys() & options}
+    of_job = {name: options[name] for name in _OF_A_JOB & options.keys()}
     kwargs = {name: value for name, value in options.items() if name not in of_job}
-    if not callable(getattr(model, "generate", None)):
-        raise ConfigError(f"`model` must be a loaded model that generates; a {type(model).__name__} has no generate()")
     check_options(model, kwargs)
-    wrong = [name for name, value in kwargs.items() if name in _OF_A_BATCH or is_data(value)]
+    wrong = [name for name, value in kwargs.items() if is_data(value)]
     if wrong:
         raise ConfigError(f"`{wrong[0]}` belongs to one batch, and a job makes its batches itself; leave it out")
     option = lambda name: generation_option(name, model, kwargs)  # noqa: E731
     new = max_new_tokens if max_new_tokens is not None else option("max_new_tokens")
     new_tokens = check_int("max_new_tokens", _NEW_TOKENS if new is None else new)
     is_causal, each = not model.config.is_encoder_decoder, option("num_return_sequences") or 1
-    how = _with_new_tokens(kwargs, new_tokens) | ({"tokenizer": tokenizer} if option("stop_strings") else {})
+    how = dict(kwargs, tokenizer=tokenizer) if option("stop_strings") else dict(kwargs)
+    if how.get("generation_config") is None:
+        how["max_new_tokens"] = new_tokens
+    else:  # `generate` does not want both
+        how["generation_config"] = copy.deepcopy(how["generation_config"])
+        how["generation_config"].max_new_tokens = new_tokens
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
         multiple = job.budget.pad_to_multiple_of
@@ -229,31 +185,21 @@ def _generation(
         return found if each == 1 else [found[i : i + each] for i in range(0, len(found), each)]
 
     task = Task(
-        model=model, process=process, kind=TEXTS, shortens=False, mode="generate", new_tokens=new_tokens,
+        model=model, process=process, kind=TEXTS, mode="generate", new_tokens=new_tokens,
         settings={"task": "generate", "max_new_tokens": new_tokens, "arguments": kwargs},
         padding_side="left" if is_causal else "right", copies=max(option("num_beams") or 1, each),
     )  # fmt: skip
     return Job(task, tokenizer, texts, **of_job)
 
 
-def _with_new_tokens(kwargs: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """In the generation config, where one is given: ``generate`` does not want both."""
-    if kwargs.get("generation_config") is None:
-        return {**kwargs, "max_new_tokens": max_new_tokens}
-    config = copy.deepcopy(kwargs["generation_config"])
-    config.max_new_tokens = max_new_tokens
-    return {**kwargs, "generation_config": config}
-
-
-def _forward(model: Any, name: str, way_out: str, rows_of: Callable[[torch.Tensor, Any], Any], **settings: Any) -> Task:
+def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor, Any], Any], **settings: Any) -> Task:
     """A forward pass without gradients; a row a text, made of one field of the model's output and the attention mask."""
 
     def outputs(batch: dict[str, Any]) -> torch.Tensor:
         output = model(**batch)
         found = getattr(output, name, None)
         if found is None:
-            has = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
-            raise ConfigError(f"this task takes a model whose output has `{name}`, but it has {has}: {way_out}")
+            raise ConfigError(f"the output of {type(model).__name__} has no `{name}`; give the model {wanted}")
         return rows_of(found, batch["attention_mask"]).float().cpu()
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:
@@ -279,19 +225,19 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
         pooled = _pool(states, mask, pooling)
         return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled
 
-    way_out = "give the model without its head, as AutoModel loads it"
-    return _forward(inner, "last_hidden_state", way_out, rows_of, task=f"embed {pooling}", normalize=int(normalize))
+    wanted = "without its head, as AutoModel loads it"
+    return _forward(inner, "last_hidden_state", wanted, rows_of, task=f"embed {pooling}", normalize=int(normalize))
 
 
 def _classification(model: Any) -> Task:
-    way_out = "give the model with a head, as AutoModelForSequenceClassification loads it"
+    wanted = "with a head, as AutoModelForSequenceClassification loads it"
 
     def rows_of(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if logits.ndim != 2:
-            raise ConfigError(f"`logits` must be (samples, classes), but are {tuple(logits.shape)}: {way_out}")
+            raise ConfigError(f"`logits` must be (samples, classes), but are {tuple(logits.shape)}; give a model {wanted}")
         return logits
 
-    return _forward(model, "logits", way_out, rows_of, task="classify")
+    return _forward(model, "logits", wanted, rows_of, task="classify")
 
 
 def _without_head(model: Any) -> Any:

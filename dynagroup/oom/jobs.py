@@ -54,12 +54,10 @@ class Task:
     """What is done with a batch, and what a text becomes by it."""
 
     model: Any
-    process: Callable[
-        [Job, dict[str, Any], Sequence[int]], Any
-    ]  # padded batch, indices of its samples -> their results
+    process: Callable[[Job, dict[str, Any], Sequence[int]], Any]
+    """Padded batch, indices of its samples -> their results."""
     settings: Mapping[str, Any]  # what results depend on beside model, tokenizer and texts
     kind: Kind = VECTORS
-    shortens: bool = True  # texts that the model is not made for, where the user has said nothing
     mode: Mode = "forward"
     padding_side: Literal["left", "right"] = "right"
     copies: int = 1
@@ -74,21 +72,16 @@ class Job:
         batch_size: int | None = None, budget: Budget | None = None, max_length: int | None = None,
         progress: bool = True, learned: LearningBudget | None = None,
     ) -> None:  # fmt: skip
-        if not callable(getattr(task.model, "parameters", None)):
-            raise ConfigError(f"`model` must be a loaded model, but is {task.model!r:.80}; from_pretrained loads one")
         if getattr(budget, "layout", "padded") == "packed":
             raise ConfigError(f"`budget` is {budget!r}, but these batches are padded: give it layout='padded'")
         if batch_size is not None and budget is not None:
             raise ConfigError(f"`batch_size` ({batch_size!r}) and `budget` both say what fits; give one of them")
-        if getattr(tokenizer, "pad_token_id", None) is None:
-            raise ConfigError("`tokenizer` has no padding token; set one: tokenizer.pad_token = tokenizer.eos_token")
         self.task, self.tokenizer, self.texts = task, tokenizer, by_position(texts)
         self._tokens, self._given_budget, self._progress = begun_once(tokenizer, self.texts), budget, progress
         self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
-        given = limit_of(max_length)
-        self._says_limit = given is None and task.shortens
-        self._max_length = _longest_input(task.model, tokenizer) if self._says_limit else given
+        self._says_limit = max_length is None and task.mode == "forward"
+        self._max_length = _longest_input(task.model, tokenizer) if self._says_limit else limit_of(max_length)
 
     def as_they_come(self, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
         """(index, result), longest texts first."""
@@ -231,10 +224,7 @@ def _memory_of(task: Task) -> MemoryRegressor:
     """What is known of a model's memory. Looking takes seconds, so it is done once a model."""
     known, key = _memory_by_model.setdefault(task.model, {}), (task.mode, task.new_tokens)
     if key not in known:
-        try:
-            workload = Workload.from_model(task.model, task.mode, max_new_tokens=task.new_tokens)
-        except ConfigError:  # not a model of transformers
-            workload = Workload(mode=task.mode, max_new_tokens=task.new_tokens or None)
+        workload = Workload.from_model(task.model, task.mode, max_new_tokens=task.new_tokens)
         known[key] = MemoryRegressor.pretrained(workload)
     return known[key]
 
