@@ -133,9 +133,11 @@ class _Describer:
 
     def _class(self, kind: type) -> str:
         """A class of the user's by its members, but for what Python writes into every class."""
+        if not _is_own(kind):
+            return kind.__qualname__
         own = [item for base in kind.__mro__ if _is_own(base) for item in sorted(vars(base).items())]
-        parts = [f"{k}={self._member(v)}" for k, v in own if not k.startswith("__") or isinstance(v, types.FunctionType)]
-        return f"{kind.__qualname__}#{hashed('; '.join(parts), 8)}" if _is_own(kind) else kind.__qualname__
+        own = [(k, v) for k, v in own if not k.startswith("__") or isinstance(v, types.FunctionType)]
+        return f"{kind.__qualname__}#{hashed('; '.join(f'{k}={self._member(v)}' for k, v in own), 8)}"
 
     def _member(self, member: Any) -> str:
         inner = next((found for name in ("fget", "func", "__func__") if (found := getattr(member, name, None))), member)

@@ -103,7 +103,7 @@ class UpdateRunner(Progress):
         if self.label_smoother is not None and self.compute_loss_func is None and not _defines_compute_loss(type(self)):
             return False
         config, loader = self.dynagroup, cast("StepLoader[Any]", self.update_loader)
-        splitter = config.splitter or BatchSplitter(trim="right")
+        splitter = config.splitter or BatchSplitter()
         for step in update:
             if self._found_mean is None:  # one sample fits where a batch may not
                 batch = step.batch if config.out_of_memory is None else splitter.take(step.batch, 0, 1)

@@ -205,7 +205,7 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:
         import torch
 
-        splitter = BatchSplitter(trim="right", pad_to_multiple_of=job.budget.pad_to_multiple_of)
+        splitter = BatchSplitter(pad_to_multiple_of=job.budget.pad_to_multiple_of)
         with torch.inference_mode():
             rows = run_with_oom_retry(outputs, batch, split=splitter, learned=job.learned, indices=indices)
         return torch.cat(rows).numpy()
@@ -234,7 +234,8 @@ def _classification(model: Any) -> Task:
 
     def rows_of(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if logits.ndim != 2:
-            raise ConfigError(f"`logits` must be (samples, classes), but are {tuple(logits.shape)}; give a model {wanted}")
+            has = tuple(logits.shape)
+            raise ConfigError(f"`logits` must be (samples, classes), but are {has}; give the model {wanted}")
         return logits
 
     return _forward(model, "logits", wanted, rows_of, task="classify")

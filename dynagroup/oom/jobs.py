@@ -41,7 +41,7 @@ _BATCH_SIZE = 16
 _UNSET = 10**9  # tokenizers that were told no limit say 10**30
 _AT_ONCE = 2**24  # elements widened to int64 at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
-_HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype"}  # no matter of the results
+_HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
 _CHANGES |= {"hf_device_map", "max_seq_len_cached"}  # as a model is run, or with the place where it runs
 _PLAIN = (type(None), bool, int, float, str)
@@ -257,8 +257,8 @@ def _positions(model: Any) -> tuple[int | None, int | None]:
         rows, last = getattr(module, "num_embeddings", None), name.rpartition(".")[2]
         if rows is None or stated is None or not ("position" in last or last == "wpe") or not 0 <= rows - stated <= 8:
             continue
-        unused = 0 if getattr(module, "padding_idx", None) is None else module.padding_idx + 1  # RoBERTa
-        unused = getattr(module, "offset", unused)  # OPT, BART
+        padding = getattr(module, "padding_idx", None)  # of RoBERTa; OPT and BART have an offset
+        unused = getattr(module, "offset", 0 if padding is None else padding + 1)
         return stated, int(rows - unused) if rows > unused else None
     return stated, None
 
@@ -295,10 +295,8 @@ def _said(value: Any) -> str | int | None:
 def _tokenizer(tokenizer: Any) -> str:
     """Its rules or at least its vocabulary, its special tokens, and what it makes of some words."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # of a fast tokenizer; truncation and padding are left there by each call
-        rules: Any = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
-    else:
-        rules = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None
+    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    rules = sorted((k, v) for k, v in rules.items() if k not in ("truncation", "padding"))  # left there by each call
     special = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id", "truncation_side")]
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar
 
@@ -14,7 +14,7 @@ from dynagroup.oom.vision import VISION_KEYS, VisionTokens, take_vision
 from dynagroup.shapes import BatchShape
 
 B = TypeVar("B")
-Trim: TypeAlias = Literal["both", "left", "right", "none"]
+Trim: TypeAlias = Literal["left", "right", "none"]
 Fields: TypeAlias = "dict[Any, Any]"
 
 # One entry per token of the sample; trimmed together with `attention_mask`.
@@ -53,8 +53,8 @@ class BatchSplitter:
     split between its samples.
 
     Args:
-        trim: sides on which a part loses its padding columns, as its ``attention_mask`` shows them. On the left this
-            moves the positions of a model that is given no ``position_ids``; ``generate`` derives them from the mask.
+        trim: side on which a part loses its padding columns, as its ``attention_mask`` shows them. "left" moves the positions
+            of a model that is given no ``position_ids``; ``generate`` derives them from the mask.
         pad_to_multiple_of: trimmed widths are rounded up to it, at most to the batch's own.
         rules: key -> ``rule(value, batch, start, stop)``, for values that only you know how to cut.
         vision: token ids of images and videos, where ``pixel_values`` of all samples are concatenated
@@ -67,7 +67,7 @@ class BatchSplitter:
     [[4]]
     """
 
-    trim: Trim = "both"
+    trim: Trim = "right"
     pad_to_multiple_of: int = 1
     rules: Mapping[str, Callable[[Any, Any, int, int], Any]] = field(default_factory=dict)
     vision: VisionTokens | None = None
@@ -94,8 +94,6 @@ class BatchSplitter:
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Samples ``start`` to ``stop - 1``, trimmed. Tensors are views of the batch's."""
         num_samples = self.num_samples(batch)
-        if not 0 <= start < stop <= num_samples:
-            raise ConfigError(f"`start`:`stop` must lie within {num_samples} samples, but is {start}:{stop}")
         fields = _fields_of(batch)
         if fields is None or _holds_samples(batch):
             return batch[start:stop]
@@ -117,14 +115,15 @@ class BatchSplitter:
     def columns(self, batch: Any, start: int, stop: int, /) -> tuple[int, int]:
         """Token columns of the batch that a part keeps: ``first, last + 1``."""
         fields = _fields_of(batch) or {}
-        mask = fields.get("attention_mask")
-        if not _is_array(mask) or mask.ndim != 2:
-            named = (fields.get(key) for key in ("input_ids", "inputs_embeds"))
-            return 0, next((int(value.shape[1]) for value in named if _is_array(value) and value.ndim > 1), 0)
-        width = int(mask.shape[1])
-        if self.trim == "none" or not self._may_trim(fields, self.num_samples(batch), width):
+        mask = _mask_of(fields)
+        if mask is None:
+            return 0, longest_of(fields)
+        width, used = int(mask.shape[1]), np.flatnonzero((mask[start:stop] != 0).any(0).tolist())
+        if self.trim == "none" or not len(used) or not self._may_trim(fields, self.num_samples(batch), width):
             return 0, width
-        first, last = self._span(mask[start:stop], width)
+        kept = width - int(used[0]) if self.trim == "left" else int(used[-1]) + 1
+        kept = min(width, -(-kept // self.pad_to_multiple_of) * self.pad_to_multiple_of)
+        first, last = (width - kept, width) if self.trim == "left" else (0, kept)
         return (first, last) if _labels_allow(fields, start, stop, first, last) else (0, width)
 
     def _take_padded(self, fields: Fields, key: Any, num_samples: int, start: int, stop: int) -> Any:
@@ -141,35 +140,25 @@ class BatchSplitter:
     def _may_trim(self, fields: Fields, num_samples: int, width: int) -> bool:
         """Every field as wide as the mask is known to hold one entry per token, so all of them can be trimmed alike."""
         known = TOKEN_KEYS | self.rules.keys() | SHARED_KEYS
-        covers_more = fields.get("past_key_values") is not None
-        return not covers_more and not any(
-            _as_wide(value, num_samples, width) for key, value in fields.items() if key not in known
-        )
+        wide = (key for key, value in fields.items() if key not in known and _as_wide(value, num_samples, width))
+        return "past_key_values" not in fields and next(wide, None) is None
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
         """Cut columns off all that has one entry per token, in place."""
-        mask = fields.get("attention_mask")
-        if not _is_array(mask) or mask.ndim != 2:
-            return
-        width, (first, last) = mask.shape[1], self.columns(fields, start, stop)
-        for key in parts.keys() & TOKEN_KEYS:
+        mask, (first, last) = _mask_of(fields), self.columns(fields, start, stop)
+        for key in parts.keys() & TOKEN_KEYS if mask is not None else ():
             value = fields[key]
             if not _is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
                 continue
-            if key == "position_ids" and value.shape[-1] == width:
+            if key == "position_ids" and value.shape[-1] == mask.shape[1]:
                 parts[key] = _whole(parts[key][..., first:last])
-            elif tuple(value.shape[:2]) == (num_samples, width):
+            elif tuple(value.shape[:2]) == (num_samples, mask.shape[1]):
                 parts[key] = _whole(parts[key][:, first:last])
 
-    def _span(self, mask: Any, width: int) -> tuple[int, int]:
-        used = np.flatnonzero((mask != 0).any(0).tolist())
-        if not len(used):
-            return 0, width
-        first = int(used[0]) if self.trim in ("both", "left") else 0
-        last = int(used[-1]) + 1 if self.trim in ("both", "right") else width
-        wanted = min(width, -(-(last - first) // self.pad_to_multiple_of) * self.pad_to_multiple_of)
-        last = min(width, first + wanted)
-        return last - wanted, last
+
+def _mask_of(fields: Fields) -> Any:
+    mask = fields.get("attention_mask")
+    return mask if _is_array(mask) and mask.ndim == 2 else None
 
 
 def _whole(value: Any) -> Any:
@@ -217,16 +206,12 @@ def _holds_samples(batch: Any) -> bool:
 
 def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
     """One field's entries of the samples ``start`` to ``stop - 1``."""
-    if (
-        value is None
-        or isinstance(value, (str, bytes, int, float, np.generic))
-        or (_is_array(value) and not value.ndim)
-    ):
+    one = value is None or isinstance(value, (str, bytes, int, float, np.generic))
+    if one or (_is_array(value) and not value.ndim):
         return value
     if _is_sized(value) and len(value) == num_samples:
-        return (
-            value[start:stop] if _is_array(value) else _rebuild(value, dict(enumerate(value[start:stop])), start, stop)
-        )
+        part = value[start:stop]
+        return part if _is_array(value) else _rebuild(value, dict(enumerate(part)), start, stop)
     fields = _fields_of(value)
     if fields is not None:
         parts = {key: _cut(part, f"{name}.{key}", num_samples, start, stop) for key, part in fields.items()}
@@ -244,8 +229,6 @@ def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
     if encodings is not None:  # BatchEncoding of a fast tokenizer: offsets and words per sample
         return type(like)(parts, encoding=encodings[start:stop], n_sequences=like.n_sequences)
     new = copy.copy(like)
-    if not isinstance(new, MutableMapping):
-        raise ConfigError(f"a batch of type {type(like).__name__} cannot be rebuilt; give `split` an object that can")
     new.update(parts)
     return new
 
@@ -313,7 +296,5 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
         return value[..., first:last]
     if len(value) == num_samples:
         return value[start:stop]
-    raise ConfigError(
-        f"`{key}` {tuple(value.shape)} has entries neither for the {tokens} tokens nor for the {num_samples} samples of a packed "
-        "batch; give BatchSplitter(rules=...)"
-    )
+    has = f"`{key}` {tuple(value.shape)} has entries neither for the {tokens} tokens nor for the {num_samples} samples"
+    raise ConfigError(f"{has} of a packed batch; give BatchSplitter(rules=...)")

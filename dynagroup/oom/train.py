@@ -146,7 +146,7 @@ class OomSafeBackward:
             world = SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
         self._world = world
         self._weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model))
-        self._splitter = splitter if splitter is not None else BatchSplitter(trim="right")
+        self._splitter = splitter if splitter is not None else BatchSplitter()
         self._backward = backward if backward is not None else lambda loss: loss.backward()
         self._device = next(model.parameters()).device
         self._peak = PeakWatch(self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,11 +37,12 @@ def first() -> dict[str, Any]:
     return identity()
 
 
-def test_having_been_used_or_loaded_elsewhere_is_no_matter(first: dict[str, Any]) -> None:
+def test_having_been_used_or_loaded_elsewhere_is_no_matter(first: dict[str, Any], tmp_path: Path) -> None:
     used, model = small_tokenizer(), small_llama()
     used(TEXTS, truncation=True, max_length=3, padding=True)
     model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3)
     model.train()
+    model.save_pretrained(tmp_path)
     model.config._name_or_path = "elsewhere"
     model.generation_config.transformers_version = "9.9"
     assert identity(model, used) == first
