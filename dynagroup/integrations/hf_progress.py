@@ -28,8 +28,7 @@ class Progress(Trainer if TYPE_CHECKING else object):
     fixed_samples: int
     just_resumed = False
     changes_known = 0
-    _num_epochs = 0
-    """That the run begins, as far as that is known when it begins."""
+    _num_epochs = 0  # that the run begins, as far as that is known when it begins
     _logged_at = 0.0
     _stats_logged: LoaderStats
     _ooms_logged = 0

@@ -28,7 +28,6 @@ from dynagroup.update.step import Step
 # What: while its loss is computed, TRL gathers values of all ranks' batches as tensors of one shape, notes a mean of them, and
 #   logs the mean of what it noted. Batches that fit differ in size: each rank gives what it has, an idle one nothing, and a mean
 #   is noted once for each value that it is a mean of.
-# Cost: an exchange of objects in place of one of tensors.
 @contextlib.contextmanager
 def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
     """Around the loss of a batch. ``probe``: of this rank alone, and nothing is noted. Other Trainers are left alone."""
@@ -60,8 +59,7 @@ class UpdateRunner(Progress):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that runs updates."""
 
     _idle_step = False
-    _found_mean: bool | None = None
-    """What the loss has answered to whether it is a mean; None before it was asked."""
+    _found_mean: bool | None = None  # what the loss has answered to whether it is a mean
 
     @property
     def _weigh(self) -> Any:

@@ -24,8 +24,7 @@ class LightningStep(NamedTuple):
 
     batch: Any
     indices: list[int]
-    num_samples: int
-    """Samples here; 0 on an idle step."""
+    num_samples: int  # 0 on an idle step
     loss_scale: float
     ends_update: bool
     idle: bool
@@ -103,8 +102,6 @@ class LightningSteps(Callback):
         self.loader.load_state_dict(states)
         rank = rank_and_size()[0]
         self._restored, self._state = states, states[rank if rank < len(states) else 0]
-
-    # The callback.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
