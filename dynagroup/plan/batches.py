@@ -53,13 +53,9 @@ class Batches(Sequence[IntArray]):
         return len(self.offsets) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        """A batch, int64 (n,); or of a slice a list of them."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
-        return self.order[self.offsets[index] : self.offsets[index + 1]]
+        """A batch, int64 (n,)."""
+        number = range(len(self))[index]
+        return self.order[self.offsets[number] : self.offsets[number + 1]]
 
     def __iter__(self) -> Iterator[IntArray]:
         bounds = self.offsets.tolist()

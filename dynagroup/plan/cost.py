@@ -110,14 +110,11 @@ class Work:
         >>> round(fitted.per_step), round(fitted.crossover)
         (500, 4000)
         """
-        try:
-            table = np.asarray([tuple(row) for row in rows], np.float64).reshape(-1, 3)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"`rows` must be (samples, longest, seconds) each, but are {rows!r:.200}") from error
+        table = np.asarray([tuple(row) for row in rows], np.float64).reshape(-1, 3)
         if len(np.unique(table[:, :2], axis=0)) < 3 or not (np.isfinite(table).all() and (table > 0).all()):
             given = f"{len(table)} rows of {len(np.unique(table[:, :2], axis=0))} shapes"
             raise ConfigError(
-                f"`rows` must be all greater than 0, of at least three different shapes, but was given {given}"
+                f"`rows` must be greater than 0, of at least three different shapes, but was given {given}"
             )
         tokens = table[:, 0] * table[:, 1]
         columns = np.stack([np.ones(len(table)), tokens, tokens * table[:, 1]], axis=1) / table[:, 2:]
@@ -147,9 +144,7 @@ class Work:
             each = self.of_lengths({name: values[batches.order] for name, values in padded.items()})
             return np.add.reduceat(each, batches.offsets[:-1])
         longest = shapes_of(batches, padded).longest.items()
-        return batches.sizes * self.of_lengths(
-            {name: round_up(value, budget.pad_to_multiple_of) for name, value in longest}
-        )
+        return batches.sizes * self.of_lengths({n: round_up(value, budget.pad_to_multiple_of) for n, value in longest})
 
     def of_rows(self, work: NDArray[np.float64]) -> float:
         """Predicted time of steps: each costs its price and the most work of a rank. ``work``: float64 (steps, ranks)."""

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 MOST_RANKS = 1 << 20
-Segment: TypeAlias = tuple[int, int]
-"""(world size, rows taken at that world size)."""
+Segment: TypeAlias = tuple[int, int]  # (world size, rows taken at that world size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,6 @@ class Cursor:
         return replace(self, windows_done=self.windows_done + 1, segments=(), carried=tuple(carried))
 
     def state(self) -> dict[str, Any]:
-        """Its fields, JSON-able."""
         return {**asdict(self), "segments": list(map(list, self.segments)), "carried": list(self.carried)}
 
     @classmethod

@@ -6,10 +6,8 @@ An order is computed and never remembered: any slice of it, in time proportional
 from __future__ import annotations
 
 import math
-import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +19,11 @@ from dynagroup.validation import check_int
 
 ROUNDS = 8
 NONE = np.zeros(0, np.int64)
-BLOCK = 1 << 14
-"""Samples that are drawn at a time where slices are smaller."""
+BLOCK = 1 << 14  # samples that are drawn at a time where slices are smaller
 
 
-def epoch_order(num_samples: int, *, seed: int, epoch: int, start: int = 0, stop: int | None = None) -> IntArray:
-    """Sample indices in one epoch's order, a function of the arguments alone: int64 (stop - start,).
+def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
+    """Sample indices in one epoch's order, a function of the arguments alone: int64 (num_samples,).
 
     A run with fixed batches of G samples that uses this order draws ``epoch_order(...)[k * G : (k + 1) * G]`` for its
     update ``k``; so does every mode of dynagroup that is given ``samples_per_update=G``.
@@ -34,8 +31,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, start: int = 0, stop
     >>> sorted(epoch_order(5, seed=0, epoch=1).tolist())
     [0, 1, 2, 3, 4]
     """
-    order = EpochOrder(num_samples, seed=seed, epoch=epoch)
-    return order.index_at(np.arange(num_samples, dtype=np.int64)[start:stop])
+    return EpochOrder(num_samples, seed=seed, epoch=epoch).index_at(np.arange(num_samples, dtype=np.int64))
 
 
 class EpochOrder:
@@ -51,7 +47,7 @@ class EpochOrder:
         self._width = max(math.isqrt(max(num_samples - 1, 0)) + 1, 1)
         self._height = max(-(-num_samples // self._width), 1)
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint32)
-        self._block, self._block_at = np.zeros(0, np.int64), 0
+        self._block, self._block_at = NONE, 0
 
     def __len__(self) -> int:
         return self.num_samples
@@ -67,7 +63,6 @@ class EpochOrder:
         return self._block[start - self._block_at : stop - self._block_at]
 
     def index_at(self, positions: IntArray) -> IntArray:
-        """The samples that stand at these positions."""
         return self._walk(positions, range(ROUNDS), sign=1)
 
     def position_of(self, index: int) -> int:
@@ -125,7 +120,7 @@ class GroupedOrder:
         self, order: IntArray | EpochOrder, lengths: IntArray, *, size: int, pool: int, seed: int, epoch: int = 0
     ) -> None:
         self._order, self._lengths, self._size, self._span = order, lengths, size, size * pool
-        self._seeds, self._pool, self._number = (seed, epoch), np.zeros(0, np.int64), -1
+        self._seeds, self._pool, self._number = (seed, epoch), NONE, -1
 
     def __len__(self) -> int:
         return len(self._order)
@@ -134,7 +129,7 @@ class GroupedOrder:
         start, stop, _ = where.indices(len(self))
         first = start // self._span
         pools = [self._dealt(number) for number in range(first, -(-stop // self._span))]
-        return np.concatenate([np.zeros(0, np.int64), *pools])[start - first * self._span : stop - first * self._span]
+        return np.concatenate([NONE, *pools])[start - first * self._span : stop - first * self._span]
 
     def _dealt(self, number: int) -> IntArray:
         if number != self._number:
@@ -176,27 +171,24 @@ def windows_of(
 class OrderSource:
     """Reads a user's sampler of indices once an epoch and keeps the epoch that is running.
 
-    A sampler with ``set_epoch`` is told the epoch. One with a ``generator`` (of torch, NumPy or ``random``) reaches an epoch by
-    drawing all before it, from where its generator stood at first: an epoch has the same order whenever it is asked for. Any
-    other is read once for each epoch, as it comes.
-
-    Raises:
-        ConfigError: it is no iterable, can be read only once, or gives what is no index.
+    A sampler with ``set_epoch`` is told the epoch. One with a ``torch.Generator`` as its ``generator`` reaches an epoch by
+    drawing all before it, from where that stood at first: an epoch has the same order whenever it is asked for. Any other is
+    read as it comes. ConfigError: it is no iterable, can be read only once, or gives what is no index.
     """
 
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
-        if not isinstance(source, Iterable):
-            raise ConfigError(f"`order` must be an iterable of dataset indices, but is {source!r}")
-        if isinstance(source, Iterator):
-            said = f"`order` must give indices anew every epoch, but {type(source).__name__}"
-            raise ConfigError(f"{said} can be read only once; pass a list or a sampler")
+        if not isinstance(source, Iterable) or isinstance(source, Iterator):
+            raise ConfigError(
+                f"`order` must be a list or a sampler, that gives indices anew every epoch, not {source!r}"
+            )
         self._source, self._num_samples = source, num_samples
-        self._epoch, self._indices = -1, np.zeros(0, np.int64)
-        self._generator = _state_of(getattr(source, "generator", None))
-        self._before: dict[int, Any] = {} if self._generator is None else {0: self._generator[0]()}
-        """Epoch -> where the generator stood before it was drawn; the first and the last."""
-        self._counts: dict[int, int] = {}
-        """Indices that every epoch keeps, by how many are left out."""
+        self._epoch, self._indices = -1, NONE
+        generator = getattr(source, "generator", None)
+        self._generator = generator if hasattr(generator, "get_state") else None
+        self._before = (
+            [] if self._generator is None else [self._generator.get_state()]
+        )  # where it stood before each epoch
+        self._counts: dict[int, int] = {}  # indices that every epoch keeps, by how many are left out
 
     def __len__(self) -> int:
         """Indices an epoch draws, without drawing them where the source can say."""
@@ -225,7 +217,6 @@ class OrderSource:
         return kept
 
     def of_epoch(self, epoch: int) -> IntArray:
-        """Dataset indices in the epoch's order."""
         if epoch != self._epoch:
             self._indices = self._checked(self._read(epoch))
             self._epoch = epoch
@@ -238,21 +229,18 @@ class OrderSource:
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)  # type: ignore[attr-defined]
             return list(self._source)
-        first = self._epoch + 1 if epoch > self._epoch else epoch  # of the epochs that are drawn
-        if self._generator is not None:
-            first = max(known for known in self._before if known <= epoch)
-            self._generator[1](self._before[first])
-        begun, read = bool(len(self._indices)), list[int]()
-        for drawn in range(first, epoch + 1):
-            if self._generator is not None:
-                self._before = {0: self._before[0], drawn: self._generator[0]()}
-            begun, read = begun or bool(read), list(self._source)
-        if begun and not read and self._generator is None:
-            raise ConfigError(
-                f"`order` must give indices anew every epoch, but {type(self._source).__name__} gave some once and then none; "
-                "its __iter__ must begin anew"
-            )
-        return read
+        if self._generator is None:
+            read = list(self._source)
+            if not read and len(self._indices):
+                name = type(self._source).__name__
+                raise ConfigError(f"`order`: {name} gave indices once and then none; its __iter__ must begin anew")
+            return read
+        known = min(epoch, len(self._before) - 1)
+        self._generator.set_state(self._before[known])
+        for drawn in range(known, epoch):
+            list(self._source)
+            self._before[drawn + 1 :] = [self._generator.get_state()]
+        return list(self._source)
 
     def _checked(self, indices: list[int]) -> IntArray:
         array = np.asarray(indices)
@@ -263,16 +251,6 @@ class OrderSource:
             given = array[outside[0]]
             raise ConfigError(f"`order` gives index {given}, but there are lengths for {self._num_samples} samples")
         return array.astype(np.int64)
-
-
-def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to ask a generator (of NumPy, torch or ``random``) where it stands, and how to set it back; None if it cannot be."""
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    return (generator.get_state, generator.set_state) if hasattr(generator, "get_state") else None
 
 
 def check_alike(order: OrderSource, epoch: int) -> None:

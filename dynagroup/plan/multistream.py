@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from dynagroup.plan.batches import offsets_of_path
 from dynagroup.shapes import IntArray
 
-LEAST, SHARE, MOST = 128, 4096, 2048
-"""Padded tokens that dividing a box must save: of all tokens one in so many, within bounds."""
-FINE = 128
-"""Places where a run may end, at least, between its start and the most that it may hold."""
+LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that dividing a box must save: one in so many, within bounds
+FINE = 128  # places where a run may end, at least, between its start and the most that it may hold
 TILE = 256
 
 

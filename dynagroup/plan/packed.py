@@ -17,13 +17,10 @@ from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
 
-WORTH = 1.02
-"""Times the predicted time of the fewest rows: what one more may take that makes them equal work."""
-EQUAL = 0.05
-"""Of a row's mean work: what its batches may differ by."""
+WORTH = 1.02  # times the predicted time of the fewest rows: what one more may take that makes them equal work
+EQUAL = 0.05  # of a row's mean work: what its batches may differ by
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LENGTHS = 97
-"""Numbers of samples and quantiles of the lengths for which a budget is asked how many tokens a batch may have."""
+LENGTHS = 97  # numbers of samples and quantiles of lengths for which a budget is asked how many tokens a batch may have
 
 
 def pack(lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK) -> Batches:
@@ -53,14 +50,10 @@ def pack(lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DE
 class Bin:
     """A part that is being filled."""
 
-    load: float
-    """What it holds costs, plus what it was given beforehand so that others fill first."""
-    room: float
-    """A larger item does not fit."""
-    slots: int
-    """Items that it may still take."""
-    used: list[float]
-    """What its items sum to under each limit on a sum."""
+    load: float  # what it holds costs, plus what it was given beforehand so that others fill first
+    room: float  # a larger item does not fit
+    slots: int  # items that it may still take
+    used: list[float]  # what its items sum to under each limit on a sum
     members: list[int] = field(default_factory=list)
 
 
@@ -87,7 +80,6 @@ class Room:
         self._slots, self._asked, self._together = slots, asked, together
 
     def bin(self, load: float = 0.0, slots: int | None = None) -> Bin:
-        """An empty one."""
         slots = self._slots if slots is None else slots
         return Bin(load, self.sums[0][1] if slots else -1, slots, [0] * len(self.sums))
 
@@ -102,7 +94,6 @@ class Room:
         return self._together is None or self._together([*bin.members, item])
 
     def add(self, bin: Bin, item: int, cost: float) -> None:
-        """Put it in."""
         bin.members.append(item)
         bin.load += cost
         bin.slots -= 1

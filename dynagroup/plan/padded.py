@@ -20,14 +20,10 @@ from dynagroup.plan.cost import Work
 from dynagroup.plan.multistream import RunMaxima, alike_order, least_time_by_places
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
 
-EXACT_UP_TO = 1 << 12
-"""Samples; in larger windows neighbours are so alike that each run is chosen by itself: 0.1 % more time, a fifth of the work."""
-MANY_RUNS = 128
-"""Runs, were each as long as fits, from which on each is chosen by itself in any window: 0.1 % more time there, too."""
-FEWEST = 1e12
-"""A price of a batch that is more than any padding: it makes the fewest batches."""
-TINY = 1e-9
-"""Stands for the work of an empty sample, which any batch may hold."""
+# Samples, and runs were each as long as fits: beyond them each run is chosen by itself: 0.1 % more time, a fifth of the work.
+EXACT_UP_TO, MANY_RUNS = 1 << 12, 128
+FEWEST = 1e12  # a price of a batch that is more than any padding: it makes the fewest batches
+TINY = 1e-9  # stands for the work of an empty sample, which any batch may hold
 
 
 def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
@@ -40,7 +36,7 @@ def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) ->
 
 
 def in_order(
-    lengths: Streams, budget: Budget, work: Work, round_batch: RoundBatch | None
+    lengths: Streams, budget: Budget, work: Work, rounded: RoundBatch | None
 ) -> tuple[IntArray, OrderedWindow]:
     """A padded window's positions in the order in which it is cut, and what cutting needs to know of it; not empty.
 
@@ -53,7 +49,7 @@ def in_order(
     multiple = budget.pad_to_multiple_of
     each = [work.of_lengths(round_up(ordered[name].astype(np.int64), multiple)) for name in names]
     most = most_by_start(ordered, budget)
-    allowed = None if round_batch is None else allowed_sizes(int(most.max()), round_batch)
+    allowed = None if rounded is None else allowed_sizes(int(most.max()), rounded)
     return order, OrderedWindow(np.sum(each, axis=0), most, allowed, tuple(each) if several else ())
 
 
@@ -64,14 +60,10 @@ class OrderedWindow:
     Of one padded stream ``work`` falls, and a run's first sample says what each is padded to.
     """
 
-    work: NDArray[np.float64]
-    """Work of the sample at each position by itself: float64 (N,)."""
-    most: IntArray
-    """Samples that a run which starts at a position may have: int64 (N,), at least 1 and at most what is left."""
-    allowed: IntArray | None = None
-    """Batch sizes to choose from, growing, 1 among them; None: any."""
-    streams: tuple[NDArray[np.float64], ...] = ()
-    """Of several padded streams: work of each sample in each, float64 (N,)."""
+    work: NDArray[np.float64]  # work of the sample at each position by itself: float64 (N,)
+    most: IntArray  # samples that a run from a position on may have: int64 (N,), at least 1 and at most what is left
+    allowed: IntArray | None = None  # batch sizes to choose from, growing, 1 among them; None: any
+    streams: tuple[NDArray[np.float64], ...] = ()  # of several padded streams: work of each sample in each
     maxima: tuple[RunMaxima, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,7 +80,6 @@ class OrderedWindow:
         return sizes * np.sum([maxima.of(starts, sizes) for maxima in self.maxima], axis=0)
 
     def total(self, offsets: IntArray) -> NDArray[np.float64]:
-        """Work of each run."""
         return self.work_of(offsets[:-1], offsets[1:] - offsets[:-1])
 
     def rounded(self, sizes: IntArray) -> IntArray:
@@ -113,12 +104,8 @@ class OrderedWindow:
         """Of a limit of work the offsets of runs as long as it allows, a sample at least, from ``start`` to ``stop`` or so many
         runs: no other cut under the limit has fewer, for what starts later reaches at least as far."""
         work, most = np.maximum(self.work[start:stop], TINY).tolist(), self.most[start:stop].tolist()
-        allowed, streams = (
-            None if self.allowed is None else self.allowed.tolist(),
-            [s[start:stop] for s in self.streams],
-        )
-
-        num = len(work)
+        allowed = None if self.allowed is None else self.allowed.tolist()
+        streams, num = [s[start:stop] for s in self.streams], len(work)
 
         def under(limit: float) -> list[int]:
             offsets, place = [start], 0
@@ -188,10 +175,8 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
             inside = begin + found + step <= num
             size = np.where(inside, found + step, 1)
             longest = {name: table.of(begin, size).astype(np.int64) for name, table in maxima.items()}
-            shape = BatchShape(
-                size, longest, {name: total[begin + size] - total[begin] for name, total in sums.items()}
-            )
-            found = np.where(inside & budget.fits(shape), size, found)
+            total = {name: values[begin + size] - values[begin] for name, values in sums.items()}
+            found = np.where(inside & budget.fits(BatchShape(size, longest, total)), size, found)
             step //= 2
         if not ((found == reach - 1) & (begin + found < num)).any():
             return found
@@ -270,13 +255,8 @@ def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntA
     """The runs, the dearest of them split until there are ``number``, or only single samples; parts have allowed sizes."""
     if len(offsets) > number:
         return offsets
-    heap = [
-        (-work, start, stop)
-        for work, start, stop in zip(
-            *(values.tolist() for values in (window.total(offsets), offsets[:-1], offsets[1:])), strict=True
-        )
-        if stop - start > 1
-    ]
+    runs = zip(*(values.tolist() for values in (window.total(offsets), offsets[:-1], offsets[1:])), strict=True)
+    heap = [(-work, start, stop) for work, start, stop in runs if stop - start > 1]
     heapq.heapify(heap)
     inner: list[int] = []
     while len(offsets) - 1 + len(inner) < number and heap:

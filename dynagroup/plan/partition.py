@@ -99,10 +99,7 @@ def _first_fit(size: NDArray[np.float64], slots: list[int], most: float) -> list
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:
-    try:
-        array = np.asarray(values, np.float64)
-    except (TypeError, ValueError):
-        array = np.empty((0, 0))
+    array = np.asarray(values, np.float64)
     if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
         raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item")
     return array

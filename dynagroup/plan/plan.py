@@ -34,7 +34,6 @@ class BatchPlan:
         budget: what the batches were made to fit.
         oversize: dataset indices of samples that do not fit even alone.
         work: what a batch takes.
-        window: samples that were sorted together; None: those of an update.
 
     >>> from dynagroup import LengthAwareBatchSampler, TokenBudget
     >>> plan = LengthAwareBatchSampler([3, 9, 2, 8], TokenBudget(18)).plan
@@ -54,16 +53,13 @@ class BatchPlan:
     budget: Budget
     oversize: IntArray
     work: Work = field(default=Work(), repr=False)
-    window: int | None = field(default=None, repr=False)
 
     @property
     def epoch(self) -> int:
-        """What it is a plan of."""
         return self.start.epoch
 
     @property
     def world_size(self) -> int:
-        """Ranks that it is for."""
         return self.table.shape[1]
 
     @cached_property
@@ -79,7 +75,6 @@ class BatchPlan:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps."""
         return int(self.update_ends.sum())
 
     @cached_property

@@ -34,12 +34,10 @@ from dynagroup.validation import check_choice, check_flag, check_function, check
 
 Oversize: TypeAlias = Literal["alone", "error", "drop"]
 Uneven: TypeAlias = Literal["repeat", "drop"]
-Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]
-"""Batches row after row, and which of them only fill theirs: bool (steps, ranks)."""
+Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # row after row, and which only fill theirs: bool (steps, ranks)
 
 BATCHES_PER_WINDOW = 100
-SAMPLED = 4096
-"""Lengths from which a window is chosen."""
+SAMPLED = 4096  # lengths from which a window is chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,11 +172,9 @@ class Planner:
         return len(some[TOKENS]) / max(len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1)
 
     def start_of(self, epoch: int, world_size: int = 1) -> Cursor:
-        """The beginning of an epoch."""
         return Cursor(epoch=epoch, window_size=self.window_size(world_size))
 
     def is_done(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> bool:
-        """Whether no step of the cursor's epoch remains."""
         if cursor.windows_done >= len(self._windows(cursor, order)[0]):
             return True
         too_few = self.config.uneven == "drop"  # a window may then make no row
@@ -280,13 +276,12 @@ class Planner:
             dropped=unused if is_last else nothing,
             start=cursor,
             end=behind.after_window((nothing if is_last else unused).tolist()),
-            **self._facts(cursor),
+            **self._facts(),
         )
 
-    def _facts(self, cursor: Cursor) -> dict[str, Any]:
-        """What plans tell besides rows."""
+    def _facts(self) -> dict[str, Any]:
         told = {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
-        return {**told, "work": self.config.work, "window": None if self._has_updates else cursor.window_size}
+        return {**told, "work": self.config.work}
 
     def plan(
         self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: IntArray | None = None
@@ -307,7 +302,7 @@ class Planner:
             dropped=np.concatenate([self.left_out, *(part.dropped for part in parts)]),
             start=cursor,
             end=parts[-1].end if parts else cursor,
-            **self._facts(cursor),
+            **self._facts(),
         )
 
     @cached_property

@@ -15,12 +15,12 @@ from dynagroup.plan.packed import pack
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, in_order, longest_batches_first, split_dearest
 from dynagroup.shapes import TOKENS, IntArray, Streams, units_of
 
-FEW_ROWS = 24
-"""Rows; the batches of more rows, sorted by work, are alike already, and need no cut of their own."""
-LIMITS, TABLE = 64, 1 << 17
-"""Limits of work that are tried, and entries of a table of starts by limits: large windows try fewer limits, at least 12."""
-EQUAL = 0.05
-"""Of a row's mean work: what its batches may differ by."""
+FEW_ROWS = 24  # rows; the batches of more rows, sorted by work, are alike already, and need no cut of their own
+LIMITS, TABLE = (
+    64,
+    1 << 17,
+)  # limits tried, and entries of a table of starts by limits: large windows try fewer, from 12
+EQUAL = 0.05  # of a row's mean work: what its batches may differ by
 
 
 def cut(
@@ -131,9 +131,7 @@ def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int
     """Where a row ends and what its dearest run is, for each start and limit: (N + 1, limits)."""
     sizes, (num, wide) = window.sizes_under(limits), (len(window), len(limits))
     place = np.arange(num)[:, None]
-    step = np.append(place + sizes, np.full((1, wide), num), axis=0) * wide + np.arange(
-        wide
-    )  # places in the flat table
+    step = np.append(place + sizes, np.full((1, wide), num), axis=0) * wide + np.arange(wide)  # in the flat table
     work = np.append(window.work_of(np.broadcast_to(place, sizes.shape), sizes), np.zeros((1, wide)), axis=0)
     ends, dearest, left = np.arange((num + 1) * wide).reshape(num + 1, wide), np.zeros(step.shape), num_ranks
     while left:

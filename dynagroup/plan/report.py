@@ -1,4 +1,4 @@
-"""A plan as a table, and what would save more; ways to batch the same samples side by side. Nothing is run."""
+"""A plan as a table; ways to batch the same samples side by side. Nothing is run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ from dynagroup.plan.planner import PlanConfig, Planner, oversize_mask
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said
 from dynagroup.validation import check_int
 
-MEGA_BATCHES = 50
-"""`group_by_length` of transformers sorts so many batches together."""
-MUCH_PADDING, FEW_BATCHES = 0.15, 20
-"""Share of padding from which on it is worth a sentence; and batches of a window, fewer of which are too few to sort."""
+MEGA_BATCHES = 50  # `group_by_length` of transformers sorts so many batches together
 
 
 def report_of(plan: BatchPlan, batch_size: int | None) -> str:
-    """What :meth:`BatchPlan.report` says."""
     ranks = f"{plan.world_size} rank" + "s" * (plan.world_size > 1)
     head = f"epoch {plan.epoch}: {plan.statistics['num_samples']:,} samples for {ranks}, {plan.budget.layout} layout"
-    return "\n".join([head, format_table(["", ""], list(_rows(plan, batch_size)))[1:], *_advice(plan)])
+    return "\n".join([head, format_table(["", ""], list(_rows(plan, batch_size)))[1:]])
 
 
 def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
@@ -67,24 +63,6 @@ def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
     return " / ".join(f"{round(q):,}" for q in np.quantile(values, at)) if len(values) else "-"
 
 
-def _advice(plan: BatchPlan) -> Iterator[str]:
-    """What most of a plan's padding comes from, where there is much."""
-    padding, samples, updates = plan.statistics["padding"], int(plan.statistics["num_samples"]), plan.num_updates
-    if padding <= MUCH_PADDING or plan.budget.layout == "packed" or len(plan.batches) < 2:
-        return
-    size = samples / len(plan.batches)
-    if plan.window is not None and plan.window < min(FEW_BATCHES * size, samples):
-        cause = f"a window of {plan.window:,} samples is too small to sort; raise `window`"
-    elif plan.window is None and plan.num_steps < 1.5 * updates:
-        cause = f"updates of {samples / updates:,.0f} samples are too small to sort; accumulate, or let updates be free"
-    else:
-        cause = (
-            f"batches have {size:,.0f} samples, because more and smaller ones are predicted to take longer; if steps are cheap "
-            "with you, say so: work=Work(per_step=...), or Work.fit"
-        )
-    yield f"{padding:.0%} of the tokens are padding: {cause}"
-
-
 @dataclass(frozen=True)
 class Way:
     """One way to batch an epoch: what it is called, and the plan that it makes."""
@@ -109,7 +87,6 @@ class Way:
 
     @property
     def time(self) -> float:
-        """Predicted time of the epoch, in linear tokens."""
         return self.plan.predicted_time
 
     def figures(self, today: float) -> dict[str, Any]:

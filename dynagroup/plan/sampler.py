@@ -35,8 +35,7 @@ class _Run:
     """An iteration: the places between windows that it came by, the first where it began; and what it has handed out."""
 
     borders: list[Cursor]
-    steps: int
-    """Of the epoch that were handed out, those before a resume included."""
+    steps: int  # of the epoch that were handed out, those before a resume included
     ranks: int
     ended: bool = False
 
@@ -112,13 +111,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         world_size: int | None = None,
     ) -> None:
         how: dict[str, Any] = {"shuffle": shuffle, "window": window, "seed": seed, "hardest_first": hardest_first}
-        how |= {
-            "round_batch": round_batch,
-            "work": check_work(work),
-            "samples_per_update": samples_per_update,
-            "grouping": grouping,
-        }
-        self._planner = Planner(as_streams(lengths), budget, PlanConfig(**how, oversize=oversize, uneven=uneven))
+        how |= {"round_batch": round_batch, "samples_per_update": samples_per_update, "grouping": grouping}
+        config = PlanConfig(**how, work=check_work(work), oversize=oversize, uneven=uneven)
+        self._planner = Planner(as_streams(lengths), budget, config)
         self._order = None if order is None else OrderSource(order, self._planner.num_samples)
         self._rank, self._world_size = _checked_rank(rank, world_size)
         self._epoch = 0
@@ -127,8 +122,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._run: _Run | None = None  # the iteration that began last, in this epoch
         self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}  # the last two: a whole epoch, and its rest
         self._said_repeats = False
-        self.sampler = EpochHandle(self)
-        """Only there to be told the epoch, see :class:`EpochHandle`."""
+        self.sampler = EpochHandle(self)  # only there to be told the epoch, see :class:`EpochHandle`
         self._planner.warn_of_oversize()
 
     @property
@@ -218,7 +212,6 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             )
 
     def _here(self) -> Cursor:
-        """Where the next iteration begins."""
         return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
@@ -236,7 +229,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and _workers_fetch_ahead(sys._getframe(1)):
             raise StateError(
-                "worker processes fetch batches ahead of training; say state_dict(num_steps=steps of this epoch that were used)"
+                "worker processes fetch batches ahead of training; say state_dict(num_steps=steps that were used)"
             )
         if run is None:
             here = self._here()

@@ -16,8 +16,7 @@ from dynagroup.plan.padded import OrderedWindow
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, round_up
 from dynagroup.validation import check_int
 
-LOOKED_AT = 4096
-"""Samples, spread evenly over the sorted lengths, that the rungs are fitted to."""
+LOOKED_AT = 4096  # samples, spread evenly over the sorted lengths, that the rungs are fitted to
 
 
 class ShapeLadder(Budget):

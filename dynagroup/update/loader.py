@@ -39,8 +39,7 @@ class StepLoader(ABC, Generic[B]):
         stats: what this rank has done since the loader was made.
     """
 
-    KIND: ClassVar[str]
-    """The class's name in states."""
+    KIND: ClassVar[str]  # the class's name in states
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
@@ -48,10 +47,8 @@ class StepLoader(ABC, Generic[B]):
             raise ConfigError(f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}")
         self.stats = LoaderStats()
         self._world = world
-        self._epoch = self._next = 0
-        """The epoch that runs, was run last, or was chosen; and that of the next iteration."""
-        self._live: Iterator[Step[B]] | None = None
-        """The feed of the iteration that runs."""
+        self._epoch = self._next = 0  # the epoch that runs, was run last, or was chosen; and that of the next iteration
+        self._live: Iterator[Step[B]] | None = None  # the feed of the iteration that runs
 
     # What is particular to a feed.
 
@@ -148,7 +145,6 @@ class StepLoader(ABC, Generic[B]):
             self._choose(anew=True)
 
     def _choose(self, *, anew: bool = False) -> None:
-        """Stand in the epoch that is due."""
         if anew or self._next != self._epoch:
             self._forget()
             self._epoch = self._next
@@ -199,7 +195,7 @@ class StepLoader(ABC, Generic[B]):
         whole, walk = max(math.ceil(epochs), 1) - 1, self._walk()
         last = walk.num_updates(
             whole
-        )  # as Trainers count: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would be two more than 20
+        )  # as Trainers count: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would round to 2 more
         return walk.start(whole).update + math.ceil(epochs * last) - whole * last
 
     def samples_after(self, updates: int) -> int:
@@ -229,9 +225,7 @@ class StepLoader(ABC, Generic[B]):
 
 # What loaders ask of torch's DataLoader.
 
-ENDED_EARLY = (
-    "the dataset, `collate_fn` or `weigh` raised StopIteration while samples were left: a next() of what has ended"
-)
+ENDED_EARLY = "the dataset, `collate_fn` or `weigh` raised StopIteration while samples were left"
 
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

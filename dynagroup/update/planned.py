@@ -35,13 +35,7 @@ from dynagroup.validation import check_flag, check_int, warn_user
 
 B = TypeVar("B")
 LARGEST_UPDATE = 1 << 40
-OURS = {
-    "shuffle",
-    "seed",
-    "samples_per_update",
-    "grouping",
-    "uneven",
-}  # settings of a plan that are arguments here, or follow
+OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # of a plan: arguments here, or what follows
 
 
 class PlannedDataLoader(StepLoader[B]):
@@ -107,9 +101,7 @@ class PlannedDataLoader(StepLoader[B]):
         how["shuffle"] = check_flag("shuffle", shuffle)
         accumulation, self._weigh = check_int("accumulation", accumulation), weigh
         if free and (sampler is not None or drop_last or grouping is not None):
-            raise ConfigError(
-                "`sampler`, `drop_last` and `grouping` need `samples_per_update`: free updates are as large as they come"
-            )
+            raise ConfigError("`sampler`, `drop_last` and `grouping` need `samples_per_update`")
         how["grouping"] = None if grouping is None else check_int("grouping", grouping)
         if not free and accumulation != 1:
             raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
@@ -118,19 +110,17 @@ class PlannedDataLoader(StepLoader[B]):
         settings |= {"shuffle": how["shuffle"]} if free else {"samples_per_update": LARGEST_UPDATE}
         planner = Planner(as_streams(lengths), budget, PlanConfig(seed=seed, **settings))
         if planner.num_samples != len(dataset):
-            raise ConfigError(
-                f"`lengths` has {planner.num_samples} entries, but the dataset has {len(dataset)} samples"
-            )
+            raise ConfigError(f"`lengths` has {planner.num_samples} entries, but the dataset has {len(dataset)}")
         if samples_per_update is None:
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = PreservedUpdates(planner, samples_per_update, order, **how)
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
-        self._place = Cursor()
-        """Where the steps that were handed out end."""
-        self._resumed: Cursor | None = None
-        """Where a loaded state stands; as long as that is the place, the next iteration goes on from it."""
+        self._place = Cursor()  # where the steps that were handed out end
+        self._resumed: Cursor | None = (
+            None  # a loaded state's place; while it is ours, the next iteration goes on from it
+        )
         self._oversize = set(planner.oversize.tolist())
         self._said_unplanned = False
         planner.warn_of_oversize()
@@ -199,9 +189,8 @@ class PlannedDataLoader(StepLoader[B]):
             plan.renew(plan.planner.renewed(world))
             self._stand(plan.start_of(self._epoch, self._place))
         compare_ranks(world, plan, self._identity(), self._place)
-        for update, batches, weights, summed in self._feed.open(
-            plan.updates(self._place, world.rank), self._epoch, world
-        ):
+        feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
+        for update, batches, weights, summed in feed:
             for number, batch in enumerate(batches):
                 self._look(update, number, batch)
                 self._place = update.behind(number, summed[number + 1])
@@ -241,9 +230,7 @@ class PlannedDataLoader(StepLoader[B]):
         state = agreed(states)
         epoch = state["cursor"]["epoch"]
         if state["order"] != self._plan.order_print(epoch):
-            raise StateError(
-                f"`sampler` gives other indices in epoch {epoch} than when the state was taken; seed it alike"
-            )
+            raise StateError(f"`sampler` gives other indices in epoch {epoch} than for the state; seed it alike")
         return state
 
     def _restore(self, found: Mapping[str, Any]) -> None:
@@ -310,10 +297,8 @@ class _Feed:
             collected += islice(batches, len(update.steps) - len(collected))
             if len(collected) < len(update.steps):
                 raise RuntimeError(ENDED_EARLY)
-            weights = [
-                0.0 if step.idle else self._weight_of(batch, len(step.indices))
-                for step, batch in zip(update.steps, collected, strict=True)
-            ]
+            pairs = zip(update.steps, collected, strict=True)
+            weights = [0.0 if step.idle else self._weight_of(batch, len(step.indices)) for step, batch in pairs]
             return self.asked.popleft(), collected, weights
         except Exception:
             if self.asked:
@@ -344,5 +329,4 @@ class _SeededDataset(Dataset):
 
 
 def _seed_of(*place: int) -> int:
-    """A seed for this place alone."""
     return int(np.random.SeedSequence(place).generate_state(1)[0])

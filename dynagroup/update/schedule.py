@@ -72,15 +72,13 @@ class Walk(ABC):
     """The updates of a run, one after another: where each epoch begins, and where each update ends."""
 
     def __init__(self) -> None:
-        self._starts: list[Cursor] = [Cursor()]
-        """The beginnings of epochs, one after another, as far as the run was walked."""
+        self._starts: list[Cursor] = [Cursor()]  # the beginnings of epochs, as far as the run was walked
 
     @abstractmethod
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
         """Where each update that remains of an epoch ends."""
 
     def end(self, epoch: int) -> Cursor:
-        """Where the last update of an epoch ends."""
         start = self.start(epoch)
         return [start, *self.cursors(start)][-1]
 
@@ -91,20 +89,16 @@ class Walk(ABC):
         return self._starts[max(epoch - self._starts[0].epoch, 0)]
 
     def num_updates(self, epoch: int) -> int:
-        """Updates of a whole epoch."""
         return self.start(epoch + 1).update - self.start(epoch).update
 
     def after(self, updates: int) -> Cursor:
         """The place behind so many updates of the run; or the first place that is known."""
-        epoch = next(
-            e for e in count(self._starts[0].epoch) if self.start(e + 1).update >= updates or not self.num_updates(e)
-        )
+        epochs = count(self._starts[0].epoch)
+        epoch = next(e for e in epochs if self.start(e + 1).update >= updates or not self.num_updates(e))
         start = self.start(epoch)
         found = next((place for place in chain([start], self.cursors(start)) if place.update >= updates), None)
         if found is None:
-            raise ConfigError(
-                f"epoch {epoch} has no update, so that many are never reached; use smaller updates or more samples"
-            )
+            raise ConfigError(f"epoch {epoch} has no update, so that many are never reached; use smaller updates")
         return found
 
 
@@ -128,8 +122,7 @@ class UpdateSizes(Walk):
         super().__init__()
         self.schedule = schedule if callable(schedule) else check_int("samples_per_update", schedule)
         self.num_ordered, self.drop_last = num_ordered, drop_last
-        self.changes: list[tuple[int, int, int]] = []
-        """(epoch, update, samples): set at run time, in force from that update on."""
+        self.changes: list[tuple[int, int, int]] = []  # (epoch, update, samples): set at run time, from that update on
 
     @property
     def is_constant(self) -> bool:
@@ -145,7 +138,6 @@ class UpdateSizes(Walk):
         return cursor.update
 
     def restore(self, changes: Iterable[Iterable[int]]) -> None:
-        """Take over another walk's changes."""
         self.changes = [(epoch, update, samples) for epoch, update, samples in changes]
         self._starts = [Cursor()]
 
@@ -181,6 +173,5 @@ class UpdateSizes(Walk):
         samples = self.schedule if changed is None else changed
         if not callable(samples):
             return samples
-        return check_int(
-            "samples_per_update", samples(cursor.update, cursor.current), where=f" at update {cursor.update}"
-        )
+        update = cursor.update
+        return check_int("samples_per_update", samples(update, cursor.current), where=f" at update {update}")

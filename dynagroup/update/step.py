@@ -14,8 +14,7 @@ from dynagroup.shapes import TOKENS, said
 from dynagroup.update.loss_weight import Share
 
 B = TypeVar("B")
-SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}
-"""Where collators of transformers put streams."""
+SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}  # by collators of transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +129,12 @@ class LoaderStats:
     wait_s: float = 0.0  # that the main process waited for workers
 
     def __str__(self) -> str:
-        sizes, names = self.batch_sizes or [0], {"oversize": "too large even alone"}
-        rare = (f"; {getattr(self, name):,} {what}" for name, what in names.items() if getattr(self, name))
+        sizes, rare = self.batch_sizes or [0], f"; {self.oversize:,} too large even alone" if self.oversize else ""
         return (
             f"{self.samples:,} samples in {self.steps:,} steps ({self.idle_steps:,} idle) and {self.updates:,} updates; batches "
             f"of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding; "
-            f"waited {self.wait_s:.1f} s for workers{''.join(rare)}"
+            f"waited {self.wait_s:.1f} s for workers{rare}"
         )
-
-    @property
-    def batches(self) -> int:
-        """Steps with samples."""
-        return self.steps - self.idle_steps
 
     @property
     def padding(self) -> float:
@@ -154,7 +147,6 @@ class LoaderStats:
         return self.update_samples / self.updates if self.updates else 0.0
 
     def count_step(self, samples: int = 0, real_tokens: int = 0, padded_tokens: int = 0, *, idle: bool = False) -> None:
-        """Note that a step was taken."""
         self.steps += 1
         if idle:
             self.idle_steps += 1
@@ -170,7 +162,6 @@ class LoaderStats:
         self.update_samples += samples
 
     def copy(self) -> LoaderStats:
-        """What it is now."""
         return self + LoaderStats()
 
     def __add__(self, other: LoaderStats) -> LoaderStats:

@@ -40,8 +40,7 @@ class PlannedUpdate:
     """What remains of one update, or all of it, as one rank runs it."""
 
     steps: Sequence[PlannedStep]
-    before: Cursor
-    """Where it goes on: behind the update before, and behind what was taken of this one."""
+    before: Cursor  # where it goes on: behind the update before, and behind what was taken of this one
     after: Cursor
 
     @property
@@ -63,7 +62,6 @@ class PlannedUpdate:
 
 
 def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[PlannedStep]:
-    """The rows of a window as the steps of one rank."""
     idle, budget, own = window.loss_scale == 0.0, planner.budget, window.table[:, rank]
     shapes = shapes_of(window.batches.take(own), planner.lengths)
     tokens = zip(real_tokens(shapes, budget).tolist(), padded_tokens(shapes, budget).tolist(), strict=True)
@@ -85,8 +83,7 @@ class _Updates(Walk):
     """What both kinds of updates share. They know ranks only by number."""
 
     planner: Planner
-    changes: list[tuple[int, int, int]]
-    """Of the size of updates, see :class:`UpdateSizes`."""
+    changes: list[tuple[int, int, int]]  # of the size of updates, see :class:`UpdateSizes`
     _ranks, _num_renewed = 1, 0
     _remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
 
@@ -95,15 +92,12 @@ class _Updates(Walk):
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
         return self.planner.num_planned
 
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
-        """The beginning of an epoch, when so much was done."""
         return begun(epoch, done)
 
     def on_ranks(self, world_size: int) -> None:
-        """So many ranks are about to take its updates."""
         if self._ranks != world_size:
             self._ranks, self._starts = world_size, self._starts[:1]
 

@@ -97,20 +97,6 @@ def test_predicted_time_is_held_against_that_of_the_batches_of_today() -> None:
     assert 100 > share == pytest.approx(100 * made.predicted_time / time, abs=0.1)
 
 
-def test_a_report_ends_with_what_keeps_the_plan_from_saving_more() -> None:
-    advice = lambda *given, **how: plan(TokenBudget(given[0]), given[1], 1, **how).report().splitlines()[-1]  # noqa: E731
-    assert advice(1 << 20, VARIED, samples_per_update=4).endswith(
-        "too small to sort; accumulate, or let updates be free"
-    )
-    assert advice(1 << 20, VARIED, samples_per_update=32) == (
-        "35% of the tokens are padding: batches have 11 samples, because more and smaller ones are predicted to take longer; if "
-        "steps are cheap with you, say so: work=Work(per_step=...), or Work.fit"
-    )
-    assert advice(4096, VARIED).startswith("samples repeated, left out")
-    window = advice(4096, VARIED, shuffle=True, window=16)
-    assert window.endswith("padding: a window of 16 samples is too small to sort; raise `window`")
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
 @pytest.mark.filterwarnings("ignore")

@@ -102,7 +102,7 @@ def test_ranks_with_another_order_are_told():
         ({"windows": 3}, "torch's DataLoader refuses .*windows"),
         ({"drop_last": True}, "`drop_last` and `grouping` need `samples_per_update`"),
         ({"seed": -1}, "`seed` must be an int of at least 0"),
-        ({"data": range(60)}, "`lengths` has 53 entries, but the dataset has 60 samples"),
+        ({"data": range(60)}, "`lengths` has 53 entries, but the dataset has 60"),
         ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
         ({"num_workers": 1, "in_order": False}, "`in_order=False` lets batches of different updates mix"),
     ],
