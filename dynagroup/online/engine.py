@@ -37,14 +37,9 @@ class Take(NamedTuple):
 
 
 class Runner(ABC):
-    """One epoch, fresh or resumed; what both ways of running share: updates whose totals are known, splitting, counting, and
-    the saved place.
-
-    Args:
-        stands: where the run stands; of the update under way, ``begun_samples`` and ``begun_weight`` are this rank's.
-        place: a saved one of this rank, to go on with the very batches that were queued.
-        under_way: samples of the update under way, over all ranks. identity: what all ranks must have alike.
-    """
+    """One epoch, fresh or resumed; what both ways of running share. It stands at a cursor whose ``begun_samples`` and
+    ``begun_weight`` are this rank's; ``under_way`` are the update's samples over all ranks; from a saved place of this rank it
+    goes on with the very batches that were queued. ``identity`` is what all ranks must have alike."""
 
     def __init__(
         self,
@@ -84,21 +79,15 @@ class Runner(ABC):
         """Its place, JSON-able; None once the epoch is over."""
         if self.over:
             return None
-        base, front = self.source.order.base, [*(take.batch for take in self.due), *self.agreed]
-        feed = self.feed.state(front, self.queue)
-        return {
-            "base": base if base is None else pack(base),
-            "under_way": self._under_way,
-            "ended": self.ended,
-            "feed": feed,
-        }
+        base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
+        place = {"under_way": self._under_way, "ended": self.ended, "feed": feed}
+        return {**place, "base": base if base is None else pack(base)}
 
     def close(self) -> None:
         """Let go of the workers, also when the loop was left early."""
         self.feed.close()
 
     def __iter__(self) -> Iterator[Step[Any]]:
-        """Reload what a resumed epoch had queued, and compare ranks; an error on one of them reaches all. Then the steps."""
         failure, place = None, self._place
         try:
             self.agreed, self.queue = self.feed.reload()
@@ -121,10 +110,9 @@ class Runner(ABC):
         if len(batches) >= steps:
             return list(batches)
         sizes = [1 if batch.samples is None else len(batch) for batch in batches]
-        evened = []
-        for batch, parts in zip(batches, even_parts(sizes, steps), strict=True):
-            evened += [batch] if parts == 1 else self._workers.collator.split(batch, parts)
-        return evened
+        split = self._workers.collator.split
+        pairs = zip(batches, even_parts(sizes, steps), strict=True)
+        return [part for batch, parts in pairs for part in ([batch] if parts == 1 else split(batch, parts))]
 
     def _sort(self, batches: list[Refined]) -> None:
         """Dearest first; but planned rows, which are of equal work, stay together: only what was split off moves, to the end."""
@@ -202,8 +190,7 @@ class Runner(ABC):
             self._count(batch)
             shown = batch
         scale = loss_scale(take.weight, self.world.size)
-        how = (take.samples, take.weight, scale, take.ends_update, batch is None)
-        return Step(shown.batch, list(shown.indices), *how)
+        return Step(shown.batch, [*shown.indices], take.samples, take.weight, scale, take.ends_update, batch is None)
 
     def _count(self, batch: Refined) -> None:
         self.stats.count_step(len(batch), batch.real, batch.padded)

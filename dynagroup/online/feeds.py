@@ -63,9 +63,6 @@ class Workers:
         self._windows: IterableWindows | None = None
         self._told = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "queue": RequestQueue(), "_loader": None, "_windows": None}
-
     @property
     def depth(self) -> int:
         return self.num_workers * self.prefetch_factor

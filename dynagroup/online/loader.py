@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -28,7 +27,8 @@ from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, Walk
 from dynagroup.update.step import Step
 
-FIELDS = ("world_size", "rank", "epoch", "running", "changes", "cursor", "lengths")
+CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+           "generator", "persistent_workers")  # fmt: skip
 
 
 class OnlineDataLoader(StepLoader[Any]):
@@ -105,14 +105,15 @@ class OnlineDataLoader(StepLoader[Any]):
     ) -> None:
         super().__init__(dataset, world=world)
         knobs: dict[str, Any] = {"work": work, "weigh": weigh}
-        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "window": window, "window_bytes": window_bytes}
-        sized: dict[str, Any] = {"samples_per_update": samples_per_update, "drop_last": drop_last}
-        self.config = config = OnlineConfig(accumulation=accumulation, **knobs, **order, **sized)
+        how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "window": window, "window_bytes": window_bytes}
+        how |= {"samples_per_update": samples_per_update, "drop_last": drop_last, "accumulation": accumulation}
+        self.config = config = OnlineConfig(**knobs, **how)
         collator = RefinementCollator(collate_fn, as_budget(budget), length_of, oversize=oversize, **knobs)
         check_budget(collator.budget)
         self._orders = EpochOrders(dataset, config, batch_sampler, sampler, length_hint)
         self._workers = Workers(dataset, collator, config, worker_kwargs(dataloader_kwargs))
-        self._learned = LearnedLengths(len(dataset)) if self._orders.learns else None
+        learns = not self._workers.iterable and batch_sampler is None  # lengths that were seen plan later epochs
+        self._learned = LearnedLengths(len(dataset)) if learns else None
         self.sizes = self._orders.sizes
         self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
         self._resume: list[Mapping[str, Any]] = []  # states of a place that was loaded, until it is gone on from
@@ -128,16 +129,14 @@ class OnlineDataLoader(StepLoader[Any]):
         A ``RandomSampler`` without replacement becomes ``shuffle=True`` with a seed of its own, so that all ranks agree
         and runs resume. ``drop_last`` is not taken over: nothing is dropped. The loader is not changed.
         """
-        return cls(**{**taken_over(loader), **options, "budget": budget})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has no iteration: it begins where this loader's next one would, or where it stands in an epoch."""
-        own: dict[str, Any] = {"_live": None, "_run_of": None}
-        if self._run_of is not None and not self._resume:
-            place, epoch = self._state(), self.epoch
-            own |= {"_cursor": Cursor.of(place["cursor"]), "_epoch": epoch, "_next": epoch}
-            own["_resume"] = [] if place["running"] is None else [place]
-        return {**vars(self), **own}
+        taken, sampler = {name: getattr(loader, name) for name in CARRIED}, loader.sampler
+        if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+            taken["batch_sampler"] = loader.batch_sampler
+        elif type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+            taken["shuffle"] = True
+        elif not isinstance(loader.dataset, IterableDataset) and not isinstance(sampler, SequentialSampler):
+            taken["sampler"] = sampler
+        return cls(**{**taken, **options, "budget": budget})
 
     @property
     def budget(self) -> Budget:
@@ -174,31 +173,25 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def _identity(self) -> dict[str, Any]:
         workers = self._workers
-        fixed = {
-            "oversize": workers.collator.oversize,
-            "num_workers": workers.num_workers if workers.iterable else None,
-        }
-        return {**self.config.identity(), **self._orders.identity, **fixed, "budget": self.budget.fingerprint}
+        own = {"oversize": workers.collator.oversize, "budget": self.budget.fingerprint}
+        own["num_workers"] = workers.num_workers if workers.iterable else None
+        return {**self.config.identity(), **self._orders.identity, **own}
 
     def _state(self) -> dict[str, Any]:
         rank, size = self._rank_and_size()
         if self._resume:
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
                 raise StateError("a state was just loaded on another number of ranks: take a step before saving again")
-            return {name: self._resume[0][name] for name in FIELDS}
-        begun = None if self._begun_anew else self._run_of
+            return dict(self._resume[0])
+        begun, sizes, learned = None if self._begun_anew else self._run_of, self.sizes, self._learned
         running = None if begun is None else begun.state()
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
-        return dict(
-            world_size=size,
-            rank=rank,
-            epoch=self.epoch if begun is None else self._epoch + (running is None),
-            running=running,
-            changes=[] if self.sizes is None else [list(change) for change in self.sizes.changes],
-            cursor=(self._start() if begun is None else begun.stands).state(),
-            lengths=None if self._learned is None else self._learned.state(),
-        )
+        epoch = self.epoch if begun is None else self._epoch + (running is None)
+        place = {"world_size": size, "rank": rank, "epoch": epoch, "running": running}
+        place["cursor"] = (self._start() if begun is None else begun.stands).state()
+        place["changes"] = [] if sizes is None else [list(change) for change in sizes.changes]
+        return {**place, "lengths": None if learned is None else learned.state()}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], LearnedLengths | None]:
         needed = together(states, *self._rank_and_size())
@@ -269,16 +262,18 @@ class OnlineDataLoader(StepLoader[Any]):
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        epoch, workers, orders, sizes = source.cursor.epoch, self._workers, self._orders, self.sizes
+        epoch, workers, orders, sizes, base = (
+            source.cursor.epoch,
+            self._workers,
+            self._orders,
+            self.sizes,
+            source.order.base,
+        )
+        identity = {**self._identity(), "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
+        identity["order"] = [orders.decided_by, orders.fingerprint(epoch) if orders.num_samples is not None else None]
+        identity["num_workers"] = f"{workers.num_workers} with prefetch_factor={workers.prefetch_factor}"
         varies = sizes is not None and not sizes.is_constant
-        identity = {
-            **self._identity(),
-            "order": [orders.decided_by, orders.fingerprint(epoch) if orders.num_samples is not None else None],
-            "epoch": epoch,
-            "rest": None if source.order.base is None else print_of(source.order.base.tolist()),
-            "sizes of updates": [stop for _, stop, _ in sizes.spans(sizes.start(epoch))] if sizes and varies else None,
-            "num_workers": f"{workers.num_workers} with prefetch_factor={workers.prefetch_factor}",
-        }
+        identity["sizes of updates"] = [stop for _, stop, _ in sizes.spans(sizes.start(epoch))] if varies else None
         if callable(self.config.weigh):
             del identity["weigh"]  # may read what differs by rank, such as a device
         return identity
@@ -302,22 +297,3 @@ def check_budget(budget: Budget) -> None:
             "`budget` takes its limit from the lengths of the whole dataset, which an OnlineDataLoader does not know "
             "beforehand; give MemoryBudget(..., longest=tokens of the longest sample), MemoryBudget.from_bytes or a TokenBudget"
         )
-
-
-CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-           "generator", "persistent_workers")  # fmt: skip
-
-
-def taken_over(loader: DataLoader[Any]) -> dict[str, Any]:
-    taken, sampler = {name: getattr(loader, name) for name in CARRIED}, loader.sampler
-    if isinstance(loader.dataset, IterableDataset):
-        return taken
-    if loader.drop_last:
-        warnings.warn("drop_last=True is not taken over: every sample is used once an epoch", stacklevel=3)
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return {**taken, "batch_sampler": loader.batch_sampler}
-    if isinstance(sampler, SequentialSampler):
-        return taken
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
-        return {**taken, "shuffle": True}
-    return {**taken, "sampler": sampler}

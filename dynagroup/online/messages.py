@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from dynagroup.shapes import IntArray, Streams
-from dynagroup.update.step import pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +127,23 @@ def _unpacked(*packed: Any) -> RefinedWindow:
     return RefinedWindow(*unpack_tensors(*packed))
 
 
+def pin(batch: Any) -> Any:
+    """A batch with its tensors in pinned memory; containers keep their type (BatchEncoding, named tuples), the batch is
+    not changed. Anything else is passed on."""
+    if hasattr(batch, "pin_memory"):
+        return batch.pin_memory()
+    if isinstance(batch, tuple):
+        values = [pin(value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    if not isinstance(batch, (MutableMapping, MutableSequence)):
+        return batch
+    copied: Any = copy.copy(batch)
+    for key in batch if isinstance(batch, Mapping) else range(len(batch)):
+        copied[key] = pin(batch[key])
+    return copied
+
+
 def shorten(indices: Sequence[int], most: int = 16) -> str:
-    """Indices for a message: ``[0, 1, 2, ... 20 in all]``."""
     shown = ", ".join(str(i) for i in list(indices)[:most])
     return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
 
@@ -172,13 +186,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
-    """``value`` pickled without its tensors; where each of them stands; and the blocks: uint8.
-
-    >>> value = {"ids": torch.arange(3), "name": "x"}
-    >>> back = unpack_tensors(*pack_tensors(value))
-    >>> back["ids"].tolist(), back["name"]
-    ([0, 1, 2], 'x')
-    """
+    """``value`` pickled without its tensors; where each of them stands; and the blocks: uint8."""
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(value)

@@ -1,16 +1,4 @@
-"""Which samples come when: the order of an epoch, and the requests that follow from it. Pure functions of their arguments.
-
-======================  ==============================================================
-what is given           requests
-======================  ==============================================================
-nothing                 windows that the ranks are handed out at exchanges
-rough lengths           windows of like samples, dealt out to the ranks
-lengths seen before     batches in rows of equal work
-``samples_per_update``  this rank's share of each update
-``batch_sampler``       the user's batches
-an iterable dataset     none: each worker reads one window after another
-======================  ==============================================================
-"""
+"""Which samples come when: the order of an epoch, and the requests that follow from it. Pure functions of their arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +35,7 @@ WINDOW_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineConfig:
-    """Arguments of :class:`~dynagroup.OnlineDataLoader` that know no data and no ranks."""
+    """Arguments of the loader that know no data and no ranks."""
 
     window: int = 1024
     samples_per_update: int | BatchSizeSchedule | None = None
@@ -110,7 +98,7 @@ class Order(NamedTuple):
 
 
 class EpochOrders:
-    """The order of samples in each epoch, whoever decides it: the user's sampler or batches, a seeded shuffle, or the dataset."""
+    """Each epoch's order, whoever decides it: the user's sampler or batches, a seeded shuffle, or the dataset."""
 
     def __init__(self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any) -> None:
         iterable = is_stream(dataset)
@@ -131,15 +119,12 @@ class EpochOrders:
                 f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__}); give the "
                 "undivided one: the loader hands out samples to ranks itself"
             )
-        if batch_sampler is not None and (
-            isinstance(batch_sampler, Iterator) or not hasattr(batch_sampler, "__iter__")
-        ):
+        if isinstance(batch_sampler, Iterator):
             raise ConfigError(f"`batch_sampler` must give batches anew every epoch, but is {batch_sampler!r:.200}")
         self._config, self.size = config, None if iterable else len(dataset)
         self._sampler = None if sampler is None else OrderSource(sampler, len(dataset))
         self._batch_sampler = batch_sampler
         self._drawn: tuple[int, list[list[int]]] = (-1, [])
-        self.learns = not iterable and batch_sampler is None  # lengths that were seen plan later epochs
         self.sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(config.samples_per_update, self.num_ordered, drop_last=config.drop_last)
@@ -181,7 +166,7 @@ class EpochOrders:
             told = callable(getattr(source, "set_epoch", None))
             set_epoch(source, epoch)
             for _ in range(1 if told else max(1, epoch - drawn)):
-                self._drawn = epoch, [_indices(batch) for batch in source]
+                self._drawn = epoch, [[as_index(index) for index in batch] for batch in source]
         return self._drawn[1]
 
     def fingerprint(self, epoch: int) -> int | None:
@@ -189,15 +174,6 @@ class EpochOrders:
         if self._batch_sampler is not None:
             return print_of(self.batches(epoch))
         return None if self._sampler is None else print_of(self._sampler.of_epoch(epoch).tolist())
-
-
-def _indices(batch: Any) -> list[int]:
-    try:
-        return [
-            as_index(index) for index in (batch if not isinstance(batch, bytes) else "b")
-        ]  # no fractions, no letters
-    except TypeError as error:
-        raise ConfigError(f"`batch_sampler` must give lists of dataset indices, but gives {batch!r:.200}") from error
 
 
 class Source(NamedTuple):
@@ -253,9 +229,7 @@ def _in_rows(source: Source, lengths: Streams, rank: int, size: int, *, number: 
     config = source.config
     batches = cut(lengths, source.budget, size, work=config.work)
     rng, full = np.random.default_rng((config.seed, source.cursor.epoch, number)), len(batches) // size
-    rows = np.append(
-        rng.permutation(full) if config.shuffle else np.arange(full), full
-    )  # what cannot be filled comes last
+    rows = np.append(rng.permutation(full) if config.shuffle else np.arange(full), full)  # the last is not filled
     mine = rows * size + (rank + rng.integers(size, size=len(rows))) % size
     return list(batches.take(mine[mine < len(batches)]))
 
@@ -314,11 +288,7 @@ def _updates(source: Source, rank: int, size: int) -> Iterator[Request]:
 
 
 def deal(hint: FloatArray, rank: int, size: int) -> IntArray:
-    """Snake draft: this rank's places among these samples, longest first, so that the ranks' sums are alike.
-
-    >>> [deal(np.array([5.0, 1.0, 9.0, 3.0]), rank, 2).tolist() for rank in range(2)]
-    [[2, 1], [0, 3]]
-    """
+    """Snake draft: this rank's places among these samples, longest first, so that the ranks' sums are alike."""
     order = np.argsort(-hint, kind="stable")
     rounds, column = np.divmod(np.arange(len(order)), size)
     return order[np.where(rounds % 2, size - 1 - column, column) == rank]

@@ -106,11 +106,7 @@ def _first(seed: int, epoch: int) -> float:
 def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     """Batches where numbers of the same rank stand: the dearest in the place of the smallest. Ranks that place theirs by the
     same numbers have their dearest in one row, their second dearest in another: by the rearrangement inequality no other
-    order of them waits less.
-
-    >>> placed(["dear", "fair", "cheap"], [0.5, 0.1, 0.9])
-    ['fair', 'dear', 'cheap']
-    """
+    order of them waits less."""
     found = list(dearest_first)
     for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
         found[place] = item

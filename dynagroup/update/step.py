@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -48,25 +47,6 @@ class Step(Generic[B]):
     def map(self, fn: Callable[[B], Any]) -> Step[Any]:
         """The same step with ``fn`` applied to its batch, e.g. to move it to a device."""
         return replace(self, batch=fn(self.batch))
-
-
-def pin(batch: Any) -> Any:
-    """A batch with its tensors in pinned memory: tensors, objects with a ``pin_memory`` method, and mappings, lists and tuples of
-    them, which keep their type (BatchEncoding, named tuples). The batch itself is not changed; anything else is passed on."""
-    if hasattr(batch, "pin_memory"):
-        return batch.pin_memory()
-    if isinstance(batch, MutableMapping):
-        copied = copy.copy(batch)
-        copied.update({key: pin(value) for key, value in batch.items()})
-        return copied
-    if isinstance(batch, tuple):
-        values = [pin(value) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    if isinstance(batch, MutableSequence):
-        copied = copy.copy(batch)
-        copied[:] = [pin(value) for value in batch]
-        return copied
-    return batch
 
 
 def width_of(batch: Any, num_samples: int, stream: str) -> int | None:

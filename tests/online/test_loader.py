@@ -14,7 +14,6 @@ import torch
 from dynagroup import AlignmentError, ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
 from dynagroup.distributed import SingleProcess
 from dynagroup.memory import PaddedTokens
-from dynagroup.online.plans import EpochOrders, OnlineConfig
 from dynagroup.online.state import LearnedLengths
 from dynagroup.testing import run_ranks
 from tests.online.helpers import Tokens, collate, lengths_of, make_loader, used
@@ -178,19 +177,3 @@ def test_of_an_epoch_that_is_begun_anew_nothing_is_used(options: dict[str, Any])
     resumed.set_epoch(0)
     resumed.load_state_dict(resumed.state_dict())
     assert (resumed.epoch, resumed.cursor.samples_used) == (0, 0)
-
-
-class Turns:
-    """A batch sampler that no one can tell the epoch: whenever it is read comes its next turn."""
-
-    turn = -1
-
-    def __iter__(self) -> Any:
-        self.turn += 1
-        return iter([[self.turn]])
-
-
-def test_batches_that_cannot_be_told_the_epoch_are_drawn_once_for_each_before() -> None:
-    one_by_one, resumed = (EpochOrders([0] * 9, OnlineConfig(), Turns(), None, None) for _ in range(2))
-    assert [one_by_one.batches(epoch) for epoch in (0, 0, 1, 2)] == [[[0]], [[0]], [[1]], [[2]]]
-    assert resumed.batches(2) == [[2]], "a run that resumes there draws what the first run drew"

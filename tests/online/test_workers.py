@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Weigh
 
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.datasets import IndexedDataset
+from dynagroup.online.messages import pin
 from dynagroup.testing import assert_resumes_exactly, run_ranks
-from dynagroup.update.step import pin
 from tests.online.helpers import Tokens, all_ids, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(120, seed=3)
@@ -118,11 +118,7 @@ def test_a_loader_is_taken_over_and_not_changed() -> None:
     for sampler, kept in ((SequentialSampler(data), False), (RandomSampler(data), True)):
         plain = DataLoader(data, batch_size=8, sampler=sampler, collate_fn=collate, num_workers=2, drop_last=kept)
         before = dict(vars(plain))
-        if kept:
-            with pytest.warns(UserWarning, match="every sample is used"):
-                loader = OnlineDataLoader.from_dataloader(plain, TokenBudget(128), window=16)
-        else:
-            loader = OnlineDataLoader.from_dataloader(plain, TokenBudget(128), window=16)
+        loader = OnlineDataLoader.from_dataloader(plain, TokenBudget(128), window=16)
         assert loader.config.shuffle is kept
         assert all_ids([list(loader)]) == list(range(120))
         assert vars(plain) == before
