@@ -36,9 +36,6 @@ class Work:
         per_step: linear tokens that a step costs however small its batch is: launching kernels, reducing gradients.
         crossover: tokens at which a sample's attention costs as much as everything else; ``math.inf``: attention is free.
 
-    Raises:
-        ConfigError: an argument is no such number.
-
     >>> Work(per_step=100, crossover=1000).of_lengths([10, 1000]).tolist()
     [10.1, 2000.0]
     """
@@ -60,9 +57,6 @@ class Work:
         Args:
             model_or_config: a model, or its config.
             device: where it runs, a ``torch.device`` or its name.
-
-        Raises:
-            ConfigError: the config does not state its sizes.
         """
         from dynagroup.memory.trace.model import architecture
 
@@ -100,9 +94,7 @@ class Work:
         """From measured padded steps: (samples, tokens of the longest, seconds) each.
 
         Least squares of relative errors of ``seconds = a + b * n * L + c * n * L**2``; what comes out below zero is left out.
-
-        Raises:
-            ConfigError: fewer than three different shapes, or a number that is not positive.
+        ConfigError: fewer than three different shapes, or a number that is not positive.
 
         >>> work = Work(per_step=500, crossover=4000)
         >>> shapes = [(1, 100), (8, 100), (8, 1000), (2, 4000)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
@@ -49,11 +48,6 @@ class Cursor:
     begun_samples: int = 0
     begun_weight: float = 0.0
 
-    @property
-    def is_start(self) -> bool:
-        """Whether no window of the epoch was touched."""
-        return not self.windows_done and not self.segments
-
     def after_rows(self, rows: int, ranks: int) -> Cursor:
         """Behind so many more rows of the window under way."""
         if not rows:
@@ -75,14 +69,3 @@ class Cursor:
         found = {field.name: state[field.name] for field in fields(cls)}
         segments = tuple((ranks, rows) for ranks, rows in state["segments"])
         return cls(**{**found, "segments": segments, "carried": tuple(state["carried"])})
-
-
-def at_step(borders: Sequence[Cursor], steps: int, ranks: int) -> Cursor:
-    """The place behind so many steps of the epoch.
-
-    Args:
-        borders: places between windows that an iteration came by, where it began first.
-        ranks: that it ran on.
-    """
-    before = borders[bisect_right(borders, steps, key=lambda cursor: cursor.steps) - 1]
-    return before.after_rows(steps - before.steps, ranks)

@@ -202,11 +202,7 @@ class OrderSource:
         return self._counts[len(left_out)]
 
     def counted_epoch(self, epoch: int, left_out: IntArray = NONE) -> IntArray:
-        """:meth:`of_epoch` without those that are left out, of exactly :meth:`counted` indices.
-
-        Raises:
-            ConfigError: it gives more or fewer; some would be lost, or looked for in vain.
-        """
+        """:meth:`of_epoch` without those that are left out, of exactly :meth:`counted` indices; or ConfigError."""
         drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
         kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
         if (len(indices), len(kept)) != (drawn, wanted):

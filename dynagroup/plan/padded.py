@@ -147,11 +147,7 @@ class OrderedWindow:
 
 def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
     """Most samples that a batch may have which starts at a position of the window: int64 (N,), at least 1. One stream must
-    be sorted, longest first; of several any order will do. What starts later reaches at least as far, for budgets are monotone.
-
-    Raises:
-        BudgetError: the budget breaks its law.
-    """
+    be sorted, longest first; of several any order will do. What starts later reaches at least as far."""
     tokens = ordered[TOKENS]
     left = np.arange(len(tokens), 0, -1)
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])

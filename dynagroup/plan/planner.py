@@ -96,11 +96,7 @@ def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
 
 
 class Planner:
-    """Makes plans: holds the facts (lengths, the budget bound to them) and the knobs, and no state.
-
-    Raises:
-        BudgetError: a sample does not fit even alone and ``oversize="error"``.
-    """
+    """Makes plans: holds the facts (lengths, the budget bound to them) and the knobs, and no state."""
 
     def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig) -> None:
         self.lengths = lengths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,42 +23,29 @@ SAMPLES_SHOWN = 2000  # more are thinner than a pixel of a page
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, inches; made without pyplot, so that nothing global changes.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """An empty figure, inches; made without pyplot, so that nothing global changes. ConfigError: matplotlib is missing."""
     try:
-        return _picture_type()(figsize=(width, height), layout="constrained")
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    vars(figure)["_repr_png_"] = partial(_png, figure)  # for notebooks; matplotlib shows its own only with pyplot
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def save_picture(figure: Figure, path: str | Path) -> None:
-    """Save a figure as the ending says; its folder is made.
-
-    Raises:
-        ConfigError: no picture has such an ending.
-    """
+    """Save a figure as the ending says; its folder is made. ConfigError: no picture has such an ending."""
     kinds, target = sorted(figure.canvas.get_supported_filetypes()), Path(path)
     if target.suffix[1:].lower() not in kinds:
         raise ConfigError(f"{str(path)!r} cannot be a picture; end it in one of {', '.join(f'.{k}' for k in kinds)}")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
-
-
-@cache
-def _picture_type() -> type[Figure]:
-    """A Figure that a notebook shows by itself: matplotlib's own does so only once pyplot was imported."""
-    from matplotlib.figure import Figure
-
-    class Picture(Figure):
-        def _repr_png_(self) -> bytes:
-            file = BytesIO()
-            self.savefig(file, format="png")
-            return file.getvalue()
-
-    return Picture
 
 
 def plot_ways(ways: Sequence[Any]) -> Figure:

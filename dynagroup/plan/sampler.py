@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -19,7 +20,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import RoundBatch
 from dynagroup.plan.cost import Work, check_work
-from dynagroup.plan.cursor import MOST_RANKS, Cursor, at_step
+from dynagroup.plan.cursor import MOST_RANKS, Cursor
 from dynagroup.plan.epoch import OrderSource, check_alike
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner, Uneven
@@ -41,8 +42,8 @@ class _Run:
 
 
 class EpochHandle:
-    """What frameworks find as ``batch_sampler.sampler`` and tell the epoch: accelerate and Lightning look only there. After a
-    state was loaded accelerate counts from 0 again: the first number it says is the epoch that the state resumes."""
+    """``batch_sampler.sampler``, where accelerate and Lightning look for ``set_epoch``. After a state was loaded accelerate
+    counts from 0 again: the first number it says is the epoch that the state resumes."""
 
     def __init__(self, sampler: LengthAwareBatchSampler) -> None:
         self._sampler = sampler
@@ -240,8 +241,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 f"`num_steps` must be from {first} to {run.steps}, the steps that were handed out since the epoch was begun or "
                 f"resumed, but is {used}; count from the beginning of the epoch, across resumes"
             )
+        before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
         fields = {
-            "cursor": at_step(run.borders, used, run.ranks).state(),
+            "cursor": before.after_rows(used - before.steps, run.ranks).state(),
             "learned": LearningBudget.saved(self._planner.budget),
             "order": None if self._order is None else self._order.checksum(self._epoch),
         }
@@ -267,7 +269,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 raise StateError(f"{said}; seed its generator alike, or give it a set_epoch")
         self._replace(planner)
         self._epoch, self._run = cursor.epoch, None
-        self._start = None if cursor.is_start else cursor
+        self._start = cursor if cursor.windows_done or cursor.segments else None
         used_up = planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch))
         self._advance = int(used_up)
         self.sampler.resume_at(self.epoch)

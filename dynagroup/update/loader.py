@@ -80,9 +80,6 @@ class StepLoader(ABC, Generic[B]):
 
         Returns:
             The number (from 0) of the first update that holds ``samples`` samples.
-
-        Raises:
-            ConfigError: the loader was made without ``samples_per_update``.
         """
 
     @abstractmethod
@@ -183,11 +180,7 @@ class StepLoader(ABC, Generic[B]):
 
     @property
     def num_updates(self) -> int:
-        """Updates of :attr:`epoch`: exact, unless their size is changed before it ends.
-
-        Raises:
-            ConfigError: it is not known beforehand; the message says what makes it known.
-        """
+        """Updates of :attr:`epoch`: exact, unless their size is changed before it ends. ConfigError: not known beforehand."""
         return self._walk().num_updates(self.epoch)
 
     def updates_in(self, epochs: float) -> int:

@@ -150,25 +150,18 @@ class PreservedUpdates(UpdateSizes, _Updates):
         drop_last: bool,
         grouping: int | None = None,
     ) -> None:
-        UpdateSizes.__init__(self, schedule, self._num_ordered, drop_last=drop_last)
+        UpdateSizes.__init__(self, schedule, lambda: self.num_samples, drop_last=drop_last)
         self.planner, self._order, self._shuffle, self._grouping = planner, order, shuffle, grouping
-
-    def _num_ordered(self) -> int:
-        return self.planner.num_planned if self._order is None else self._order.counted(self.planner.left_out)
 
     @property
     def num_samples(self) -> int:
-        return self._num_ordered()
+        return self.planner.num_planned if self._order is None else self._order.counted(self.planner.left_out)
 
     @property
     def identity(self) -> dict[str, Any]:
-        own = {
-            "drop_last": self.drop_last,
-            "shuffle": self._shuffle,
-            "sampler": self._order is not None,
-            "grouping": self._grouping,
-        }
-        return {**self.planner.identity, "samples_per_update": described(self.schedule), **own}
+        own = {"drop_last": self.drop_last, "shuffle": self._shuffle, "sampler": self._order is not None}
+        own |= {"samples_per_update": described(self.schedule), "grouping": self._grouping}
+        return {**self.planner.identity, **own}
 
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return self.start(epoch)
