@@ -202,10 +202,12 @@ def test_compare_says_what_compare_says(folder):
     assert figures(*arguments, "--model", "model") == compare(LENGTHS, 8, world_size=2, work=work).figures()
 
 
-def test_doctor_says_it_in_five_lines(folder):
+def test_doctor_says_what_is_wrong_what_each_way_takes_and_what_to_change(folder):
     lines = answer("doctor", "lengths.npy", "--batch-size", "8", "--world-size", "4").splitlines()
-    assert [line.split()[0] for line in lines] == ["waste", "ranks", "memory", "change", "gain"]
     found = compare(LENGTHS, 8, world_size=4)
+    assert lines[4:-2] == found.report().splitlines()
+    lines = [line for line in lines[:3] + lines[-1:]]
+    assert [line.split()[0] for line in lines] == ["waste", "ranks", "memory", "change"]
     assert f"{found.ways[0].padding:.0%} of the tokens" in lines[0]
     assert f"{found.ways[0].waiting:.0%} of their time" in lines[1]
     assert f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=32" in lines[3]
@@ -216,8 +218,8 @@ def test_doctor_advises_nothing_that_does_not_pay_or_fit(folder):
     assert "nothing: lengths vary too little" in answer("doctor", "equal.txt", "--batch-size", "8")
     (folder / "two.txt").write_text("10\n1000\n" * 200)
     shown = answer("doctor", "two.txt", "--batch-size", "2")
-    assert "the same updates in 0.99 of the time" in shown
-    assert "samples_per_update=" not in shown
+    assert shown.endswith("samples_per_update=2, grouping=50)\n")
+    assert "2 samples an update are too few to sort" in shown
     arguments = ["doctor", "lengths.npy", "--batch-size", "8", "--max-length", "96", "--model", "model", "--gpu-memory"]
     shown = answer(*arguments, "1.36MB")
     safe = int(shown.split("a budget that is safe: ")[1].split(" tokens")[0].replace(",", ""))

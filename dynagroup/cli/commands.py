@@ -17,7 +17,7 @@ from dynagroup.memory import ProfiledMemory, Workload, measure
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.plan.cost import Work
 from dynagroup.plan.plots import new_figure, save_picture
-from dynagroup.plan.report import Comparison
+from dynagroup.plan.report import MEGA_BATCHES, Comparison
 from dynagroup.plan.report import compare as compared
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import said
@@ -67,35 +67,33 @@ def _comparison(args: argparse.Namespace) -> Comparison:
 
 
 def doctor(args: argparse.Namespace) -> Found:
-    """Five findings by name: what is wasted, how long ranks wait, what memory does, what to change, what that gives."""
+    """What is wasted, how long ranks wait, what memory does; what every way would take; and what to change."""
     found = _comparison(args)
     memory, safe = _memory(args, found)
-    today, grouped, same, free = found.ways[:4]
+    today, grouped = found.ways[:2]
     multiplied = f"of the tokens that {today.name} batches multiply are padding"
-    times = [f"{way.time / max(today.time, 1e-9):.2f}" for way in (same, free)]
-    kept = f"{same.padding:.0%} padding, {same.waiting:.0%} waiting"
     waits = f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
     findings = {
         "waste": f"{today.padding:.0%} {multiplied} (group_by_length: {grouped.padding:.0%})",
         "ranks": waits if found.world_size > 1 else "one rank: nobody waits",
         "memory": memory,
         "change": _change(found, args.layout, safe),
-        "gain": f"the same updates in {times[0]} of the time ({kept}); updates as large as fit, shuffle=True: {times[1]}",
     }
-    report = "\n".join(f"{name:6}  {text}" for name, text in findings.items())
-    return {"findings": findings, **found.figures()}, report, found.plot
+    *first, last = (f"{name:6}  {text}" for name, text in findings.items())
+    return {"findings": findings, **found.figures()}, "\n".join([*first, "", found.report(), "", last]), found.plot
 
 
 def _change(found: Comparison, layout: str, safe: int | None) -> str:
-    today, _, same, free = found.ways[:4]
-    if min(same.time, free.time) > WORTH * today.time:
+    today, _, same, grouping, free = found.ways[:5]
+    if min(same.time, grouping.time, free.time) > WORTH * today.time:
         return "nothing: lengths vary too little for other batches to pay"
     most, samples = getattr(found.budget, "max_tokens", today.largest_batch), found.samples_per_update
     packed = ', layout="packed"' if layout == "packed" else ""
     budget = f"TokenBudget({most if safe is None else min(most, max(safe, 1))}{packed})"
     loader = f"PlannedDataLoader(dataset, lengths, {budget}"
     if same.time > WORTH * today.time:
-        return f"{loader}), or more samples an update: {samples} are too few to sort"
+        few = f"{samples} samples an update are too few to sort; more of them, or other updates:"
+        return f"{few} {loader}, samples_per_update={samples}, grouping={MEGA_BATCHES})"
     return f"{loader}, samples_per_update={samples}); with the Trainer: dynagroup={budget}"
 
 

@@ -173,7 +173,7 @@ class Comparison:
         """A matplotlib figure: padding of the first way and of two of ours, side by side."""
         from dynagroup.plan.plots import plot_ways
 
-        return plot_ways([self.ways[0], *self.ways[2:4]])
+        return plot_ways([self.ways[0], self.ways[2], self.ways[4]])
 
 
 def compare(
@@ -207,11 +207,15 @@ def compare(
     each = batch_size * world_size * accumulation
     modes: dict[str, dict[str, Any]] = {
         f"dynagroup, updates of {each}": {"samples_per_update": each},
+        f"dynagroup, grouping={MEGA_BATCHES}": {"samples_per_update": each, "grouping": MEGA_BATCHES},
         "dynagroup, shuffle=True": {"shuffle": True},
         "dynagroup, sorted": {},
     }
     told: dict[str, Any] = {"work": check_work(work)}
     planners = {name: Planner(streams, fits, PlanConfig(**told, **mode)) for name, mode in modes.items()}
+    if isinstance(fits, TokenBudget) and fits.layout == "padded":
+        config = PlanConfig(**told, samples_per_update=each)
+        planners["dynagroup, packed updates"] = Planner(streams, TokenBudget(fits.max_tokens, layout="packed"), config)
     next(iter(planners.values())).warn_of_oversize()
     ours = [Way(name, planner.plan(0, world_size)) for name, planner in planners.items()]
     shuffled = fixed_batches(epoch_order(len(streams[TOKENS]), seed=0, epoch=0), batch_size)
