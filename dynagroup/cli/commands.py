@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 WORTH = 0.95
 """Predicted time, as a share of today's, above which nothing is worth a change."""
+FEW = 32
+"""Samples an update below which they leave little to sort."""
 Found: TypeAlias = "tuple[Mapping[str, Any], object, Callable[[], Figure]]"
 """Figures for machines, the same for people, and what draws it."""
 
@@ -94,7 +96,8 @@ def _change(found: Comparison, layout: str, safe: int | None) -> str:
     if same.time > WORTH * today.time:
         few = f"{samples} samples an update are too few to sort; more of them, or other updates:"
         return f"{few} {loader}, samples_per_update={samples}, grouping={MEGA_BATCHES})"
-    return f"{loader}, samples_per_update={samples}); with the Trainer: dynagroup={budget}"
+    few = f"; {samples} samples an update are few to sort, see grouping" if samples < FEW else ""
+    return f"{loader}, samples_per_update={samples}); with the Trainer: dynagroup={budget}{few}"
 
 
 def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | None]:
