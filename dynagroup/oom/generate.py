@@ -92,7 +92,7 @@ class Generating(Parts[Any]):
 
     def generated(self) -> Generated:
         """What the whole gives."""
-        parts = self.run_all([(0, self.num_samples)])
+        parts = self.run_all()
         return Generated(parts[0][2] if len(parts) == 1 else self._merged(parts), len(parts) - 1)
 
     def shape(self, start: int, stop: int) -> BatchShape:

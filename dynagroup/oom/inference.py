@@ -225,7 +225,7 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
         pooled = _pool(states, mask, pooling)
         return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled
 
-    wanted = "without its head, as AutoModel loads it"
+    wanted = "without its head, as AutoModel loads it (of a LoRA of peft: model.get_base_model())"
     return _forward(inner, "last_hidden_state", wanted, rows_of, task=f"embed {pooling}", normalize=int(normalize))
 
 
@@ -244,18 +244,7 @@ def _classification(model: Any) -> Task:
 def _without_head(model: Any) -> Any:
     """The part that gives hidden states: a language model's own output is a number for every word of its vocabulary."""
     module = sys.modules.get("transformers.modeling_utils")  # whoever holds such a model has imported it
-    inner = _without_adapter(model)
-    return inner.base_model if module is not None and isinstance(inner, module.PreTrainedModel) else model
-
-
-def _without_adapter(model: Any) -> Any:
-    """A model of peft without its outer layer, where its adapters are in the layers beneath, which then still run."""
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return model
-    config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner
-    around = config.is_prompt_learning or type(model.base_model).forward is not tuner.forward
-    return model if around or getattr(config, "alora_invocation_tokens", None) else model.get_base_model()
+    return model.base_model if module is not None and isinstance(model, module.PreTrainedModel) else model
 
 
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:

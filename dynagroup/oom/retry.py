@@ -7,9 +7,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import PeakWatch, is_out_of_memory
@@ -25,16 +23,15 @@ _log = logging.getLogger(__name__)
 _BACKENDS = ("cuda", "xpu", "mps", "npu")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
+class Outcome(NamedTuple):
     """What one attempt came to: a value, or the text of the out-of-memory error that ended it; and how long it took."""
 
-    value: T | None
+    value: Any
     error: str | None
     seconds: float
 
 
-def attempt(run: Callable[[], T]) -> Outcome[T]:
+def attempt(run: Callable[[], Any]) -> Outcome:
     """Run it. After an out-of-memory error nothing of the attempt is left alive when this returns; other errors pass through.
 
     Frames hold a failed attempt's tensors, the traceback holds the frames, and the exception being handled holds the
@@ -105,13 +102,7 @@ def run_with_oom_retry(
     """
     splitter = split if split is not None else BatchSplitter()
     learned = learned if learned is not None else LearningBudget()
-    parts = Parts(fn, batch, splitter, learned, min_samples, indices)
-    if learned.has_learned:
-        return [value for _, _, value in parts.run_all([(0, parts.num_samples)])]
-    whole = attempt(lambda: fn(batch))  # what fits need not be a batch that can be counted or cut
-    if whole.error is None:
-        return [whole.value]  # type: ignore[list-item]
-    return [value for _, _, value in parts.run_all(parts.failed(0, parts.num_samples, whole))]
+    return [value for _, _, value in Parts(fn, batch, splitter, learned, min_samples, indices).run_all()]
 
 
 class Parts(Generic[T]):
@@ -126,10 +117,7 @@ class Parts(Generic[T]):
     ) -> None:  # fmt: skip
         self.fn, self.batch, self.splitter, self.learned = fn, batch, splitter, learned
         self._min_samples, self._indices = check_int("min_samples", min_samples), indices
-
-    @cached_property
-    def num_samples(self) -> int:
-        return self.splitter.num_samples(self.batch)
+        self.num_samples = splitter.num_samples(batch)
 
     def part(self, start: int, stop: int) -> Any:
         whole = stop - start == self.num_samples
@@ -139,9 +127,10 @@ class Parts(Generic[T]):
         """What its memory grows with."""
         return shape_of(self.part(start, stop), stop - start)
 
-    def run_all(self, waiting: list[tuple[int, int]]) -> list[tuple[int, int, T]]:
+    def run_all(self) -> list[tuple[int, int, T]]:
         """(first sample, the one behind the last, result) of every part."""
         done: list[tuple[int, int, T]] = []
+        waiting = [(0, self.num_samples)]
         while waiting:
             (start, stop), waiting = waiting[0], waiting[1:]
             if not self._allowed(start, stop):
@@ -149,27 +138,26 @@ class Parts(Generic[T]):
                 continue
             outcome = attempt(lambda a=start, b=stop: self.fn(self.part(a, b)))
             if outcome.error is not None:
-                waiting = self.failed(start, stop, outcome) + waiting
+                waiting = self._failed(start, stop, outcome.error, outcome.seconds) + waiting
                 continue
             peak, size = (None, None) if self.watch is None else self.watch.new_peak()
             if self.learned.has_learned or peak is not None:
                 self.learned.record_pass(self.shape(start, stop), peak_bytes=peak, device_bytes=size)
-            done.append((start, stop, outcome.value))  # type: ignore[arg-type]
+            done.append((start, stop, outcome.value))
         return done
 
-    def failed(self, start: int, stop: int, outcome: Outcome[T]) -> list[tuple[int, int]]:
+    def _failed(self, start: int, stop: int, error: str, seconds: float) -> list[tuple[int, int]]:
         """Learn from a range that failed; its halves."""
         shown = describe(self.part(start, stop))
-        _log.warning("out of memory at %s; going on in halves. %s", shown, outcome.error)
-        self.learned.record_oom(self.shape(start, stop), wasted_s=outcome.seconds)
+        _log.warning("out of memory at %s; going on in halves. %s", shown, error)
+        self.learned.record_oom(self.shape(start, stop), wasted_s=seconds)
         if stop - start >= 2 * self._min_samples:
             return halves(start, stop)
         known = self._indices if len(self._indices) else range(self.num_samples)
         names = ", ".join(str(int(i)) for i in known[start:stop])
-        who = f"sample {names} does not fit even alone"
-        if stop - start > 1:
-            who = f"samples {names} do not fit together, and `min_samples` forbids cutting further"
-        raise BudgetError(f"{who} ({shown}); truncate or filter out such samples. The allocator said: {outcome.error}")
+        alone = stop - start == 1
+        who = f"sample {names} does not fit even alone" if alone else f"samples {names} do not fit together"
+        raise BudgetError(f"{who} ({shown}); truncate or filter out such samples. The allocator said: {error}")
 
     def _allowed(self, start: int, stop: int) -> bool:
         smallest = stop - start < 2 * self._min_samples

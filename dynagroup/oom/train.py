@@ -61,9 +61,7 @@ class Part:
 
     def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> list[Part]:
         """Two halves that weigh together what the part weighs."""
-        parts: list[Part] = [
-            replace(self, start=a, stop=b, rng=None, loss=None) for a, b in halves(self.start, self.stop)
-        ]
+        parts = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in halves(self.start, self.stop)]
         if weigh is not None:
             weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
             for half, weight in zip(parts, weights, strict=True):
@@ -231,10 +229,11 @@ class OomSafeBackward:
 
     def _attempt(self, update: Update, part: Part) -> bool:
         """Whether the part fitted. What failed leaves nothing behind but gradients, see ``_began``."""
+        sources = _random_sources(self._device)
         if part.rng is None:
-            part.rng = _rng_state(self._device)
-        else:
-            _set_rng_state(self._device, part.rng)
+            part.rng = [source.get_rng_state() for source in sources]
+        for source, state in zip(sources, part.rng, strict=True):
+            source.set_rng_state(state)
         self._began = False
         outcome = attempt(lambda: self._run(part))
         if outcome.error is not None:
@@ -258,11 +257,8 @@ class OomSafeBackward:
     def _note(self, update: Update, part: Part, error: str, seconds: float) -> None:
         _log.warning("out of memory at %s; going on in parts. %s", describe(part.samples(self._splitter)), error)
         self.learned.record_waste(num_ooms=1, num_retries=2, wasted_s=seconds)
-        cost = float(self.learned.cost(self._shape(part))[0])
-        if self._world.size == 1:
-            self.learned.record_failed_cost(cost)
-        else:  # ranks must plan alike, so all of them learn it together, at the vote
-            update.failed_cost = min(update.failed_cost, cost)
+        # Ranks must plan alike, so all of them learn it together, at the vote.
+        update.failed_cost = min(update.failed_cost, float(self.learned.cost(self._shape(part))[0]))
 
     # Every rank votes, whatever has happened to it, so no rank waits for one that will not come. Gradients are exchanged only
     # when all ranks have theirs: nothing can fail then but the exchange itself. Cost: an exchange of gradients as in DDP, one
@@ -274,7 +270,7 @@ class OomSafeBackward:
         cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
         failed = self._world.rank if update.verdict is not None else -1
         rank, cost, *present = self._world.all_max([failed, cost, *present])
-        if cost != -NO_COST and self._world.size > 1:
+        if cost != -NO_COST:
             self.learned.record_failed_cost(-cost / COST_UNIT)
         update.end(keep=rank < 0)
         if rank >= 0:
@@ -289,16 +285,8 @@ class OomSafeBackward:
             broadcast_buffers(self._ddp)
 
 
-def _rng_state(device: torch.device) -> tuple[Any, Any]:
-    """torch's random states on the CPU and on one device: what dropout draws from."""
+def _random_sources(device: torch.device) -> list[Any]:
+    """What dropout draws from: torch's states on the CPU and on one device."""
     import torch
 
-    return torch.get_rng_state(), None if device.type == "cpu" else getattr(torch, device.type).get_rng_state()
-
-
-def _set_rng_state(device: torch.device, state: tuple[Any, Any]) -> None:
-    import torch
-
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        getattr(torch, device.type).set_rng_state(state[1])
+    return [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]

@@ -10,8 +10,6 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 
-__all__ = ["VISION_KEYS", "VisionTokens", "take_vision"]
-
 # Concatenated over samples: key -> (kind, whether it has a row a patch instead of one an image).
 VISION_KEYS = {
     "pixel_values": ("image", True), "image_grid_thw": ("image", False), "pixel_values_videos": ("video", True),
