@@ -91,7 +91,7 @@ class _Describer:
             return value.__name__
         if isinstance(value, types.MethodType):
             code = getattr(value.__func__, "__code__", None)
-            return f"{self.text(value.__func__)} of {self.text(value.__self__, _names_in(code) if code else None)}"
+            return f"{self.text(value.__func__)} of {self.text(value.__self__, code and _names_in(code))}"
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if callable(value) and hasattr(value, "__wrapped__"):
@@ -107,8 +107,11 @@ class _Describer:
         """An object: its class, and what a pickle of it would hold."""
         kind = type(value)
         try:
-            if _is_tensor(value) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
-                return f"{value.dtype}{list(value.shape)}#{hashed(_raw(value))}"
+            if _is_tensor(value):
+                raw = value.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+                return f"{value.dtype}{list(value.shape)}#{hashed(raw.tobytes())}"
+            if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+                return f"{value.dtype}{list(value.shape)}#{hashed(value.tobytes())}"
             reduce = copyreg.dispatch_table.get(kind)
             reduced: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
         except Exception:  # noqa: BLE001 - whatever its class raises, it cannot be seen
@@ -140,8 +143,9 @@ class _Describer:
         return f"{kind.__qualname__}#{hashed('; '.join(f'{k}={self._member(v)}' for k, v in own), 8)}"
 
     def _member(self, member: Any) -> str:
-        inner = next((found for name in ("fget", "func", "__func__") if (found := getattr(member, name, None))), member)
-        return self.text(inner) if isinstance(inner, MEMBERS) else ""
+        for name in ("fget", "func", "__func__"):  # of properties, cached ones, class methods
+            member = member if isinstance(member, MEMBERS) else getattr(member, name, member)
+        return self.text(member) if isinstance(member, MEMBERS) else ""
 
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
@@ -186,9 +190,3 @@ def _is_own(thing: Any) -> bool:
 def _is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _raw(array: Any) -> bytes:
-    if isinstance(array, np.ndarray):
-        return np.ascontiguousarray(array).tobytes()
-    return _raw(array.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy())

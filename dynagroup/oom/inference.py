@@ -219,26 +219,14 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder"):
         raise ConfigError(f"the hidden states of a {type(model).__name__} are its decoder's: use model.get_encoder()")
 
-    def rows_of(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        pooled = _pool(states, mask, pooling)
-        return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled
-
+    rows_of = lambda states, mask: _pool(states, mask, pooling, normalize)  # noqa: E731
     wanted = "without its head, as AutoModel loads it (of a LoRA of peft: model.get_base_model())"
     return _forward(inner, "last_hidden_state", wanted, rows_of, task=f"embed {pooling}", normalize=int(normalize))
 
 
 def _classification(model: Any) -> Task:
     wanted = "with a head, as AutoModelForSequenceClassification loads it"
-
-    def rows_of(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        if logits.ndim != 2:
-            has = tuple(logits.shape)
-            raise ConfigError(f"`logits` must be (samples, classes), but are {has}; give the model {wanted}")
-        return logits
-
-    return _forward(model, "logits", wanted, rows_of, task="classify")
+    return _forward(model, "logits", wanted, lambda logits, _: logits, task="classify")
 
 
 def _without_head(model: Any) -> Any:
@@ -247,12 +235,14 @@ def _without_head(model: Any) -> Any:
     return model.base_model if module is not None and isinstance(model, module.PreTrainedModel) else model
 
 
-def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling, normalize: bool) -> torch.Tensor:
     import torch
 
-    num_tokens = mask.sum(1)
+    num_tokens = mask.sum(1).clamp(min=1)
     if pooling == "mean":  # summed in float32: bfloat16 cannot count beyond 256
         total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=torch.float32)
-        return total / num_tokens.clamp(min=1).unsqueeze(-1)
-    position = torch.zeros_like(num_tokens) if pooling == "first" else (num_tokens - 1).clamp(min=0)
-    return states[torch.arange(len(states), device=states.device), position].float()
+        pooled = total / num_tokens.unsqueeze(-1)
+    else:
+        position = torch.zeros_like(num_tokens) if pooling == "first" else num_tokens - 1
+        pooled = states[torch.arange(len(states), device=states.device), position].float()
+    return torch.nn.functional.normalize(pooled, dim=1) if normalize else pooled

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import BoolArray, Budget
+from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.distributed import World, current_world
@@ -29,7 +29,7 @@ from dynagroup.memory.run import Mode
 from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import TOKENS, BatchShape
+from dynagroup.shapes import TOKENS
 from dynagroup.validation import check_int
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Task:
 
 
 class Job:
-    """Texts through a model in planned batches, longest first; once memory has run out, the rest is planned again."""
+    """Texts through a model in planned batches, longest first; what runs out of memory, or would again, runs in parts."""
 
     def __init__(
         self, task: Task, tokenizer: Any, texts: Any, *,
@@ -154,20 +154,16 @@ class Job:
 
     def _results(self, done: Collection[int], rank: int = 0, size: int = 1) -> Iterator[tuple[list[int], Any]]:
         """(indices, their results) of this rank's share of what is not done. Shares depend on lengths alone: ranks may have
-        learned different things, and have other budgets."""
+        other budgets."""
         from tqdm.auto import tqdm
 
         samples = (i for i in range(len(self.texts)) if i not in done)
         share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
         shown, total = self._progress and rank == 0, int(self.lengths[share].sum())  # time follows tokens
         with evaluating(self.task.model), tqdm(total=total, unit="tok", unit_scale=True, disable=not shown) as bar:
-            batches = self._batches(share)
-            while batches:
-                known, indices = self.learned.limits, batches.pop(0)
+            for indices in self._batches(share):
                 yield indices, self.task.process(self, self._encode(indices), indices)
                 bar.update(int(self.lengths[indices].sum()))
-                if self.learned.limits != known:
-                    batches = self._batches([i for batch in batches for i in batch])
 
     def _batches(self, samples: Sequence[int]) -> list[list[int]]:
         if not len(samples):
@@ -175,26 +171,13 @@ class Job:
         # Every new token is a step of its own, which costs what any step costs; every copy costs its tokens.
         work = Work.of_known(self.task.model, device=next(self.task.model.parameters()).device)
         work = replace(work, per_step=work.per_step * (1 + self.task.new_tokens) / self.task.copies)
-        known = self.budget & _Learned(self) if self.learned.has_learned else self.budget
-        sampler = LengthAwareBatchSampler(self.lengths[list(samples)], known, work=work, rank=0, world_size=1)
+        sampler = LengthAwareBatchSampler(self.lengths[list(samples)], self.budget, work=work, rank=0, world_size=1)
         return [[samples[i] for i in batch] for batch in sampler]
 
     def _encode(self, indices: list[int]) -> dict[str, Any]:
         how = {"padding_side": self.task.padding_side, "pad_to_multiple_of": self.budget.pad_to_multiple_of}
         batch = padded(self._tokens, [self.texts[i] for i in indices], self._max_length, **how)
         return {name: value.to(next(self.task.model.parameters()).device) for name, value in batch.items()}
-
-
-class _Learned(Budget):
-    """What has been learned about whole generations, asked about prompts: every copy grows by the new tokens."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def fits(self, shape: BatchShape, /) -> BoolArray:
-        task = self._job.task
-        grown = BatchShape.of(shape.num_samples * task.copies, shape.longest[TOKENS] + task.new_tokens)
-        return self._job.learned.allows(grown)
 
 
 def _on_all(world: World, act: Callable[[], bool | None]) -> bool:

@@ -27,6 +27,7 @@ SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return
 _SIZED_BY = (
     "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
 )  # fmt: skip
+_WHOLE = (type(None), str, bytes, int, float, np.generic)
 _IGNORED_LABEL = -100
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
@@ -145,8 +146,11 @@ class BatchSplitter:
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
         """Cut columns off all that has one entry per token, in place."""
-        mask, (first, last) = _mask_of(fields), self.columns(fields, start, stop)
-        for key in parts.keys() & TOKEN_KEYS if mask is not None else ():
+        mask = _mask_of(fields)
+        if mask is None:
+            return
+        first, last = self.columns(fields, start, stop)
+        for key in parts.keys() & TOKEN_KEYS:
             value = fields[key]
             if not _is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
                 continue
@@ -206,8 +210,7 @@ def _holds_samples(batch: Any) -> bool:
 
 def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
     """One field's entries of the samples ``start`` to ``stop - 1``."""
-    one = value is None or isinstance(value, (str, bytes, int, float, np.generic))
-    if one or (_is_array(value) and not value.ndim):
+    if isinstance(value, _WHOLE) or (_is_array(value) and not value.ndim):
         return value
     if _is_sized(value) and len(value) == num_samples:
         part = value[start:stop]

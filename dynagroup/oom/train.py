@@ -61,7 +61,8 @@ class Part:
 
     def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> list[Part]:
         """Two halves that weigh together what the part weighs."""
-        parts = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in halves(self.start, self.stop)]
+        both = halves(self.start, self.stop)
+        parts: list[Part] = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in both]
         if weigh is not None:
             weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
             for half, weight in zip(parts, weights, strict=True):
