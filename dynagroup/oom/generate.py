@@ -10,22 +10,12 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.retry import Parts
-from dynagroup.oom.split import BatchSplitter, Trim, VisionTokens, longest_of
+from dynagroup.oom.split import BatchSplitter, VisionTokens, longest_of
 from dynagroup.shapes import BatchShape
 
 if TYPE_CHECKING:
     import torch
 
-# Options whose effect depends on padding tokens in the prompt (they look at token ids, or count positions from the left), and
-# the values without effect: with one of them a part keeps its batch's width, so that it generates what the whole would have.
-_SEES_PADDING = {
-    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "bad_words_ids": None, "sequence_bias": None,
-    "penalty_alpha": None, "prompt_lookup_num_tokens": None, "watermarking_config": None, "dola_layers": None,
-    "stop_strings": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
-    "begin_suppress_tokens": None,
-}  # fmt: skip
-_CALLABLES = ("logits_processor", "stopping_criteria", "custom_generate", "assistant_model")
 _REFUSED = (
     "streamer", "synced_gpus", "return_dict_in_generate", "past_key_values", "encoder_outputs", "prefix_allowed_tokens_fn",
 )  # fmt: skip
@@ -77,7 +67,7 @@ class Generating(Parts[Any]):
 
     def __init__(
         self, model: Any, batch: Mapping[str, Any], kwargs: Mapping[str, Any], learned: LearningBudget,
-        indices: Sequence[int], *, min_samples: int = 1, pad_to_multiple_of: int = 1,
+        indices: Sequence[int], *, min_samples: int = 1,
     ) -> None:  # fmt: skip
         self.model, self.watch = model, watch_of(model)
         self.kwargs = {name: value for name, value in kwargs.items() if not is_data(value)}
@@ -85,48 +75,32 @@ class Generating(Parts[Any]):
         self.is_causal = not model.config.is_encoder_decoder
         self.num_beams = self._option("num_beams") or 1
         self.num_sequences = self._option("num_return_sequences") or 1
-        vision = VisionTokens.from_config(model.config)
-        self._fields = BatchSplitter(trim=self._trim(), pad_to_multiple_of=pad_to_multiple_of, vision=vision)
+        # Parts stay as wide as the batch: some options look at padding, or count from the left.
+        splitter = BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config))
         run = lambda part: model.generate(**part, **self.kwargs)  # noqa: E731
-        super().__init__(run, self.batch, self._fields, learned, min_samples, indices)
+        super().__init__(run, self.batch, splitter, learned, min_samples, indices)
 
     def generated(self) -> Generated:
         """What the whole gives."""
         parts = self.run_all()
-        return Generated(parts[0][2] if len(parts) == 1 else self._merged(parts), len(parts) - 1)
+        rows = [sequences for _, _, sequences in parts]
+        return Generated(rows[0] if len(rows) == 1 else self._merged(rows), len(rows) - 1)
 
     def shape(self, start: int, stop: int) -> BatchShape:
         """What memory grows with: every beam and returned sequence, at its full length in the end."""
-        first, last = self._fields.columns(self.batch, start, stop)
-        new, total = self._option("max_new_tokens"), self._option("max_length")
+        new, total, width = self._option("max_new_tokens"), self._option("max_length"), longest_of(self.batch)
         if new is None and total is not None:
-            new = max(total - longest_of(self.batch), 0) if self.is_causal else total
+            new = max(total - width, 0) if self.is_causal else total
         new = 20 if new is None else new  # transformers' default
-        return BatchShape.of((stop - start) * max(self.num_beams, self.num_sequences), last - first + new)
-
-    def _trim(self) -> Trim:
-        """On which sides padding may be cut off without any effect on what is generated."""
-        depends = any(self._option(name) not in (None, neutral) for name, neutral in _SEES_PADDING.items())
-        if depends or any(self.kwargs.get(name) for name in _CALLABLES) or "decoder_input_ids" in self.batch:
-            return "none"
-        if self.is_causal:  # `max_length` counts the prompt's padding; `max_new_tokens` does not
-            return "none" if self._option("max_new_tokens") is None else "left"
-        return "right"
+        return BatchShape.of((stop - start) * max(self.num_beams, self.num_sequences), width + new)
 
     def _option(self, name: str) -> Any:
         return generation_option(name, self.model, self.kwargs)
 
-    def _merged(self, parts: Sequence[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
-        """Token ids of consecutive parts as the whole's. Those of a causal model begin with the whole batch's prompt."""
+    def _merged(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Token ids of consecutive parts as the whole's, which ends where the longest ends."""
         import torch
 
-        prompt = self.batch.get("input_ids") if self.is_causal else None
-        rows = [sequences for _, _, sequences in parts]
-        if prompt is not None:
-            for at, (start, stop, sequences) in enumerate(parts):
-                first, last = self._fields.columns(self.batch, start, stop)
-                own = prompt[start:stop].repeat_interleave(self.num_sequences, dim=0).to(sequences.device)
-                rows[at] = torch.cat([own, sequences[:, last - first :]], dim=1)
         width = max(part.shape[1] for part in rows)
         fill = self._pad_token_id() if any(part.shape[1] < width for part in rows) else 0
         return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in rows])

@@ -178,8 +178,7 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
         how["generation_config"].max_new_tokens = new_tokens
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
-        multiple = job.budget.pad_to_multiple_of
-        tokens = Generating(model, batch, how, job.learned, indices, pad_to_multiple_of=multiple).generated().output
+        tokens = Generating(model, batch, how, job.learned, indices).generated().output
         tokens = tokens[:, batch["input_ids"].shape[1] :] if is_causal else tokens
         found = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return found if each == 1 else [found[i : i + each] for i in range(0, len(found), each)]

@@ -5,25 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom.vision import VISION_KEYS, VisionTokens, take_vision
 from dynagroup.shapes import BatchShape
 
 B = TypeVar("B")
-Trim: TypeAlias = Literal["left", "right", "none"]
 Fields: TypeAlias = "dict[Any, Any]"
 
 # One entry per token of the sample; trimmed together with `attention_mask`.
-TOKEN_KEYS = {
+_TOKEN_KEYS = {
     "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "shift_labels", "inputs_embeds", "loss_mask",
     "special_tokens_mask", "mm_token_type_ids", "global_attention_mask", "assistant_masks", "completion_mask",
 }  # fmt: skip
 # About the batch as a whole, whatever their size.
-SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"}
+_SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"}
 _SIZED_BY = (
     "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
 )  # fmt: skip
@@ -31,6 +29,12 @@ _WHOLE = (type(None), str, bytes, int, float, np.generic)
 _IGNORED_LABEL = -100
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
+# Concatenated over samples: key -> (kind, whether it has a row a patch instead of one an image).
+_VISION_KEYS = {
+    "pixel_values": ("image", True), "image_grid_thw": ("image", False), "pixel_values_videos": ("video", True),
+    "video_grid_thw": ("video", False), "second_per_grid_ts": ("video", False),
+}  # fmt: skip
+_TYPE_IDS = {"image": 1, "video": 2}  # in `mm_token_type_ids`
 
 
 class Splitter(Protocol[B]):
@@ -46,6 +50,24 @@ class Splitter(Protocol[B]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionTokens:
+    """How images show in ``input_ids``: one placeholder token for every ``merge_size ** 2`` patches."""
+
+    image_token_id: int | None = None
+    video_token_id: int | None = None
+    merge_size: int = 2
+
+    @classmethod
+    def from_config(cls, config: Any) -> VisionTokens | None:
+        """From a model's config; None for a model without such tokens."""
+        image, video = getattr(config, "image_token_id", None), getattr(config, "video_token_id", None)
+        merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
+        if merge is None or (image is None and video is None):
+            return None
+        return cls(image_token_id=image, video_token_id=video, merge_size=merge)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchSplitter:
     """Splits dicts, ``BatchEncoding``, tuples and lists of fields, tensors, arrays and lists of samples.
 
@@ -54,8 +76,8 @@ class BatchSplitter:
     split between its samples.
 
     Args:
-        trim: side on which a part loses its padding columns, as its ``attention_mask`` shows them. "left" moves the positions
-            of a model that is given no ``position_ids``; ``generate`` derives them from the mask.
+        trim: whether a part loses the padding columns on its right, as its ``attention_mask`` shows them. (On the left that
+            would move the positions of a model.)
         pad_to_multiple_of: trimmed widths are rounded up to it, at most to the batch's own.
         rules: key -> ``rule(value, batch, start, stop)``, for values that only you know how to cut.
         vision: token ids of images and videos, where ``pixel_values`` of all samples are concatenated
@@ -68,7 +90,7 @@ class BatchSplitter:
     [[4]]
     """
 
-    trim: Trim = "right"
+    trim: bool = True
     pad_to_multiple_of: int = 1
     rules: Mapping[str, Callable[[Any, Any, int, int], Any]] = field(default_factory=dict)
     vision: VisionTokens | None = None
@@ -83,7 +105,7 @@ class BatchSplitter:
         borders = packed_borders(fields)
         if borders is not None:
             return len(borders) - 1
-        own = {*self.rules, *SHARED_KEYS, *VISION_KEYS}
+        own = {*self.rules, *_SHARED_KEYS, *_VISION_KEYS}
         sizes = {str(key): len(value) for key, value in fields.items() if key not in own and _is_sized(value)}
         for key in _SIZED_BY:
             if key in sizes:
@@ -103,7 +125,7 @@ class BatchSplitter:
         for key, value in fields.items():
             if key in self.rules:
                 parts[key] = self.rules[key](value, batch, start, stop)
-            elif key in SHARED_KEYS:
+            elif key in _SHARED_KEYS:
                 parts[key] = value
             elif borders is not None:
                 parts[key] = _take_packed(key, value, borders, start, stop)
@@ -113,24 +135,10 @@ class BatchSplitter:
             self._trim(parts, fields, num_samples, start, stop)
         return _rebuild(batch, parts, start, stop)
 
-    def columns(self, batch: Any, start: int, stop: int, /) -> tuple[int, int]:
-        """Token columns of the batch that a part keeps: ``first, last + 1``."""
-        fields = _fields_of(batch) or {}
-        mask = _mask_of(fields)
-        if mask is None:
-            return 0, longest_of(fields)
-        width, used = int(mask.shape[1]), np.flatnonzero((mask[start:stop] != 0).any(0).tolist())
-        if self.trim == "none" or not len(used) or not self._may_trim(fields, self.num_samples(batch), width):
-            return 0, width
-        kept = width - int(used[0]) if self.trim == "left" else int(used[-1]) + 1
-        kept = min(width, -(-kept // self.pad_to_multiple_of) * self.pad_to_multiple_of)
-        first, last = (width - kept, width) if self.trim == "left" else (0, kept)
-        return (first, last) if _labels_allow(fields, start, stop, first, last) else (0, width)
-
     def _take_padded(self, fields: Fields, key: Any, num_samples: int, start: int, stop: int) -> Any:
         value = fields[key]
-        if key in VISION_KEYS and ("image_grid_thw" in fields or "video_grid_thw" in fields):
-            return take_vision(fields, key, start, stop, self.vision)
+        if key in _VISION_KEYS and ("image_grid_thw" in fields or "video_grid_thw" in fields):
+            return _take_vision(fields, key, start, stop, self.vision)
         if key == "position_ids" and _is_array(value):
             if value.ndim == 3 and value.shape[1] == num_samples:  # one plane each for time, height, width
                 return value[:, start:stop]
@@ -138,31 +146,31 @@ class BatchSplitter:
                 return value
         return _cut(value, str(key), num_samples, start, stop)
 
-    def _may_trim(self, fields: Fields, num_samples: int, width: int) -> bool:
-        """Every field as wide as the mask is known to hold one entry per token, so all of them can be trimmed alike."""
-        known = TOKEN_KEYS | self.rules.keys() | SHARED_KEYS
-        wide = (key for key, value in fields.items() if key not in known and _as_wide(value, num_samples, width))
-        return "past_key_values" not in fields and next(wide, None) is None
-
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
         """Cut columns off all that has one entry per token, in place."""
-        mask = _mask_of(fields)
-        if mask is None:
+        mask = fields.get("attention_mask")
+        if not self.trim or not _is_array(mask) or mask.ndim != 2:
             return
-        first, last = self.columns(fields, start, stop)
-        for key in parts.keys() & TOKEN_KEYS:
+        width, kept = int(mask.shape[1]), self._kept(fields, num_samples, start, stop)
+        for key in parts.keys() & _TOKEN_KEYS:
             value = fields[key]
             if not _is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
                 continue
-            if key == "position_ids" and value.shape[-1] == mask.shape[1]:
-                parts[key] = _whole(parts[key][..., first:last])
-            elif tuple(value.shape[:2]) == (num_samples, mask.shape[1]):
-                parts[key] = _whole(parts[key][:, first:last])
+            if key == "position_ids" and value.shape[-1] == width:
+                parts[key] = _whole(parts[key][..., :kept])
+            elif tuple(value.shape[:2]) == (num_samples, width):
+                parts[key] = _whole(parts[key][:, :kept])
 
-
-def _mask_of(fields: Fields) -> Any:
-    mask = fields.get("attention_mask")
-    return mask if _is_array(mask) and mask.ndim == 2 else None
+    def _kept(self, fields: Fields, num_samples: int, start: int, stop: int) -> int:
+        """Token columns that a part keeps: all, unless every other field as wide as the mask is known to hold one entry per
+        token, and no label is lost."""
+        mask, known = fields["attention_mask"], _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
+        width, used = int(mask.shape[1]), np.flatnonzero((mask[start:stop] != 0).any(0).tolist())
+        wide = (key for key, value in fields.items() if key not in known and _as_wide(value, num_samples, width))
+        if not len(used) or "past_key_values" in fields or next(wide, None) is not None:
+            return width
+        kept = min(width, -(-(int(used[-1]) + 1) // self.pad_to_multiple_of) * self.pad_to_multiple_of)
+        return kept if _labels_allow(fields, start, stop, kept) else width
 
 
 def _whole(value: Any) -> Any:
@@ -170,13 +178,12 @@ def _whole(value: Any) -> Any:
     return value.contiguous() if hasattr(value, "contiguous") else value
 
 
-def _labels_allow(fields: Fields, start: int, stop: int, first: int, last: int) -> bool:
+def _labels_allow(fields: Fields, start: int, stop: int, kept: int) -> bool:
     """Whether no label is lost. Labels as wide as the mask may also be a target side of the same width by accident."""
     labels, width = fields.get("labels"), fields["attention_mask"].shape[1]
     if not _is_array(labels) or tuple(labels.shape[1:]) != (width,) or "decoder_input_ids" in fields:
         return True
-    rows = labels[start:stop]
-    return all(bool((side == _IGNORED_LABEL).all()) for side in (rows[:, :first], rows[:, last:]))
+    return bool((labels[start:stop, kept:] == _IGNORED_LABEL).all())
 
 
 def _as_wide(value: Any, num_samples: int, width: int) -> bool:
@@ -301,3 +308,46 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
         return value[start:stop]
     has = f"`{key}` {tuple(value.shape)} has entries neither for the {tokens} tokens nor for the {num_samples} samples"
     raise ConfigError(f"{has} of a packed batch; give BatchSplitter(rules=...)")
+
+
+def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None) -> Any:
+    """Some samples' rows of images, None for no images: each ends where its placeholder tokens have been seen."""
+    kind, per_patch = _VISION_KEYS[key]
+    grid = fields.get(f"{kind}_grid_thw")
+    if fields[key] is None:
+        return None
+    if grid is None:
+        raise ConfigError(f"`{key}` is concatenated over samples, but `{kind}_grid_thw` is not in the batch")
+    patches = np.asarray(grid.prod(-1).tolist())
+    merge = 2 if tokens is None else tokens.merge_size
+    ends, wanted = _sums(patches // merge**2), _sums(_placeholders(fields, kind, tokens))
+    images = np.searchsorted(ends, wanted)
+    wrong = np.flatnonzero(ends[np.minimum(images, len(patches))] != wanted)
+    if len(wrong) or images[-1] != len(patches):
+        sample = wrong[0] - 1 if len(wrong) else len(wanted) - 2
+        raise ConfigError(
+            f"sample {sample} has {wanted[sample + 1] - wanted[sample]} {kind} tokens, which `{kind}_grid_thw` does not add up "
+            "to; check `merge_size` and the token ids given to VisionTokens"
+        )
+    first, last = images[start], images[stop]
+    if first == last:
+        return None
+    rows = _sums(patches) if per_patch else np.arange(len(patches) + 1)
+    return fields[key][int(rows[first]) : int(rows[last])]
+
+
+def _sums(counts: Any) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+def _placeholders(fields: Mapping[Any, Any], kind: str, tokens: VisionTokens | None) -> list[int]:
+    """Placeholder tokens of every sample."""
+    token_id = getattr(tokens, f"{kind}_token_id", None)
+    if token_id is not None:
+        return (fields["input_ids"] == token_id).sum(-1).tolist()
+    if fields.get("mm_token_type_ids") is not None:
+        return (fields["mm_token_type_ids"] == _TYPE_IDS[kind]).sum(-1).tolist()
+    raise ConfigError(
+        "which images belong to which sample is not known; give "
+        "BatchSplitter(vision=VisionTokens.from_config(model.config)), or let the processor return `mm_token_type_ids`"
+    )

@@ -41,24 +41,16 @@ def test_every_usual_kind_of_batch_is_cut_and_keeps_its_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "trim", "kept"),
-    [
-        (("0111", "0011"), "left", (1, 4)),
-        (("1100", "1110"), "right", (0, 3)),
-        (("0110", "0010"), "left", (1, 4)),
-        (("0110", "0010"), "right", (0, 3)),
-        (("0110", "0010"), "none", (0, 4)),
-        (("0000", "0000"), "right", (0, 4)),
-    ],
+    ("rows", "kept"),
+    [(("1100", "1110"), 3), (("0110", "0010"), 3), (("0011", "0001"), 4), (("0000", "0000"), 4), (("1000", "0100"), 2)],
 )
-def test_a_part_is_trimmed_to_its_own_longest(rows: tuple[str, ...], trim: Any, kept: tuple[int, int]) -> None:
+def test_a_part_is_trimmed_to_its_own_longest(rows: tuple[str, ...], kept: int) -> None:
     mask = mask_of(*rows, "1111")
     batch = {"input_ids": torch.arange(12).reshape(3, 4), "attention_mask": mask, "labels": torch.full((3, 4), -100)}
-    splitter = BatchSplitter(trim=trim)
-    assert splitter.columns(batch, 0, 2) == kept
-    part = splitter.take(batch, 0, 2)
-    assert {key: tuple(value.shape) for key, value in part.items()} == dict.fromkeys(batch, (2, kept[1] - kept[0]))
-    assert part["input_ids"].tolist() == batch["input_ids"][:2, slice(*kept)].tolist()
+    part = take(batch, 0, 2)
+    assert {key: tuple(value.shape) for key, value in part.items()} == dict.fromkeys(batch, (2, kept))
+    assert part["input_ids"].tolist() == batch["input_ids"][:2, :kept].tolist()
+    assert BatchSplitter(trim=False).take(batch, 0, 2)["input_ids"].shape == (2, 4)
 
 
 def test_what_would_lose_something_is_not_trimmed() -> None:
@@ -73,10 +65,10 @@ def test_what_would_lose_something_is_not_trimmed() -> None:
 
 
 def test_position_ids_of_three_kinds() -> None:
-    batch = {"input_ids": torch.ones(2, 4), "attention_mask": mask_of("0011", "1111")}
-    take, mrope, own = BatchSplitter(trim="left").take, torch.arange(24).reshape(3, 2, 4), torch.arange(8).reshape(2, 4)
-    assert take({**batch, "position_ids": mrope}, 0, 1)["position_ids"].tolist() == mrope[:, :1, 2:].tolist()
-    assert take({**batch, "position_ids": torch.arange(4)[None]}, 0, 1)["position_ids"].tolist() == [[2, 3]]
+    batch = {"input_ids": torch.ones(2, 4), "attention_mask": mask_of("1100", "1111")}
+    mrope, own = torch.arange(24).reshape(3, 2, 4), torch.arange(8).reshape(2, 4)
+    assert take({**batch, "position_ids": mrope}, 0, 1)["position_ids"].tolist() == mrope[:, :1, :2].tolist()
+    assert take({**batch, "position_ids": torch.arange(4)[None]}, 0, 1)["position_ids"].tolist() == [[0, 1]]
     assert take({**batch, "position_ids": own}, 1, 2)["position_ids"].tolist() == [[4, 5, 6, 7]]
 
 
