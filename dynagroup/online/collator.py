@@ -126,8 +126,7 @@ class RefinementCollator:
         assert refined.samples is not None
         bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
-        own = max(refined.group, ~refined.group)
-        groups = [refined.group] + [~own] * (parts - 1)
+        groups = [refined.group] * parts
         return self._collate_all(_neighbours(np.diff(bounds)), groups, refined.lengths, request, refined.samples)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
@@ -155,7 +154,7 @@ class RefinementCollator:
         return self._collate_all(*self._divide(lengths, request), lengths, request, samples)
 
     def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[int]]:
-        """Planned batches that fit stay, all others are cut. With their ``group``, see :class:`Refined`."""
+        """Planned batches that fit stay, all others are cut. With which planned batch each comes from."""
         make = partial(cut, budget=self.budget, work=self.work)
         if request.groups is None:
             batches = make(lengths)
@@ -168,8 +167,7 @@ class RefinementCollator:
             parts.append(
                 make({n: v[members] for n, v in lengths.items()}).map(members) if cuts else Batches.of([members])
             )
-        groups = [~number if place else number for number, part in enumerate(parts) for place in range(len(part))]
-        return Batches.concatenate(parts), groups
+        return Batches.concatenate(parts), [number for number, part in enumerate(parts) for _ in part]
 
     def _collate_all(
         self, batches: Batches, groups: Sequence[int], lengths: Streams, request: Request, samples: list[Any]

@@ -61,6 +61,7 @@ class Runner(ABC):
         self.agreed: list[Refined | None] = []  # steps that wait for the rest of their update
         self.due: deque[Take] = deque()  # steps whose update's totals are known
         self.ended = False  # the steps that are agreed are the epoch's last
+        self.split: bool = place is not None and place["split"]  # a planned batch had to be, on some rank
         self._smallest: Refined | None = None  # to idle on: a copy of the smallest batch that it had, or was lent
 
     @abstractmethod
@@ -80,7 +81,7 @@ class Runner(ABC):
         if self.over:
             return None
         base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
-        place = {"under_way": self._under_way, "ended": self.ended, "feed": feed}
+        place = {"under_way": self._under_way, "ended": self.ended, "split": self.split, "feed": feed}
         return {**place, "base": base if base is None else pack(base)}
 
     def close(self) -> None:
@@ -91,7 +92,7 @@ class Runner(ABC):
         failure, place = None, self._place
         try:
             self.agreed, self.queue = self.feed.reload()
-            self._note_smallest([batch for batch in self.agreed if batch] + self.queue)
+            self._note([batch for batch in self.agreed if batch] + self.queue)
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
         self.exchange.compare(self._identity, failure)
@@ -114,19 +115,20 @@ class Runner(ABC):
         pairs = zip(batches, even_parts(sizes, steps), strict=True)
         return [part for batch, parts in pairs for part in ([batch] if parts == 1 else split(batch, parts))]
 
-    def _sort(self, batches: list[Refined]) -> None:
-        """Dearest first; but planned rows, which are of equal work, stay together: only what was split off moves, to the end."""
-        planned = self.source.lengths is not None or self.source.batches is not None
-        batches.sort(key=(lambda batch: batch.group < 0) if planned else (lambda batch: batch.rank_key))
+    @property
+    def _in_rows(self) -> bool:
+        """Batches are taken in the order they came in: the user's, or rows planned to be of equal work, none of them split."""
+        return self.source.batches is not None or (self.source.lengths is not None and not self.split)
 
     def _loaded(self) -> Sequence[Refined] | None:
         began = time.perf_counter()
         window = self.feed.take()
         self.stats.wait_s += time.perf_counter() - began
-        self._note_smallest(window or ())
+        self._note(window or ())
         return window
 
-    def _note_smallest(self, batches: Sequence[Refined]) -> None:
+    def _note(self, batches: Sequence[Refined]) -> None:
+        self.split |= len({batch.group for batch in batches}) < len(batches)
         if self.world.size > 1 and batches:
             smallest = min(batches, key=lambda batch: batch.size_key)
             if self._smallest is None or smallest.size_key < self._smallest.size_key:
@@ -134,9 +136,9 @@ class Runner(ABC):
 
     def _agree(self, queued: int, receiving: bool, failure: BaseException | None) -> Agreement:
         opening = self.feed.opening
-        values = [*offer(queued, receiving), opening, -opening, int(self._smallest is None)]
-        *highest, first, last, lacking = self.exchange.highest(values, failure)
-        agreement = agree(highest)
+        values = [*offer(queued, receiving), opening, -opening, int(self._smallest is None), int(self.split)]
+        *highest, first, last, lacking, split = self.exchange.highest(values, failure)
+        agreement, self.split = agree(highest), bool(split)
         if self.world.size > 1 and first and first == -last:
             if not self.source.iterable:
                 raise AlignmentError(
@@ -251,10 +253,10 @@ class FreeRunner(Runner):
         if not self.feed.receiving:
             self.queue = self._even_out(self.queue, agreement.steps)
         count, number = min(agreement.steps, len(self.queue)), self.stands.steps + len(self.agreed)
-        self._sort(self.queue)
-        if self.source.lengths is not None or self.source.batches is not None:
+        if self._in_rows:
             picked, self.queue = self.queue[:count], self.queue[count:]
         else:
+            self.queue.sort(key=lambda batch: batch.rank_key)
             at = [quantile(self.config.seed, self.exchange.epoch, step) for step in range(number, number + count)]
             chosen = [self.queue.pop(int(share * len(self.queue))) for share in at]
             picked = placed(sorted(chosen, key=lambda batch: batch.rank_key), at)
@@ -292,13 +294,13 @@ class UpdateRunner(Runner):
 
     def _next_update(self) -> None:
         failure, batches = None, [*self.agreed, *self.queue]
-        resumed, self.agreed, self.queue = bool(batches), [], []
+        resumed, self.split, self.agreed, self.queue = bool(batches), False, [], []
         try:
             batches = batches or self._loaded() or ()
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
         steps = self._agree(len(batches), False, failure).steps
         evened = self._even_out([batch for batch in batches if batch is not None], steps)
-        if not resumed:  # which go on in the order that they had
-            self._sort(evened)
+        if not (resumed or self._in_rows):  # what is resumed goes on in the order that it had
+            evened.sort(key=lambda batch: batch.rank_key)
         self._total([[*evened, *[None] * (steps - len(evened))]])

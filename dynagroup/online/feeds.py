@@ -215,7 +215,6 @@ class MapFeed:
             "front": pack_groups(batch.positions if batch else () for batch in front),
             "pool": pack_groups(batch.positions for batch in pool),
             "kept": [place for place, batch in enumerate(pool) if batch.samples is not None],
-            "late": [place for place, batch in enumerate(pool) if batch.group < 0],
             "rest": [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in self._pending if not r.planned],
             "next": self._planned - sum(request.planned for request in self._pending),
             "start": self._start,
@@ -228,14 +227,14 @@ class MapFeed:
         front, pool = unpack_groups(place["front"]), unpack_groups(place["pool"])
         pieces: dict[int, list[Refined]] = {}
         for batch in self.take() if any(front) or any(pool) else ():
-            pieces.setdefault(max(batch.group, ~batch.group), []).append(batch)
+            pieces.setdefault(batch.group, []).append(batch)
         numbers = iter(range(len(pieces)))
         slots = [pieces[next(numbers)] if group else [] for group in (*front, *pool)]
         agreed = [slot[0] if slot else None for slot in slots[: len(front)]]
         # Processing may have changed lengths, and so the number of batches.
-        kept, late = ({len(front) + number for number in place[name]} for name in ("kept", "late"))
+        kept = {len(front) + number for number in place["kept"]}
         queued = [
-            replace(b, samples=b.samples if n in kept else None, group=-1 if n in late else b.group)
+            replace(b, samples=b.samples if n in kept else None)
             for n, slot in enumerate(slots)
             for b in slot[n < len(front) :]
         ]

@@ -262,13 +262,8 @@ class OnlineDataLoader(StepLoader[Any]):
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        epoch, workers, orders, sizes, base = (
-            source.cursor.epoch,
-            self._workers,
-            self._orders,
-            self.sizes,
-            source.order.base,
-        )
+        workers, orders, sizes = self._workers, self._orders, self.sizes
+        epoch, base = source.cursor.epoch, source.order.base
         identity = {**self._identity(), "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
         identity["order"] = [orders.decided_by, orders.fingerprint(epoch) if orders.num_samples is not None else None]
         identity["num_workers"] = f"{workers.num_workers} with prefetch_factor={workers.prefetch_factor}"

@@ -72,9 +72,7 @@ class Refined:
     padded: int  # padded tokens
     work: float  # predicted time without the price of a step, in linear tokens
     real: int  # tokens that are no padding
-    group: int = (
-        0  # which of the request's batches it came from, g; ~g: split off from it, it waits behind what was planned
-    )
+    group: int = 0  # which of the request's batches it came from
     oversize: bool = False  # a single sample that does not fit even alone
     samples: list[Any] | None = None  # the processed ones, where they were kept, so that it can be split
 
