@@ -191,9 +191,12 @@ ROWS: dict[str, Callable[[Any], list[Row]]] = {
 """The rows of tables below that are more than the entries of their file."""
 TABLES = """
 padding: plan_padding
-| lengths | fixed 16, shuffled | HF `group_by_length` | dynagroup, `samples_per_update=256` | `shuffle=True` | sorted |
+| lengths | fixed 16, shuffled | HF `group_by_length` | dynagroup, `samples_per_update=32` | with `grouping=50` | \
+`samples_per_update=256` | `shuffle=True` | sorted |
 | {key} (CV {cv:.2f}) | {fixed_16_shuffled[0]:.1%}, {fixed_16_shuffled[1]:,} | {hf_group_by_length_16[0]:.1%}, \
-{hf_group_by_length_16[1]:,} | {dynagroup_update_of_256[0]:.1%}, {dynagroup_update_of_256[1]:,} | \
+{hf_group_by_length_16[1]:,} | {dynagroup_update_of_32[0]:.1%}, {dynagroup_update_of_32[1]:,} | \
+{dynagroup_grouping_50_of_32[0]:.1%}, {dynagroup_grouping_50_of_32[1]:,} | \
+{dynagroup_update_of_256[0]:.1%}, {dynagroup_update_of_256[1]:,} | \
 {dynagroup_shuffle[0]:.1%}, {dynagroup_shuffle[1]:,} | {dynagroup_whole_set[0]:.1%}, {dynagroup_whole_set[1]:,} |
 
 planning_speed: plan_speed

@@ -51,6 +51,8 @@ def padding(_machine: Machine) -> dict[str, Any]:
             "dynagroup_window_50_batches": {"shuffle": True, "window": 50 * round(len(tokens) / whole.num_steps)},
             "dynagroup_shuffle": {"shuffle": True},
             "dynagroup_update_of_256": {"samples_per_update": UPDATE},
+            "dynagroup_update_of_32": {"samples_per_update": 32},
+            "dynagroup_grouping_50_of_32": {"samples_per_update": 32, "grouping": 50},
         }
         batches |= {way: [row[0] for row in planned(tokens, budget, **how).rows] for way, how in ways.items()}
         real = int(tokens.sum(dtype=np.int64))
