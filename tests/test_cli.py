@@ -244,7 +244,7 @@ def test_doctor_asks_about_all_streams(folder):
     assert budget.fits(BatchShape.of(counts, {"tokens": source, "target": target})).all()
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:the memory of this model is fitted")
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -266,7 +266,7 @@ def test_fit_and_profile_say_what_the_budget_says(line, told, folder):
         assert figures(*arguments)["samples"] == budget.most_samples([128, 160]).tolist()
         return
     said = answer(*arguments, "--picture", str(picture))
-    assert said.startswith(f"{budget.about}\n{budget.table()}\nMemoryBudget.from_model(")
+    assert said.startswith(f"{budget}\nMemoryBudget.from_model(")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert eval(said.splitlines()[-2], {"MemoryBudget": MemoryBudget}) == budget
 

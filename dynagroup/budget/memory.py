@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,8 +19,6 @@ from dynagroup.memory.run import MASK_ALIGNMENT, Layout, Mode
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, largest_within, round_up, said
 from dynagroup.validation import check_int, check_number
-
-__all__ = ["MemoryBudget", "parsed_bytes"]
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LENGTHS = [2**k for k in range(7, 16)]  # 128 to 32,768: what tables show, as far as a model has positions
@@ -45,13 +43,11 @@ def parsed_bytes(memory: str | int) -> int:
 
 
 class MemoryBudget(Budget):
-    """As many samples as fit in the memory of the hardest batch, as a memory model predicts it.
+    """As many samples as fit in the memory of the hardest batch, the ``batch_size`` longest samples, which you know to fit.
 
-    The hardest batch is the ``batch_size`` longest samples: you know that it fits your device. Every later batch grows as
-    far as its predicted memory stays within ``headroom`` of that one's. Shapes no larger than the hardest one always fit.
-    :meth:`from_model` and :meth:`from_bytes` hold batches against the bytes of a device instead: no batch needs to be known.
-
-    Streams beside ``tokens`` are taken for padded, as those of a decoder are, but those that an ``AdditiveCap`` names.
+    Every later batch grows as far as its predicted memory stays within ``headroom`` of that one's. Shapes no larger than the
+    hardest one always fit. :meth:`from_model` and :meth:`from_bytes` hold batches against the bytes of a device instead.
+    Streams beside ``tokens`` count as padded, but those that an ``AdditiveCap`` names.
 
     Args:
         batch_size: samples of the hardest batch.
@@ -59,9 +55,6 @@ class MemoryBudget(Budget):
         model: any :class:`~dynagroup.memory.MemoryModel`; default: the pretrained regressor.
         headroom: share of the limit's memory that a batch may be predicted to take, in (0, 1].
         pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream.
-
-    Raises:
-        ConfigError: an argument is wrong.
 
     >>> from dynagroup.memory.protocols import PaddedTokens
     >>> budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.9)
@@ -73,8 +66,6 @@ class MemoryBudget(Budget):
     knows_memory: ClassVar[bool] = True
     model: Any
     """What predicts memory: a :class:`~dynagroup.memory.MemoryModel`."""
-    limit = "the hardest batch"
-    """What batches are held against, in words."""
     _lengths: Sequence[int] = ()
 
     def __init__(
@@ -96,7 +87,7 @@ class MemoryBudget(Budget):
                 f"`model` must predict memory, but is {type(model).__name__}; for a model of transformers: "
                 "MemoryBudget.from_model(model), or MemoryRegressor.pretrained(Workload.from_model(model))"
             )
-        self._set(model or _usual(), headroom, pad_to_multiple_of)
+        self._set(model or MemoryRegressor.pretrained(), headroom, pad_to_multiple_of)
 
     def _set(self, model: Any, headroom: float, pad_to_multiple_of: int) -> None:
         self.model, self._multiple = model, check_int("pad_to_multiple_of", pad_to_multiple_of)
@@ -211,8 +202,8 @@ class MemoryBudget(Budget):
         """The largest token budget under which every batch of samples of up to ``longest`` tokens fits; in generation it counts
         the new tokens beside each prompt's.
 
-        A token budget T allows T // C(L) samples of L tokens, where C counts what is generated, too, rounded up to
-        ``pad_to_multiple_of``. With M(L) the most that fit, T // C(L) <= M(L) for all L is T < (M(L) + 1) * C(L) for all L.
+        T allows T // C(L) samples of L tokens; C counts what is generated, rounded up to ``pad_to_multiple_of``. With M(L) the
+        most that fit, T // C(L) <= M(L) for all L is T < (M(L) + 1) * C(L) for all L.
         """
         if self.layout == "packed":  # one number says all
             total = largest_within(lambda count: self.fits(BatchShape.of(1, count, count)), 1)
@@ -222,8 +213,8 @@ class MemoryBudget(Budget):
         return int(((self.most_samples(lengths) + 1) * counted).min() - 1)
 
     def figures(self, lengths: Sequence[int] | None = None) -> dict[str, Any]:
-        """Columns of :meth:`table`, ``longest``, ``samples``, ``tokens`` and ``share``; the longest that fits (``reach``), and
-        ``max_tokens`` up to there; 0: none."""
+        """Of each of these lengths (default: powers of two that the model has positions for): how many ``samples`` fit, their
+        ``tokens`` and ``share`` of the limit; the longest that fits (``reach``), and ``max_tokens`` up to there; 0: none."""
         longest = np.array(sorted(self._lengths if lengths is None else lengths), np.int64)
         if not longest.size or longest[0] < 1:
             raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
@@ -234,25 +225,6 @@ class MemoryBudget(Budget):
         columns = {"longest": longest, "samples": samples, "tokens": tokens, "share": share}
         found = {name: values.tolist() for name, values in columns.items()}
         return {**found, "reach": reach, "max_tokens": self.max_tokens(reach) if reach else 0}
-
-    def table(self, lengths: Sequence[int] | None = None) -> str:
-        """How many samples of each of these lengths fit (default: powers of two that the model has positions for), what they
-        take of the limit, and a token budget that is safe up to the longest that fits."""
-        found, new = self.figures(lengths), self._new_tokens
-        lines = [f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}"]
-        for row in zip(*(found[name] for name in ("longest", "samples", "tokens", "share")), strict=True):
-            lines.append("{:>8}  {:>8}  {:>10}  {:>12.1%}".format(*row))
-        if not found["reach"]:
-            return "\n".join([*lines, f"not even one sample fits; {WAY_OUT}"])
-        options = "" if self._multiple == 1 else f", pad_to_multiple_of={self._multiple}"
-        options += ', layout="packed"' if self.layout == "packed" else ""
-        told = (
-            f"of lengths + {new} (prompts with what is generated) that is safe for prompts of"
-            if new
-            else "that is safe"
-        )
-        budget = f"TokenBudget({found['max_tokens']}{options})"
-        return "\n".join([*lines, f"a token budget {told} up to {found['reach']} tokens: {budget}"])
 
     @property
     def _new_tokens(self) -> int:
@@ -270,10 +242,10 @@ class MemoryBudget(Budget):
         return f"batch_size={self._batch_size}, longest={dict(sorted(self._longest.items())) or None}"
 
     def __repr__(self) -> str:
-        return f"MemoryBudget({self.limit}, headroom={self.headroom!r})"
+        return f"MemoryBudget({self._about}, headroom={self.headroom!r})"
 
     def __str__(self) -> str:
-        """:attr:`about` and :meth:`table`.
+        """:attr:`about`, :meth:`figures` as a table, and a token budget that is safe up to the longest that fits.
 
         >>> from transformers import GPT2Config
         >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000, n_positions=512)
@@ -286,7 +258,26 @@ class MemoryBudget(Budget):
              512       485      248320         90.0%
         a token budget that is safe up to 512 tokens: TokenBudget(248831)
         """
-        return f"{self.about}\n{self.table()}" if self._lengths else self.about
+        if not self._lengths:
+            return self.about
+        found, new = self.figures(), self._new_tokens
+        lines = [
+            self.about,
+            f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}",
+        ]
+        for row in zip(*(found[name] for name in ("longest", "samples", "tokens", "share")), strict=True):
+            lines.append("{:>8}  {:>8}  {:>10}  {:>12.1%}".format(*row))
+        if not found["reach"]:
+            return "\n".join([*lines, f"not even one sample fits; {WAY_OUT}"])
+        counted = (
+            f"of lengths + {new} (prompts with what is generated) that is safe for prompts of"
+            if new
+            else "that is safe"
+        )
+        options = "" if self._multiple == 1 else f", pad_to_multiple_of={self._multiple}"
+        options += ', layout="packed"' if self.layout == "packed" else ""
+        budget = f"TokenBudget({found['max_tokens']}{options})"
+        return "\n".join([*lines, f"a token budget {counted} up to {found['reach']} tokens: {budget}"])
 
     @property
     def about(self) -> str:
@@ -328,7 +319,6 @@ class _DeviceBudget(MemoryBudget):
 
     def __init__(self, limit_bytes: int, model: BytesMemoryModel, headroom: float, pad_to_multiple_of: int) -> None:
         self._limit_bytes, self._longest = check_int("limit_bytes", limit_bytes), {}
-        self.limit = f"{limit_bytes:,} bytes"
         if not isinstance(model, BytesMemoryModel):
             raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")
         self._set(model, headroom, pad_to_multiple_of)
@@ -361,9 +351,4 @@ class _DeviceBudget(MemoryBudget):
     def _limit_told(self) -> str:
         static = self.model.static_bytes
         size = f"{static / 1e9:.3g} GB" if static >= 1e8 else f"{static / 1e6:.3g} MB"
-        return f"{self.limit}, of which {size} are static"
-
-
-@lru_cache(maxsize=1)
-def _usual() -> MemoryRegressor:
-    return MemoryRegressor.pretrained()
+        return f"{self._limit_bytes:,} bytes, of which {size} are static"

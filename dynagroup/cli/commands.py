@@ -139,7 +139,7 @@ def fit(args: argparse.Namespace) -> Found:
         told = "".join(f", {name}={value!r}" for name, value in how.items())
         code = f"MemoryBudget.from_model({args.model!r}, {args.gpu_memory!r}{told})"
     found = budget.figures()
-    return {**found, "code": code}, f"{budget.about}\n{budget.table()}\n{code}", lambda: _curve(found, budget)
+    return {**found, "code": code}, f"{budget}\n{code}", lambda: _curve(found, budget)
 
 
 def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:

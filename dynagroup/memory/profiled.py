@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import MONOMIALS, FloatArray, columns, max_affine
+from dynagroup.memory.run import MONOMIALS, FloatArray, Phases, columns, max_affine
 from dynagroup.shapes import TOKENS, BatchShape
+from dynagroup.validation import warn_user
 
 FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2", "nLT")]
 
@@ -20,8 +21,7 @@ FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2"
 class ProfiledMemory:
     """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
 
-    Beyond what was measured it is a guess: asked about more than twice the longest row, it warns once. Make it with
-    :meth:`fit`.
+    Asked about more than twice the longest row, it warns once that it guesses. Make it with :meth:`fit`.
 
     >>> from dynagroup.memory.measurements import Measurement
     >>> from dynagroup.memory.workload import Workload
@@ -32,60 +32,49 @@ class ProfiledMemory:
     """
 
     static_bytes: int
-    streams: tuple[str, ...]
-    phases: tuple[tuple[float, ...], ...]
-    """Bytes per (1, n, and for every stream n*L and n*L^2, and for two streams n*L*T), one tuple a phase."""
+    phases: Phases
     error: float
     """Largest relative difference to the rows it was fitted to."""
-    reach: tuple[int, ...] = ()
-    """The longest that was measured, of each stream; empty: not known."""
+    reach: Mapping[str, int]
+    """The longest that was measured, of each stream."""
 
     @classmethod
     def fit(cls, measurements: Measurements) -> ProfiledMemory:
         """The form closest to these rows, at least 4 (of two streams 8); those that ran out of memory are left out."""
         rows = measurements.complete
-        streams = tuple(sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name)))
+        streams = sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name))
         least = 4 if len(streams) < 2 else 8
         if len(rows) < least:
             raise ConfigError(
                 f"ProfiledMemory.fit needs at least {least} rows of batches that ran, but got {len(rows)}"
             )
-        known = columns(measurements.shapes())[:, FACTORS[: 4 if len(streams) < 2 else None]]
-        phases, error = max_affine(known, np.maximum(measurements.batch_bytes(), 1.0))
+        factors = FACTORS[: 4 if len(streams) < 2 else None]
+        found, error = max_affine(
+            columns(measurements.shapes())[:, factors], np.maximum(measurements.batch_bytes(), 1.0)
+        )
         static = max(row.static_bytes for row in rows)
-        reach = tuple(max(row.longest.get(name, 0) for row in rows) for name in streams)
-        return cls(int(static), streams, tuple(tuple(map(float, p)) for p in phases), float(error), reach)
+        reach = {name: max(row.longest.get(name, 0) for row in rows) for name in streams}
+        return cls(int(static), Phases.of(factors, found), float(error), reach)
 
     def __str__(self) -> str:
-        units = " and ".join(f"{most:,} {name}" for most, name in zip(self.reach, self.streams, strict=False))
-        return f"a profile of rows{f' of up to {units}' if units else ''}, off by {self.error:.1%} of one at most"
-
-    @property
-    def rows(self) -> tuple[tuple[float, ...], ...]:
-        """The phases with bytes for every one of ``MONOMIALS``."""
-        rows = np.zeros((len(self.phases), len(MONOMIALS)))
-        rows[:, FACTORS[: len(self.phases[0])]] = self.phases
-        return tuple(map(tuple, rows.tolist()))
+        units = " and ".join(f"{most:,} {name}" for name, most in self.reach.items())
+        return f"a profile of rows of up to {units}, off by {self.error:.1%} of one at most"
 
     @property
     def fingerprint(self) -> str:
-        about = repr((self.static_bytes, self.streams, self.phases))
+        about = repr((self.static_bytes, sorted(self.reach), self.phases))
         return "profile-" + hashlib.sha256(about.encode()).hexdigest()[:12]
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
-        self._warn_beyond(shape)
-        return (columns(shape)[:, FACTORS[: len(self.phases[0])]] @ np.array(self.phases).T).max(axis=1)
-
-    def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        return self.batch_bytes(shape) / np.maximum(self.batch_bytes(baseline), 1.0)
-
-    def _warn_beyond(self, shape: BatchShape) -> None:
-        for name, reach in zip(self.streams, self.reach, strict=False):
+        for name, reach in self.reach.items():
             asked = int(np.max(shape.longest.get(name, 0), initial=0))
             if asked > 2 * reach and not self.__dict__.get("_warned"):
                 self.__dict__["_warned"] = True
-                warnings.warn(
+                warn_user(
                     f"this profile was fitted to samples of up to {reach} {name} and is asked about {asked}: what it says there "
-                    "may be several times off; measure longer shapes, or use MemoryBudget.from_model, which traces the model",
-                    stacklevel=3,
+                    "may be several times off; measure longer shapes, or use MemoryBudget.from_model, which traces the model"
                 )
+        return self.phases.bytes(shape)
+
+    def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
+        return self.batch_bytes(shape) / self.batch_bytes(baseline)

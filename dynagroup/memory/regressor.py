@@ -46,10 +46,9 @@ MOST_LIFT = 5.0  # of a log ratio: no limit
 class MemoryRegressor:
     """Predicts memory relative to a baseline batch: a closed form of the workload, and trees for what it misses.
 
-    A traced workload (:meth:`Workload.from_model`): what was traced, to the byte. One known by its sizes only: their closed
-    form, lifted by trees where forms like it were found to fall short; for batches beyond the trained range never below padded
-    tokens. One of which something is unknown: a high quantile of what traced models of that kind would need. Make one with
-    :meth:`pretrained`, :meth:`load` or :meth:`fit`.
+    A traced workload (:meth:`Workload.from_model`): what was traced. One known by its sizes: their closed form, lifted by trees;
+    beyond the trained range never below padded tokens. One of which something is unknown: a high quantile of what traced models
+    of that kind would need. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`.
 
     >>> regressor = MemoryRegressor.pretrained()
     >>> half, same = regressor.relative(BatchShape.of([4, 8], 512), BatchShape.of(8, 512))
@@ -66,15 +65,13 @@ class MemoryRegressor:
     @classmethod
     def pretrained(cls, workload: Workload | None = None) -> MemoryRegressor:
         """The regressor that comes with the package, for this workload; None: nothing is known, and it is careful."""
-        return replace(_pretrained(), workload=workload or Workload())
+        return replace(_pretrained(), workload=workload) if workload else _pretrained()
 
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> MemoryRegressor:
         """What :meth:`save` wrote. ``workload``: default, the one it was fitted for. XGBoost is needed where its trees are asked.
 
-        Raises:
-            StateError: the file is not the one that its card describes, or of another version. No digit of the constants and
-                ranges may have changed: they decide what fits.
+        StateError: the file is not what its sealed card describes, or of another version.
         """
         path = Path(path)
         trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
@@ -87,7 +84,7 @@ class MemoryRegressor:
             raise StateError(f"the card beside {path} is damaged ({error}); save the regressor again") from error
         if wrong:
             raise StateError(
-                f"{path} is not what its card describes: {', '.join(wrong)} differ; fit or save the regressor again"
+                f"{path} is not what its card describes: {', '.join(wrong)} differ; save the regressor again"
             )
         return cls(trees, card, workload or Workload(**card.get("workload", {})))
 
@@ -95,16 +92,14 @@ class MemoryRegressor:
     def fit(cls, measurements: Measurements | Sequence[Measurements]) -> MemoryRegressor:
         """A regressor for your own workload (or several), from simulated or measured rows.
 
-        Where the rows' workload was traced, trees only raise what the trace says; else they correct a form fitted to the rows.
-        For bytes of a traced workload ``MemoryBudget.from_model(..., measured=rows)`` is the safer answer, and needs no trees.
-
-        At least 8 rows that did not run out of memory, of shapes like those to be predicted.
+        At least 8 rows that ran. Where their workload was traced, trees only raise what the trace says (``measured=rows`` of
+        ``MemoryBudget.from_model`` is the safer answer); else they correct a form fitted to the rows.
         """
         tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
         least = min((len(t.complete) for t in tables), default=0)
         if least < MIN_ROWS:
             raise ConfigError(f"fit needs at least {MIN_ROWS} measurements of each workload that ran, but got {least}")
-        own = [table.workload.phases or Phases(ProfiledMemory.fit(table).rows) for table in tables]
+        own = [table.workload.phases or ProfiledMemory.fit(table).phases for table in tables]
         packed = [table.workload.phases is not None and table.workload.layout == "packed" for table in tables]
         parts = [pairs_of(t, ClosedForm.of_phases(p, k)) for t, p, k in zip(tables, own, packed, strict=True)]
         # hundreds of rows, not hundreds of thousands
@@ -175,10 +170,9 @@ class MemoryRegressor:
 
     @cached_property
     def _form(self) -> ClosedForm:
-        own = self.card.get("form")
-        return (
-            ClosedForm.of(self.workload, self.card["constants"]) if own is None else ClosedForm.of_phases(Phases(own))
-        )
+        if "form" in self.card:
+            return ClosedForm.of_phases(Phases(self.card["form"]))
+        return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
         """At least the closed form for a strange workload or first batch, and padded tokens for a batch beyond the range."""

@@ -77,6 +77,13 @@ class Phases:
         if isinstance(self.aligned, Mapping):
             object.__setattr__(self, "aligned", Phases(**self.aligned))
 
+    @classmethod
+    def of(cls, monomials: Sequence[int], sizes: FloatArray) -> Phases:
+        """Of sizes (P, columns) that are known for these monomials only."""
+        rows = np.zeros((len(sizes), len(MONOMIALS)))
+        rows[:, monomials] = sizes
+        return cls(tuple(map(tuple, rows.tolist())))
+
     def bytes(self, shape: BatchShape, packed: bool = False) -> FloatArray:
         """Bytes that grow with each batch, at least one: float64 (K,). Memory rises with the length beyond ``until``, too."""
         if self.until is None:

@@ -180,16 +180,16 @@ def _cast_bytes(layer: torch.nn.Module) -> int:
 
 def _phases(traced: _Traced) -> Phases:
     if traced.packed:
-        return Phases(_exact(traced, PACKED_PROBES))
+        return _exact(traced, PACKED_PROBES)
     window, workload = _sliding_window(traced.config), traced.workload
     if window is None:
-        return Phases(_exact(traced, _probes(traced)))
+        return _exact(traced, _probes(traced))
     until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
     wide = -(-window // ALIGNMENT) * ALIGNMENT
     after = _exact(traced, [(n, length + wide, target) for n, length, target in _probes(traced)])
     if until < FEWEST_POSITIONS:
-        return Phases(after)
-    return Phases(_exact(traced, _probes(traced, until)), until, after)
+        return after
+    return replace(_exact(traced, _probes(traced, until)), until=until, after=after.rows)
 
 
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
@@ -225,8 +225,8 @@ def _sliding_window(config: Any) -> int | None:
     return max((window for layer in layers if (window := getattr(layer, "sliding_window", None))), default=None)
 
 
-def _exact(traced: _Traced, probes: Sequence[Probe]) -> tuple[tuple[float, ...], ...]:
-    """Phases in bytes per monomial, static memory left out.
+def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
+    """What is alive at most, static memory left out.
 
     Raises:
         ValueError: the program differs between shapes, or a size is no polynomial in them.
@@ -243,7 +243,7 @@ def _exact(traced: _Traced, probes: Sequence[Probe]) -> tuple[tuple[float, ...],
     error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
     if error > EXACT:
         raise ValueError(f"sizes are no polynomial of the shape: relative error {error:.2e}")
-    return _rows(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # below zero is rounding
+    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # below zero is rounding
 
 
 def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
@@ -260,12 +260,6 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     shapes = monomials(n, length, target)[:, traced.columns]
     winners = [(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
     return phases[np.unique(np.concatenate(winners))]
-
-
-def _rows(columns: Sequence[int], phases: FloatArray) -> tuple[tuple[float, ...], ...]:
-    rows = np.zeros((len(phases), len(MONOMIALS)))
-    rows[:, columns] = phases
-    return tuple(map(tuple, rows.tolist()))
 
 
 # Where a program loops over tokens or over chunks of them, its allocations cannot be told apart by their place. Then whole
@@ -301,4 +295,4 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
         "it is a guess",
         stacklevel=5,
     )
-    return Phases(_rows(FITTED, found * (size / (known @ found.T).max(axis=1)).max()))
+    return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())

@@ -39,8 +39,8 @@ def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
 
 
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
-    """The prepared model in the dtype that runs: ranks that share parameters gather them in the lower precision, layer by
-    layer, where autocast would keep a copy of all of them. Changes the model: ask for ``static_bytes`` before."""
+    """The prepared model in the dtype that runs: ranks that share parameters gather them in the lower precision. Changes the
+    model: ask for ``static_bytes`` before."""
     if not _gathers_lower(workload):
         return model
     model = model.to(getattr(torch, workload.autocast))
@@ -50,11 +50,11 @@ def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
 
 
 def _shares_parameters(workload: Run) -> bool:
-    return _STAGES[workload.sharding] == 3 and (workload.num_ranks or 1) > 1
+    return workload.mode == "train" and _STAGES[workload.sharding] == 3 and (workload.num_ranks or 1) > 1
 
 
 def _gathers_lower(workload: Run) -> bool:
-    return workload.mode == "train" and _shares_parameters(workload) and workload.autocast is not None
+    return _shares_parameters(workload) and workload.autocast is not None
 
 
 def _autocast(workload: Run) -> torch.dtype | None:
@@ -65,8 +65,8 @@ def _autocast(workload: Run) -> torch.dtype | None:
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
     """Bytes that stay whatever the batch: parameters, buffers, and in training gradients, optimizer state, DDP buckets.
 
-    With sharding, this rank's part of them, and what it holds whole for a while: with "zero3" and "fsdp" the parameters outside
-    the layers, two layers and one layer's gradients, in the dtype that runs; with "zero1" and "zero2" a bucket of gradients.
+    With sharding, this rank's part of them, and what it holds whole for a while: a bucket of gradients ("zero1", "zero2"), or
+    parameters outside the layers, two layers and one layer's gradients ("zero3", "fsdp").
     """
     kept = _blocks(model.buffers()) + kept_bytes(model, workload)
     if workload.mode != "train":
