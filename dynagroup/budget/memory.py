@@ -31,15 +31,12 @@ def parsed_bytes(memory: str | int) -> int:
     >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(24 * 10**9)
     (80000000000, 1610612736, 24000000000)
     """
-    whole = isinstance(memory, (int, np.integer)) and not isinstance(memory, bool)
-    text = str(memory) if whole or isinstance(memory, str) else ""
-    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKmMgGtT]?[iI]?[bB]?)\s*", text)
-    unit = found[2].upper() if found else ""
-    if found is None or unit not in UNITS or float(found[1]) == 0:
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?I?B?)\s*", str(memory).upper())
+    if found is None or found[2] not in UNITS or float(found[1]) == 0:
         raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
-    if not unit and float(found[1]) < 1e6:
+    if not found[2] and float(found[1]) < 1e6:
         raise ConfigError(f"`memory` is {memory!r}, which is so many bytes; write {found[1]}GB")
-    return int(text) if whole else int(float(found[1]) * UNITS[unit])
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 class MemoryBudget(Budget):

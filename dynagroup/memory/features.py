@@ -54,7 +54,6 @@ def _workload_values(w: Workload) -> dict[str, float]:
 
 FEATURES = (*CANDIDATE, *BASELINE, *_workload_values(Workload()))
 MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
-FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,7 @@ def is_sharp(workload: Workload) -> bool:
 
 
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
-    """Features of K candidates against one baseline, or against K of them.
-
-    Only counts, maxima and their products: a mean or a spread could fall when a sample is added.
-    """
+    """Of K candidates against one baseline, or K: no means or spreads, which could fall when a sample is added."""
     size = len(shape)
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
@@ -121,7 +117,7 @@ def train_booster(
 ) -> xgboost.Booster:
     """Trees for what the closed form misses: they start from its log ratio, and rise with every candidate feature.
 
-    ``quantile``: bound instead of predict; the share of rows that should lie below the prediction.
+    ``quantile``: the share of rows that should lie below the prediction, where it is to bound them.
     """
     xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.values for p in parts]).astype(np.float32)
@@ -140,7 +136,7 @@ def train_booster(
 
 
 def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[str, Any]:
-    """The card of a regressor trained on these rows: what it was trained on, and between which values."""
+    """What a regressor of these rows was trained on, and between which values."""
     xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.values for p in parts])
     with warnings.catch_warnings():
@@ -150,7 +146,6 @@ def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[
     digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
     ranges = {name: [round(float(v), 9) for v in end] for name, end in ends.items()}  # last bits differ between CPUs
     return {
-        "format": FORMAT,
         "features": list(FEATURES),
         "ranges": ranges,
         "constants": dict(constants),

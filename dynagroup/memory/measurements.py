@@ -56,9 +56,7 @@ class Measurements:
             sizes = [row.num_samples - 1, row.static_bytes, *row.longest.values()]
             sizes += [] if row.batch_bytes is None else [row.batch_bytes]
             if row.oom != (row.batch_bytes is None) or not all(0 <= size < float("inf") for size in sizes):
-                raise ConfigError(
-                    f"row {number}: {row} has a size that is negative or not finite, or one where memory ran out"
-                )
+                raise ConfigError(f"row {number}: {row} has a size below 0 or not finite, or one where memory ran out")
 
     def __iter__(self) -> Iterator[Measurement]:
         return iter(self.rows)
@@ -98,19 +96,14 @@ class Measurements:
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> Measurements:
-        """Read what :meth:`to_parquet` wrote.
-
-        Raises:
-            StateError: the file is damaged, or holds something else.
-        """
+        """Read what :meth:`to_parquet` wrote; a StateError where it is damaged, or something else."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
             table = pq.read_table(path)
-            about = {
-                k.decode().removeprefix("dynagroup."): v.decode() for k, v in (table.schema.metadata or {}).items()
-            }
+            metadata = table.schema.metadata or {}
+            about = {k.decode().removeprefix("dynagroup."): v.decode() for k, v in metadata.items()}
             rows = []
             for values in table.to_pylist():
                 named = {k.removeprefix("longest_"): v for k, v in values.items() if k.startswith("longest_")}
@@ -118,8 +111,7 @@ class Measurements:
                 rows.append(Measurement(longest=longest, **{name: values[name] for name in _FIELDS}))
             workload = Workload.from_json(about["workload"])
             return cls(tuple(rows), workload, about["source"], json.loads(about["about"]))
-        except FileNotFoundError:
-            raise
-        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            raise StateError(f"{path} is damaged, or no file of measurements ({reason}); measure again") from error
+        except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"{path} is damaged, or no file of measurements ({error!r:.200}); measure again"
+            ) from error

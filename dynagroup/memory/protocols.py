@@ -15,10 +15,7 @@ FloatArray = NDArray[np.float64]
 
 
 class MemoryModel(Protocol):
-    """Predicts how much memory a batch takes relative to another one.
-
-    Law: neither adding a sample nor lengthening one ever lowers the prediction (for a fixed baseline).
-    """
+    """Predicts how much memory a batch takes relative to another one: never less for one more sample, or a longer one."""
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         """Memory that grows with the batch, of each of K shapes, as a share of the one-row ``baseline``'s: float64 (K,)."""
@@ -61,8 +58,7 @@ class PaddedTokens:
 
     @staticmethod
     def _padded(shape: BatchShape) -> FloatArray:
-        longest = sum((shape.longest[name] for name in shape.longest), np.zeros_like(shape.longest[TOKENS]))
-        return np.asarray(shape.num_samples * np.maximum(longest, 1), dtype=np.float64)
+        return shape.num_samples * np.maximum(np.sum(list(shape.longest.values()), axis=0), 1.0)
 
 
 REACH = 64  # times the first batch's padded tokens: as far as the regressor was trained

@@ -17,7 +17,6 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.features import (
     CANDIDATE,
     FEATURES,
-    FORMAT,
     Features,
     describe,
     features,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     import xgboost
 
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
+FORMAT = 2
 MIN_ROWS = 8
 MOST_LIFT = 5.0  # of a log ratio: no limit
 
@@ -116,7 +116,8 @@ class MemoryRegressor:
     def of(cls, booster: xgboost.Booster, card: Mapping[str, Any], workload: Workload | None = None) -> MemoryRegressor:
         """A regressor of these trees; the card is told their hash."""
         trees = bytes(booster.save_raw("ubj"))
-        return cls(trees, {**card, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}, workload or Workload())
+        about = {"format": FORMAT, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}
+        return cls(trees, {**card, **about}, workload or Workload())
 
     def save(self, path: str | Path) -> None:
         """Write XGBoost's UBJSON (``path``) and a JSON card beside it."""

@@ -19,27 +19,24 @@ from dynagroup.shapes import TOKENS, BatchShape, said
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
 
-# Bytes of state per trainable parameter, as (parts of the parameter's own size, bytes besides): "adamw" and its kin keep two
-# states of the parameter's dtype, "adamw_master" two and a copy of the parameter in float32 (DeepSpeed, Megatron).
+# Bytes of state per trainable parameter, as (parts of the parameter's own size, bytes besides); "adamw_master" keeps two states
+# and a copy of the parameter in float32 (DeepSpeed, Megatron).
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0), "adam": (2, 0), "adamw_8bit": (0, 2), "lion": (1, 0), "lion_8bit": (0, 1), "muon": (1, 0),
     "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0), "adamw_master": (0, 12),
 }  # fmt: skip
 # Where two workloads differ in these, neither's measurements say anything about the other's bytes.
-_SAME = ("mode", "dtype", "autocast", "attention", "layout", "gradient_checkpointing", "max_new_tokens")
+_SAME = ("mode", "num_layers", "hidden_size", "vocabulary_size", "dtype", "autocast", "attention", "layout",
+         "gradient_checkpointing", "max_new_tokens")  # fmt: skip
 
 
 def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
-    """Bytes of optimizer state per trainable parameter of this dtype: of one of ``OPTIMIZERS``, or as many as are said.
-
-    >>> optimizer_bytes("adamw", "bfloat16"), optimizer_bytes("adamw_master", "bfloat16"), optimizer_bytes(6, "float32")
-    (4.0, 12.0, 6.0)
-    """
+    """Bytes of optimizer state per trainable parameter of this dtype: of one of ``OPTIMIZERS``, or as many as are said."""
     if isinstance(optimizer, (int, float)):
         return float(optimizer)
     if optimizer not in OPTIMIZERS:
         raise ConfigError(
-            f"`optimizer` must be one of {', '.join(OPTIMIZERS)} or bytes a parameter, but is {optimizer!r}"
+            f"`optimizer` must be bytes a parameter, or one of {', '.join(OPTIMIZERS)}, but is {optimizer!r}"
         )
     times, besides = OPTIMIZERS[optimizer]
     return float(times * ELEMENT_BYTES[dtype] + besides)
@@ -62,7 +59,7 @@ class TracedMemory:
     pads_masks: bool = True
     """False: every length is a multiple of 16, so that masks fit their kernel as they are."""
     factor: float = 1.0
-    """What the trace says is taken so many times, and ``constant_bytes`` added: from :meth:`corrected`."""
+    """Of what the trace says; ``constant_bytes`` are added: from :meth:`corrected`."""
     constant_bytes: float = 0.0
     said: str = field(default="a model", compare=False)
     """Which model, and how it is run."""
@@ -114,8 +111,8 @@ class TracedMemory:
     def corrected(self, measured: Measurements) -> TracedMemory:
         """This trace, raised to what was measured: no row takes more than is then predicted.
 
-        Bytes are ``factor`` times the trace plus a constant (workspaces of kernels, blocks of the allocator): the line
-        above all rows that exceeds them least, never below the trace. Static memory is the larger of both.
+        Bytes are ``factor`` times the trace plus a constant: the line above all rows that exceeds them least, never below the
+        trace. Static memory is the larger of both.
 
         >>> from dynagroup.memory.measurements import Measurement
         >>> ten_a_token = Workload(phases=Phases(((0, 0, 0, 10, *[0] * 8),)))
@@ -126,12 +123,11 @@ class TracedMemory:
         """
         if not isinstance(measured, Measurements) or not measured.complete:
             raise ConfigError("`measured` must be Measurements with at least one row that did not run out of memory")
-        name = measured.workload.contradicts(self.workload, _SAME)
-        if name is not None:
-            raise ConfigError(
-                f"`measured` has {name}={getattr(measured.workload, name)!r}, but what is asked about has "
-                f"{name}={getattr(self.workload, name)!r}; measure the workload that you will run"
-            )
+        for name in _SAME:
+            theirs, ours = getattr(measured.workload, name), getattr(self.workload, name)
+            if None not in (theirs, ours) and theirs != ours:
+                told = f"`measured` has {name}={theirs!r}, but what is asked about has {name}={ours!r}"
+                raise ConfigError(f"{told}; measure the workload that you will run")
         factor, constant = line_above(self._bytes(measured.shapes()), measured.batch_bytes())
         static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
         return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)
@@ -146,10 +142,8 @@ class TracedMemory:
 
     @property
     def fingerprint(self) -> str:
-        about = (
-            f"{self.static_bytes} {self.pads_masks} {self.workload.to_json()} {self.factor!r} {self.constant_bytes!r}"
-        )
-        return "traced-" + hashlib.sha256(about.encode()).hexdigest()[:12]
+        about = [self.static_bytes, self.pads_masks, self.workload.to_json(), self.factor, self.constant_bytes]
+        return "traced-" + hashlib.sha256(" ".join(map(str, about)).encode()).hexdigest()[:12]
 
     @cached_property
     def _phases(self) -> Phases:
@@ -183,10 +177,7 @@ class TracedMemory:
 
 def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
     """The factor (at least 1) and constant (at least 0) with ``factor * predicted + constant >= taken`` everywhere that exceed
-    ``taken`` least, as a mean of shares.
-
-    For a given factor the constant is the largest gap. What both exceed is piecewise linear in the factor, so it is least where
-    another row becomes the one with the largest gap, or no gap is left: all of these are tried.
+    ``taken`` least, as a mean of shares: piecewise linear in the factor, so least where another row has the largest gap.
 
     >>> [round(number, 6) for number in line_above(np.array([10.0, 20.0, 40.0]), np.array([19.0, 35.0, 65.0]))]
     [1.6, 3.0]

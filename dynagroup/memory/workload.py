@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Attention, Dtype, Layout, Mode, Phases, Sharding
-from dynagroup.validation import check_flag, check_int
+from dynagroup.validation import check_flag, check_int, warn_user
 
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 _CHOICES = {"Mode": Mode, "Attention": Attention, "Dtype": Dtype, "Layout": Layout, "Sharding": Sharding}
 # How else people write them.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_SIZES = ("num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
-          "vocabulary_size", "encoder_decoder", "num_parameters")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +28,7 @@ class Workload:
     """
 
     mode: Mode | None = None
-    """"train": forward and backward; "forward": forward without gradients; "generate": prefill and decoding with a cache."""
+    """"train": forward and backward; "forward": without gradients; "generate": prefill and decoding with a cache."""
     num_layers: int | None = None
     """Layers of the decoder, or of the only stack."""
     num_encoder_layers: int | None = None
@@ -67,15 +64,14 @@ class Workload:
     """Whether every score of attention gets a learnt or computed bias (T5, BLOOM), which materialises the scores."""
     gradient_checkpointing: bool | None = None
     keeps_outputs: bool | None = None
-    """Whether what the model returned, its logits, still lives in the backward pass. ``outputs = model(**batch)`` before
-    ``outputs.loss.backward()`` keeps it, ``model(**batch).loss.backward()`` does not; None: taken for kept."""
+    """Whether logits live on in the backward pass: after ``outputs = model(**batch)`` they do (None: so taken), in
+    ``model(**batch).loss.backward()`` not."""
     optimizer_bytes: float | None = None
     """Bytes of optimizer state per trainable parameter."""
     sharding: Sharding | None = None
-    """How ranks divide what does not depend on the batch: "zero1" the optimizer state, "zero2" gradients too, "zero3" and
-    "fsdp" parameters too; "ddp" nothing, and its buckets are a second copy of the gradients. None: one rank, or not known."""
+    """What ranks divide: "zero1" the optimizer state, "zero2" gradients too, "zero3" and "fsdp" parameters too; "ddp" nothing,
+    and its buckets are a second copy of the gradients."""
     num_ranks: int | None = None
-    """Ranks that divide it."""
     layout: Layout | None = None
     """"packed": samples lie end to end in one row, without padding; None: "padded"."""
     max_new_tokens: int | None = None
@@ -85,8 +81,9 @@ class Workload:
     def __post_init__(self) -> None:
         for known in fields(self):
             if (value := getattr(self, known.name)) is not None:
-                kind = str(known.type).removesuffix(" | None")
-                object.__setattr__(self, known.name, _checked(known.name, kind, value))
+                object.__setattr__(
+                    self, known.name, _checked(known.name, str(known.type).removesuffix(" | None"), value)
+                )
         if self.layout == "packed" and self.mode == "generate":
             raise ConfigError("`layout` 'packed' is for training and forward passes; generate() pads its prompts")
         if self.layout == "packed" and self.encoder_decoder:
@@ -109,11 +106,10 @@ class Workload:
         Args:
             model_or_config: a model, a config, or a name that ``AutoConfig.from_pretrained`` takes. No weights are loaded.
             mode: "train", "forward" or "generate".
-            trace: run a few layers of the model on tensors without data (a few seconds on a CPU) to know exactly how its
-                memory depends on the batch. Without, or with a warning where that is impossible, it is estimated from the sizes.
+            trace: run a few layers without data (seconds on a CPU) to know exactly how memory depends on the batch. Without, or
+                with a warning where that is impossible, it is estimated from the sizes.
             inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take more than text.
-            known: fields that you know better, such as ``dtype="bfloat16"``, ``max_new_tokens=256`` or ``optimizer_bytes=8``;
-                default: AdamW's two states of the parameters' dtype.
+            known: fields that you know better, such as ``dtype="bfloat16"`` or ``max_new_tokens=256``; default: AdamW's states.
 
         >>> from transformers import GPT2Config
         >>> workload = Workload.from_model(GPT2Config(), mode="generate", max_new_tokens=64)
@@ -122,21 +118,16 @@ class Workload:
         """
         from dynagroup.memory.trace.model import describe
 
-        known = {name: _dtype(v) if name in ("dtype", "autocast") else v for name, v in known.items()}
-        unknown = sorted(set(known) - set(cls.__slots__))
-        if unknown:
-            raise ConfigError(f"Workload has no field {unknown[0]!r}; it has {', '.join(cls.__slots__)}")
-        cls(mode=mode, **known)  # what is wrong is refused before a model is built
-        workload = cls(**describe(model_or_config, mode, known))
+        asked = cls(mode=mode, **known)  # what is wrong is refused before a model is built
+        workload = cls(**describe(model_or_config, mode, {name: getattr(asked, name) for name in known}))
         if not trace:
             return workload
         try:
             return workload.traced(model_or_config, inputs)
         except ConfigError as error:
-            text = (
+            warn_user(
                 f"the memory of this model is estimated from its sizes, because {error}; trace=False keeps this quiet"
             )
-            warnings.warn(text, stacklevel=2)
             return workload
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
@@ -156,9 +147,8 @@ class Workload:
 
     def replace(self, **changes: Any) -> Workload:
         """This workload with some fields changed. What was traced is forgotten where it no longer holds."""
-        changes = {k: _dtype(v) if k in ("dtype", "autocast") else v for k, v in changes.items()}
-        same = all(getattr(self, name) == value for name, value in changes.items())
-        return self if same else replace(self, **{"phases": None, **changes})
+        changed = replace(self, **{"phases": None, **changes})
+        return self if all(getattr(self, name) == getattr(changed, name) for name in changes) else changed
 
     def to_json(self) -> str:
         return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
@@ -167,29 +157,17 @@ class Workload:
     def from_json(cls, text: str) -> Workload:
         return cls(**json.loads(text))
 
-    def contradicts(self, other: Workload, names: Sequence[str] = ()) -> str | None:
-        """The first size, or other field of ``names``, on which both are known and differ, or None."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in (*_SIZES, *names)}
-        return next((name for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]), None)
-
-
-def _dtype(value: Any) -> Any:
-    """torch.bfloat16, "bf16" and the like under the name that torch prints."""
-    if not isinstance(value, str) and type(value).__module__ != "torch":
-        return value
-    name = str(value).removeprefix("torch.")
-    return _DTYPES.get(name, name)
-
 
 def _checked(name: str, kind: str, value: Any) -> Any:
-    """A field's value as its type says: ``kind`` is the annotation."""
+    """A field's value as its annotation, ``kind``, says."""
     if kind == "int":
         return check_int(name, value, least=0)
     if kind == "bool":
         return check_flag(name, value)
     if kind == "Phases" and isinstance(value, Mapping):
         return Phases(**value)
-    value = _dtype(value) if kind == "Dtype" else value
+    if kind == "Dtype":  # torch.bfloat16, "bf16" and the like under the name that torch prints
+        value = _DTYPES.get(name_of := str(value).removeprefix("torch."), name_of)
     allowed = get_args(_CHOICES[kind]) if kind in _CHOICES else None
     if allowed and value not in allowed:
         raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, allowed))} or None, but is {value!r}")
@@ -199,8 +177,6 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 def assumed(workload: Workload, optimizer: str | None = None) -> str:
     """How a model is taken to be run, what nobody said included.
 
-    >>> assumed(Workload(mode="train", dtype="float32", attention="sdpa", optimizer_bytes=8), "AdamW")
-    'train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter'
     >>> assumed(Workload(mode="generate", dtype="float16", max_new_tokens=256))
     'generate, float16, 256 new tokens'
     """

@@ -113,9 +113,7 @@ def test_a_profile_finds_the_phases_and_says_once_when_it_guesses():
 
 @pytest.mark.parametrize(("size", "oom"), [(float("nan"), False), (-1, False), (float("inf"), False), (5, True)])
 def test_absurd_measurements_name_their_row(size, oom):
-    with pytest.raises(
-        ConfigError, match="row 0: .* has a size that is negative or not finite, or one where memory ran out"
-    ):
+    with pytest.raises(ConfigError, match="row 0: .* has a size below 0 or not finite, or one where memory ran out"):
         Measurements((Measurement(1, {"tokens": 4}, 0, size, oom),), Workload())
 
 

@@ -82,19 +82,13 @@ def test_generation_grows_with_its_output():
 
 
 def test_absurd_shapes():
-    for shapes, message in (
-        ([], "`shapes` is empty"),
-        ([(0, 8)], "`num_samples` must be an int of at least 1, but is 0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            simulate(SMALL, None, shapes)
+    with pytest.raises(ConfigError, match="`num_samples` must be an int of at least 1, but is 0"):
+        simulate(SMALL, None, [(0, 8)])
 
 
 def test_what_cannot_be_simulated_is_named_and_the_users_model_stays_as_it_was():
-    with pytest.raises(ConfigError, match="the workload says num_layers=7, but the model has 2"):
-        simulate(SMALL, Workload.from_model(SMALL, trace=False).replace(num_layers=7), [(1, 8)])
     model = Net(limit=0)
-    with pytest.raises(ConfigError, match=r"needs more than shapes .*item.*measure\(\) on a device"):
+    with pytest.raises(ConfigError, match=r"needs more than shapes .*measure\(\) on a device"):
         simulate(model, TRAIN, [(1, 8)])
     assert (model.scale.device.type, model.scale.grad) == ("cpu", None)
 

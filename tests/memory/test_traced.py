@@ -167,7 +167,6 @@ class Odd(hf.LlamaForCausalLM):
 
 
 IMAGES = hf.LlavaConfig(text_config=models.llama(**SMALL))
-GEMMA2 = models.config(hf.Gemma2Config, **SMALL, layers=2, num_key_value_heads=2, head_dim=16)
 NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
 
 
@@ -177,12 +176,10 @@ NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=
         (lambda: Odd(LLAMA), {}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
         (lambda: MAMBA, {"mode": "generate"}, "cannot be traced"),  # its cache has no length
         (lambda: IMAGES, {}, "it reads images, of which text says nothing"),
-        (lambda: GEMMA2, {"attention": "flash"}, "is 'flash', but Gemma2ForCausalLM has no fused attention"),
-        (lambda: hf.Gemma2ForCausalLM(GEMMA2), {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
         (lambda: NO_PAD, {}, r"no model can be built from this ModernBertConfig \(AssertionError: Padding"),
         (lambda: torch.nn.Linear(2, 2), {}, "has no transformers config; write Workload"),
     ],
-    ids=["values", "cache", "images", "flash", "sdpa", "config", "linear"],
+    ids=["values", "cache", "images", "config", "linear"],
 )
 def test_what_cannot_be_traced_is_refused_with_a_way_out(make, how, message):
     with pytest.raises(ConfigError, match=message):
@@ -302,14 +299,13 @@ def test_adapters_train_alone():
         ({"memory": "lots"}, "`memory` must be a size such as 80GB or 24GiB"),
         ({"memory": "24"}, "write 24GB"),
         ({"headroom": 1.5}, "at most 1(.0)?, but is 1.5"),
-        ({"optimizer": "best"}, "`optimizer` must be one of adamw"),
+        ({"optimizer": "best"}, "or one of adamw, .* but is 'best'"),
         ({"sharding": "fsdp"}, "say how many: num_ranks=8"),
         ({"lora": "all"}, "`lora` must be True, a rank"),
         ({"dtype": "int3"}, "`dtype` must be one of"),
         ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' is for training"),
         ({"model": T5, "layout": "packed"}, "`layout` 'packed' is for models of one stack"),
         ({"model": BERT, "mode": "generate"}, "'generate' is for models that decode, but BertConfig is of an encoder"),
-        ({"colour": 1}, "Workload has no field 'colour'"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, message):

@@ -32,14 +32,10 @@ HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy,
 
 
 class CudaKernels(TorchFunctionMode):
-    """Run attention, dropout and softmax as CUDA would.
+    """Run attention, dropout and softmax as CUDA would, within ``torch.autocast`` of a dtype, or None.
 
-    A question about values is answered: "is every entry of this mask true?" with no where batches have padding, "is any of
+    Questions about values are answered: "is every entry of this mask true?" with no where batches are ``padded``, "is any of
     these infinite?" with no.
-
-    Args:
-        autocast: dtype of ``torch.autocast`` around the forward pass, or None.
-        padded: whether batches reach the model with a padding mask.
     """
 
     def __init__(self, autocast: torch.dtype | None = None, padded: bool = True) -> None:
@@ -148,12 +144,9 @@ _ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.defaul
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes alive now, at most, and after every allocation.
+    """Bytes alive now, at most, and after every allocation, but for tensors that are counted ``apart``.
 
-    Args:
-        apart: tensors that are counted elsewhere (parameters, gradients); their storages and views count nothing here.
-        smooth: allocations take half a block more than their size, instead of being rounded up to whole blocks: rounding
-            would hide what they grow with.
+    ``smooth``: an allocation takes half a block more than its size; rounding up to blocks would hide what it grows with.
     """
 
     def __init__(self, apart: Iterable[torch.Tensor] = (), smooth: bool = False) -> None:
@@ -163,10 +156,8 @@ class LiveBytes(TorchDispatchMode):
         self.timeline: list[int] = []
         self.marks: dict[str, tuple[int, int]] = {}
         self._smooth = smooth
-        self._apart = {
-            t.untyped_storage()._cdata: t.untyped_storage() for t in apart
-        }  # held, so that no new storage takes their place
-        self._known = set(self._apart)
+        self._apart = [t.untyped_storage() for t in apart]  # held, so that no new storage takes their place
+        self._known = {storage._cdata for storage in self._apart}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,9 +31,7 @@ def as_config(value: Any) -> Any:
         try:
             return transformers.AutoConfig.from_pretrained(value)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no config found for {value!r}; give a model's name, or a folder with a config.json"
-            ) from error
+            raise ConfigError(f"no config found for {value!r}; give a model's name, or a folder with one") from error
     if not isinstance(value, transformers.PretrainedConfig):
         raise ConfigError(f"`model_or_config` must be a model, a config or its name, but is {type(value).__name__}")
     return value
@@ -50,8 +47,7 @@ def as_meta_model(
 ) -> Any:
     """A copy of a model on the meta device, or one of a config: no weights are allocated or read.
 
-    As a run (a workload) says; or in this dtype and with this attention (None: the source's own), with adapters where ``lora``
-    asks for them: True, their rank, or a config of peft. Adapters are kept in float32, as peft does by itself.
+    As a run (a workload) says; or in this dtype, with this attention (None: the source's own) and adapters (``lora``).
     """
     attention = run.attention if run else attention
     kind = "eager" if attention == "eager" else "sdpa"
@@ -65,8 +61,8 @@ def as_meta_model(
         model = model if dtype is None else model.to(getattr(torch, dtype))
     else:
         model = _from_config(source, run.dtype if run else dtype, kind)
-    if attention is not None:
-        _attend(model, kind, attention)
+    if attention is not None and hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(kind)  # a ValueError where it has none fused
     return model if lora is None or lora is False else _with_adapters(model, lora)
 
 
@@ -85,21 +81,9 @@ def _from_config(config: Any, dtype: str | None, attention: str, device: torch.d
                 return auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=kind)
         except Exception as error:  # whatever the model's own code raises
             failed = error
-    reason = f"{type(failed).__name__}: {failed}".splitlines()[0][:200]
     raise ConfigError(
-        f"no model can be built from this {type(config).__name__} ({reason}); correct it, or pass a model"
+        f"no model can be built from this {type(config).__name__} ({failed!r:.200}); pass a model"
     ) from failed
-
-
-def _attend(model: Any, attention: str, asked: str) -> None:
-    """Raises ConfigError where a model cannot attend as it was asked to."""
-    try:
-        if hasattr(model, "set_attn_implementation"):
-            model.set_attn_implementation(attention)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"`attention` is {asked!r}, but {type(model).__name__} has no fused attention and runs 'eager'; leave it out"
-        ) from error
 
 
 def is_encoder(config: Any) -> bool:
@@ -146,8 +130,8 @@ def make_inputs(
 ) -> dict[str, torch.Tensor]:
     """Arguments of a forward pass over ``num_samples`` samples, with a padding mask.
 
-    Streams: ``tokens`` is the input of the encoder or of the only stack, ``target`` (default: as long) what a decoder is
-    taught. Speech models always read their full window of audio.
+    ``tokens`` is the input of the encoder or of the only stack, ``target`` (default: as long) what a decoder is taught.
+    Speech models always read their full window of audio.
     """
     config: Any = getattr(model, "config", None)
     length = int(longest[TOKENS])
@@ -159,7 +143,7 @@ def make_inputs(
         else:
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         decodes = bool(getattr(config, "is_encoder_decoder", False))
-        words = torch.zeros(num_samples, int(longest.get("target", length)), dtype=torch.long) if decodes else ids
+        words = torch.zeros(num_samples, longest.get("target", length), dtype=torch.long) if decodes else ids
         if with_labels:
             inputs["labels"] = words if "ForSequenceClassification" not in type(model).__name__ else words[:, 0].clone()
             words = words.clone()  # what the decoder reads: the labels, shifted by the collator or by the model
@@ -177,13 +161,9 @@ def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]
     model: Any = source if own else as_meta_model(source, dtype=known.get("dtype"), attention=asked)
     config = getattr(model, "config", None)
     if config is None:
-        raise ConfigError(
-            "`model_or_config` has no transformers config; write Workload(mode=..., num_layers=..., hidden_size=..., ...)"
-        )
+        raise ConfigError("`model_or_config` has no transformers config; write Workload(mode=..., num_layers=..., ...)")
     if mode == "generate" and is_encoder(config):
-        raise ConfigError(
-            f"`mode` 'generate' is for models that decode, but {type(config).__name__} is of an encoder; mode='forward'"
-        )
+        raise ConfigError(f"`mode` 'generate' is for models that decode, but {type(config).__name__} is of an encoder")
     if own and asked in ("sdpa", "flash"):
         as_meta_model(source, attention=asked)  # refuses what it cannot do
     return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}
@@ -234,9 +214,7 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
     total, count = (sum(p.numel() for p in part) for part in (parameters, trained))
     # Quantised parameters are integers; what a model computes with is not.
     dtype = str(next((p.dtype for p in parameters if p.is_floating_point()), "float32")).removeprefix("torch.")
-    width = sum(p.numel() * p.element_size() for p in trained) / max(
-        count, 1
-    )  # adapters may be wider than what they adapt
+    width = sum(p.numel() * p.element_size() for p in trained) / max(count, 1)  # of adapters, not of what they adapt
     stated = getattr(model.config, "_attn_implementation", None)  # what the model runs, not what was asked for
     renamed = hasattr(model, "is_activation_checkpointing")
     checkpoints = getattr(model, "is_activation_checkpointing" if renamed else "is_gradient_checkpointing", False)
@@ -281,14 +259,9 @@ def _with_adapters(model: Any, lora: Any) -> Any:
 
     if not isinstance(lora, (int, peft.LoraConfig)):
         raise ConfigError(f"`lora` must be True, a rank or a LoraConfig of peft, but is {lora!r}")
-    own = isinstance(lora, int)
-    config: Any = peft.LoraConfig(r=16 if lora is True else lora) if own else lora
+    config: Any = peft.LoraConfig(r=16 if lora is True else lora) if isinstance(lora, int) else lora
     config.target_modules = config.target_modules or "all-linear"
-    with warnings.catch_warnings():
-        if own:  # peft adds patterns for stacks of experts by itself, and warns where they match nothing
-            ignored = "The following (rank|alpha)_pattern keys"
-            warnings.filterwarnings("ignore", message=ignored, category=RuntimeWarning)
-        adapted: Any = peft.inject_adapter_in_model(config, model)
+    adapted: Any = peft.inject_adapter_in_model(config, model)
     for p in adapted.parameters():
         if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
             p.data = p.data.float()

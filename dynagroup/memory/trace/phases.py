@@ -9,7 +9,6 @@ are not, all are traced.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from dynagroup.memory.run import MONOMIALS, FloatArray, Phases, Run, max_affine,
 from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import ALIKE_LAYERS, as_meta_model, stacks
 from dynagroup.memory.trace.program import MakeInputs, as_gathered, prepare, trace
+from dynagroup.validation import warn_user
 
 Probe: TypeAlias = "tuple[int, int, int]"  # samples, tokens, tokens of the target
 Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # bytes alive after each allocation
@@ -290,9 +290,8 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     found, off = max_affine(known, size)
     if off > FITS:
         raise error
-    warnings.warn(
-        f"the memory of this model is fitted to simulations of up to {int(lengths.max())} tokens, because {error}; beyond that "
-        "it is a guess",
-        stacklevel=5,
+    longest = int(lengths.max())
+    warn_user(
+        f"the memory of this model is fitted to simulations of up to {longest} tokens, because {error}; beyond, it guesses"
     )
     return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())
