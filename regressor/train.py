@@ -27,7 +27,9 @@ from dynagroup.memory.features import Features, describe, features, train_booste
 from dynagroup.memory.features import pairs_of as measured_pairs
 from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.regressor import PRETRAINED, MemoryRegressor, member
+from dynagroup.memory.regressor import LIKE, NEAR, PRETRAINED, MemoryRegressor
+from dynagroup.memory.run import MONOMIALS
+from dynagroup.memory.workload import Workload
 from regressor import report
 from regressor.calibrate import calibrate
 from regressor.judge import Judge
@@ -68,6 +70,13 @@ def sharp_rows(pairs: Pairs, constants: dict[str, float]) -> Features:
     form = ClosedForm.of(pairs.group.workload, constants)
     found = features(pairs.candidate, pairs.baseline, pairs.group.workload, form)
     return replace(found, log_ratio=np.log(pairs.ratio))
+
+
+def member(workload: Workload, two_streams: bool, phases: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """One traced model, as the card of a regressor holds it: phases without their zeros."""
+    known = {name: getattr(workload, name) for name in (*LIKE, *NEAR, "fixed_tokens")}
+    rows = [{name: round(float(v), 1) for name, v in zip(MONOMIALS, row, strict=True) if v} for row in phases]
+    return {"workload": known, "two_streams": two_streams, "phases": rows}
 
 
 def train(

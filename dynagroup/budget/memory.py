@@ -120,9 +120,8 @@ class MemoryBudget(Budget):
             mode: "train", "forward" or "generate".
             headroom: share of ``memory`` that may be used; the rest is for the CUDA context and fragmentation.
             pad_to_multiple_of: as above. With 16 (or 32, ...) masks need no padding for their kernel, and more fits.
-            how: how it is run, as in :meth:`~dynagroup.memory.TracedMemory.of`: ``dtype``, ``autocast``, ``attention``,
-                ``layout``, ``max_new_tokens``, ``gradient_checkpointing``, ``lora``, ``optimizer``, ``sharding`` with
-                ``num_ranks``, ``keeps_outputs``, and rows that were ``measured``. ``print`` the budget to check it.
+            how: how it is run, as in :meth:`~dynagroup.memory.TracedMemory.of`: ``dtype``, ``attention``, ``layout``,
+                ``max_new_tokens``, ``lora``, ``optimizer``, ``measured``, ... ``print`` the budget to check it.
 
         Raises:
             ConfigError: an argument is wrong, or the model can neither be traced nor simulated.

@@ -58,12 +58,12 @@ MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """``margin``: log ratio of the closed form, where the trees start; ``values``: (K, features), NaN for the unknown."""
+    """``margin``: log ratio of the closed form, where the trees start; ``values``: (K, features), NaN for the unknown; and the
+    true log ratio of rows to train on."""
 
     margin: FloatArray
     values: FloatArray
     log_ratio: FloatArray | None = None
-    """The true one, of rows to train on."""
 
 
 def is_sharp(workload: Workload) -> bool:

@@ -1,7 +1,7 @@
 """Memory of a batch from a workload's sizes alone: the largest of a few phases, each a sum of what is alive in it.
 
-A phase is a polynomial in the batch shape with non-negative coefficients, so the form is monotone. Its dimensionless
-constants (how many copies of the hidden states a layer keeps, and so on) are fitted to simulations by ``regressor/train.py``.
+A phase is a polynomial in the batch shape with non-negative coefficients, so the form is monotone. Its constants (how many copies
+of the hidden states a layer keeps, and so on) are fitted to simulations by ``regressor/train.py``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,6 @@ COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
 ONE, N, NL, NL2, NT, T2, NT2, NLT = map(MONOMIALS.index, ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT"))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
-
-CONSTANTS: dict[str, float] = {
-    "bias_hidden": 3.0, "bias_kv": 1.0, "bias_mask": 2.0, "bias_query": 2.0, "bias_scores": 2.0, "cache": 1.0,
-    "cache_layer": 0.2369, "cast_weights": 0.8553, "keep_cross": 0.3, "keep_dropout": 5.8452,
-    "keep_ffn": 1.6466, "keep_gate": 3.6327, "keep_hidden": 0.4837, "keep_kv": 3.4212, "keep_lora": 1.2466,
-    "keep_query": 1.611, "keep_wide": 3.3868, "last_logits": 2.0958, "logits_grad": 1.5, "logits_run": 1.0218,
-    "logits_train": 4.7154, "logits_wide": 1.2982, "mask_keep": 0.9933, "mask_pass": 0.5, "mask_run": 1.0,
-    "run_expert": 1.0, "run_ffn": 2.5, "run_hidden": 3.0, "run_query": 1.0, "score_bias": 1.05,
-    "score_pass": 2.0, "score_pass_wide": 4.0, "score_run": 1.5, "score_train": 1.0, "score_wide": 3.0,
-    "table_grad": 2.6617, "weight_grad": 0.9314,
-}  # fmt: skip
 
 # What a field that is not known is taken to be; the sizes must be known.
 USUAL: dict[str, Any] = {
@@ -51,7 +40,7 @@ class ClosedForm:
     """Whether a batch is one row of all its tokens."""
 
     @classmethod
-    def of(cls, workload: Workload, constants: Mapping[str, float] = CONSTANTS) -> ClosedForm:
+    def of(cls, workload: Workload, constants: Mapping[str, float]) -> ClosedForm:
         """What was traced of the model, or else what its sizes say."""
         packed = workload.layout == "packed"
         if workload.phases is not None:
@@ -81,9 +70,7 @@ class ClosedForm:
 
 
 def _unit(column: int, value: float = 1.0) -> FloatArray:
-    row = np.zeros(len(MONOMIALS))
-    row[column] = value
-    return row
+    return np.where(np.arange(len(MONOMIALS)) == column, value, 0.0)
 
 
 NOTHING = np.zeros(len(MONOMIALS))
@@ -105,9 +92,8 @@ class _Builder:
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
         known = {f.name: getattr(workload, f.name) for f in fields(workload)}
-        self.w: dict[str, Any] = {name: USUAL.get(name) if value is None else value for name, value in known.items()}
-        w = self.w
-        self.c = constants
+        w = {name: USUAL.get(name) if value is None else value for name, value in known.items()}
+        self.w, self.c = w, constants
         self.element = ELEMENT_BYTES[workload.autocast or w["dtype"]]
         self.parameter = ELEMENT_BYTES[w["dtype"]]
         self.query, self.kv = (w[name] * w["head_size"] for name in ("num_heads", "num_kv_heads"))
@@ -208,11 +194,7 @@ class _Builder:
         return self.c["cast_weights"] * self.element * ((self.layers + self.encoders) * matrices + head)
 
     def _running(self, tokens: FloatArray, squared: FloatArray, **held: FloatArray) -> list[FloatArray]:
-        """Two phases of a layer that runs without gradients, beside what is ``held`` already: its attention, and what follows.
-
-        Attention widens the mask (or the bias of every head) to what its kernel reads, or holds the scores in several
-        copies; the feed-forward layer is wide, and beside it only what attention returned is left.
-        """
+        """Two phases of a layer that runs without gradients, beside what is ``held`` already: attention, and what follows."""
         w, c, e = self.w, self.c, self.element
         fused, masked = w["attention"] != "eager", w["attention"] == "sdpa"
         wide = c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
@@ -233,9 +215,8 @@ class _Builder:
         ]
 
     def _forward(self) -> list[FloatArray]:
-        w, c = self.w, self.c
+        w, c, hidden = self.w, self.c, self.element * self.w["hidden_size"]
         head = self.element * (w["vocabulary_size"] if w["lm_head"] else 0) * self.words
-        hidden = self.element * w["hidden_size"]
         per_layer = c["cache"] * 2 * self.kv * self.element * self.layers  # models return it unless told otherwise
         cache = per_layer * self.words if w["causal"] or w["encoder_decoder"] else NOTHING
         phases, encoded = [], NOTHING
@@ -248,7 +229,7 @@ class _Builder:
 
     def _generation(self) -> list[FloatArray]:
         w, c = self.w, self.c
-        two_stacks = bool(w["encoder_decoder"])
+        two_stacks = w["encoder_decoder"]
         prompt, squared = (self.read, self.read2) if two_stacks else (self.words, self.words2)
         per_layer = c["cache"] * 2 * self.kv * self.element
         held = per_layer * (prompt + _unit(N, float(w["max_new_tokens"])))
@@ -258,9 +239,8 @@ class _Builder:
         last = _unit(N, c["last_logits"] * 4.0 * w["vocabulary_size"])
         step = _unit(N, self.element * self.ffn * 2.0)
         grown = self.layers * held + c["cache_layer"] * held
-        mask = NOTHING  # of one new token: fused kernels need none
-        if w["attention"] == "eager":
-            mask = self._scores(_unit(N) + prompt, c["score_pass"], c["mask_pass"])
+        eager = w["attention"] == "eager"  # fused kernels need no mask of one new token
+        mask = self._scores(_unit(N) + prompt, c["score_pass"], c["mask_pass"]) if eager else NOTHING
         return [
             *self._running(prompt, squared, cache=NOTHING if two_stacks else filled),
             _phase(activations=self.element * w["hidden_size"] * prompt, cache=filled, logits=last),

@@ -65,11 +65,10 @@ REACH = 64  # times the first batch's padded tokens: as far as the regressor was
 LONGER = 4  # lengths up to so many times the first batch's are in the table; nothing longer grows
 
 
-# Trees are dear to ask, and a prediction is monotone: so the largest number of samples is tabulated once over a grid of
-# lengths, geometric in steps of 1 % (of 7 % in two streams). A length is rounded up to the grid.
 @dataclass(frozen=True)
 class LargestTable:
-    """Most samples of a batch by its longest sample.
+    """Most samples of a batch by its longest sample, asked once (trees are dear): over a grid of lengths, geometric in steps of
+    1 % (of 7 % in two streams). A length is rounded up to the grid.
 
     >>> table = LargestTable.of(PaddedTokens(), BatchShape.of(8, 100), headroom=1.0)
     >>> table.largest({"tokens": np.array([100, 50, 10, 5000])}).tolist()
@@ -78,7 +77,6 @@ class LargestTable:
 
     grids: Mapping[str, IntArray]
     counts: IntArray
-    """int64, one axis a stream."""
 
     @classmethod
     def of(cls, model: MemoryModel, baseline: BatchShape, headroom: float) -> LargestTable:

@@ -24,7 +24,7 @@ from dynagroup.memory.features import (
     pairs_of,
     train_booster,
 )
-from dynagroup.memory.formula import CONSTANTS, ClosedForm
+from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
 from dynagroup.memory.run import MONOMIALS, FloatArray, Layout, Phases, columns, needed
@@ -110,7 +110,7 @@ class MemoryRegressor:
             about["form"] = own[0].rows
         else:
             about |= {"corrects": "trace", "lift": [0.0, MOST_LIFT]}
-        return cls.of(booster, {**describe(parts, CONSTANTS), **about}, workload)
+        return cls.of(booster, {**describe(parts, {}), **about}, workload)
 
     @classmethod
     def of(cls, booster: xgboost.Booster, card: Mapping[str, Any], workload: Workload | None = None) -> MemoryRegressor:
@@ -203,16 +203,9 @@ NEAR = ("max_new_tokens", "vocabulary_size", "hidden_size", "num_layers", "num_k
 FEWEST = 24
 
 
-def member(workload: Workload, two_streams: bool, phases: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """One traced model, as the card of a regressor holds it: phases without their zeros."""
-    known = {name: getattr(workload, name) for name in (*LIKE, *NEAR, "fixed_tokens")}
-    rows = [{name: round(float(v), 1) for name, v in zip(MONOMIALS, row, strict=True) if v} for row in phases]
-    return {"workload": known, "two_streams": two_streams, "phases": rows}
-
-
 class Plausible:
-    """What each of several traced models (:func:`member`) would need for a batch: of those that agree with what is known of a
-    workload. Lengths are taken to count everything that is read, unless its ``fixed_tokens`` say otherwise."""
+    """What each of several traced models would need for a batch: of those that agree with what is known of a workload. Lengths
+    are taken to count everything that is read, unless its ``fixed_tokens`` say otherwise."""
 
     def __init__(self, workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> None:
         chosen = _like(workload, members, two_streams)

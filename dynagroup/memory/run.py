@@ -44,10 +44,7 @@ def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> Fl
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
-    """The monomials of a shape; a target without lengths of its own is as long as the tokens. float64 (K, 12).
-
-    Packed, a batch is one sample as long as all of its samples together.
-    """
+    """The monomials of a shape; packed, of one sample as long as all of its samples together. float64 (K, 12)."""
     if packed:
         total = np.maximum(shape.total[TOKENS], 1)
         return monomials(np.ones_like(total), total, total)
@@ -94,10 +91,7 @@ class Phases:
         return np.maximum(within, beyond)
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
-        """Bytes of batches that others are held against: float64 (K,).
-
-        A batch is taken to pad its masks, so that its share rises with the length; a baseline that does not is not.
-        """
+        """Bytes of batches that others are held against, which are not taken to pad masks where they do not: float64 (K,)."""
         least = self.bytes(baseline, packed)
         if self.aligned is None:
             return least
@@ -117,8 +111,8 @@ def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
     """Max-affine regression: phases (P, columns) with factors of at least 0 whose largest is close to ``size`` (K,), and how
     far off it is at most, as a share.
 
-    Alternating minimisation from several starts: give every row to a phase, fit each phase to its rows by non-negative least
-    squares of relative errors, give every row to its largest phase, and again. One phase more only if it helps by a fifth.
+    Alternating minimisation from several starts: fit each phase to its rows by non-negative least squares of relative errors,
+    give every row to its largest phase, and again. One phase more only if it helps by a fifth.
     """
     best, least = np.zeros((1, known.shape[1])), np.inf
     rng = np.random.default_rng(0)

@@ -12,13 +12,13 @@ import pytest
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory import ClosedForm, Measurement, Measurements, MemoryRegressor, ProfiledMemory, Workload
-from dynagroup.memory.regressor import Plausible, member
+from dynagroup.memory.regressor import Plausible
 from dynagroup.memory.run import Phases
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
 from regressor import report
 from regressor.rows import load_groups
-from regressor.train import Recipe, train
+from regressor.train import Recipe, member, train
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "regressor" / "data" / "simulated.parquet"
@@ -44,7 +44,7 @@ WORKLOADS = {
 def test_shipped_artifact_is_monotone_on_a_dense_grid_and_budgets_say_what_it_says(name):
     regressor = MemoryRegressor.pretrained(WORKLOADS[name])
     if regressor.sharp:
-        form = ClosedForm.of(WORKLOADS[name])
+        form = ClosedForm.of(WORKLOADS[name], regressor.card["constants"])
         assert (form.phases >= 0).all()
         assert form.shares(BatchShape.of(4, 100))[0, :-1].sum() == pytest.approx(1.0)
     n = np.unique(np.geomspace(1, 4096, 30).astype(int))

@@ -157,15 +157,13 @@ def make_inputs(
 
 def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the Workload of this model in this mode; ``known`` fields win."""
-    own, asked = is_model(source), known.get("attention")
-    model: Any = source if own else as_meta_model(source, dtype=known.get("dtype"), attention=asked)
+    dtype, attention = known.get("dtype"), known.get("attention")
+    model: Any = source if is_model(source) else as_meta_model(source, dtype=dtype, attention=attention)
     config = getattr(model, "config", None)
     if config is None:
         raise ConfigError("`model_or_config` has no transformers config; write Workload(mode=..., num_layers=..., ...)")
     if mode == "generate" and is_encoder(config):
         raise ConfigError(f"`mode` 'generate' is for models that decode, but {type(config).__name__} is of an encoder")
-    if own and asked in ("sdpa", "flash"):
-        as_meta_model(source, attention=asked)  # refuses what it cannot do
     return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}
 
 

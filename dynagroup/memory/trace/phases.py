@@ -1,10 +1,8 @@
 """A model's memory as a function of the batch shape, written down exactly instead of sampled.
 
-What is alive after each allocation is a polynomial in (n, L): the same program runs whatever the shape, and every tensor's
-size is a product of its dimensions. A few traces determine the polynomial at every allocation (least squares; nothing is left
-over); the peak of any shape is their maximum. Layers are alike, so a trace of three layers says what any number of layers
-would do: an added layer raises everything between its own forward and the end of its backward by what it keeps. Where they
-are not, all are traced.
+What is alive after each allocation is a polynomial in (n, L), which a few traces determine (least squares; nothing is left over);
+the peak of any shape is their maximum. Where layers are alike, three say what any number of them would do: an added layer raises
+everything between its own forward and the end of its backward by what it keeps.
 """
 
 from __future__ import annotations
@@ -43,11 +41,8 @@ MOST_TOKENS = 131072  # of a sample, or of a packed batch: phases that count onl
 def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None) -> Phases:
     """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
 
-    Where attention slides, the program and its cache are others for lengths beyond the window: then there are two sets of
-    them. Where the program itself depends on the shape, phases are fitted to a few simulations, and a warning says so.
-
-    Raises:
-        ValueError: the program depends on more than the shape, or the model has too few positions to tell.
+    Where attention slides, there are two sets of them, as long as the window and beyond. Where the program itself depends on the
+    shape, phases are fitted to a few simulations, and a warning says so; a ValueError where that fails.
     """
     padded = _Traced(model_or_config, workload, inputs)
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
@@ -196,7 +191,11 @@ def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
     """Shapes that tell the monomials apart, within the model's positions; the last is as long as ``within`` allows."""
     most = min(getattr(traced.config, "max_position_embeddings", None) or LONGEST, within)
     most_target = min(getattr(traced.config, "max_target_positions", None) or most, most)
-    scaled = [(n, _scaled(length, most, traced), _scaled(target, most_target, traced)) for n, length, target in PROBES]
+
+    def scaled_to(most: int, length: int) -> int:  # as large a share of fewer positions
+        return _aligned(length if most >= PROBED else most * length // PROBED, traced)
+
+    scaled = [(n, scaled_to(most, length), scaled_to(most_target, target)) for n, length, target in PROBES]
     columns = traced.columns
     for count in range(len(columns) + 1, len(scaled) + 1):
         n, length, target = scaled[count - 1]
@@ -205,11 +204,6 @@ def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
         if np.linalg.matrix_rank(known / known.max(0)) == len(columns):
             return probes
     raise ValueError(f"{min(most, most_target)} positions are too few to tell how memory grows with the length")
-
-
-def _scaled(length: int, most: int, traced: _Traced) -> int:
-    """A length of ``PROBES``, or as large a share of ``most`` where that is less than the longest of them."""
-    return _aligned(length if most >= PROBED else most * length // PROBED, traced)
 
 
 def _aligned(length: int, traced: _Traced) -> int:
@@ -226,18 +220,12 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
-    """What is alive at most, static memory left out.
-
-    Raises:
-        ValueError: the program differs between shapes, or a size is no polynomial in them.
-    """
+    """What is alive at most, static memory left out. ValueError: programs of shapes differ, or sizes are no polynomial."""
     timeline, lines = traced.timeline(probes[-1]), []
     for probe in probes:
         lines.append(timeline(probe))
         if len(lines[0]) != len(lines[-1]):  # said at once: such a program may loop over the tokens, for minutes
-            raise ValueError(
-                f"the program depends on the shape: {len(lines[0])} and {len(lines[-1])} allocations for {probes[0]} and {probe}"
-            )
+            raise ValueError(f"the program depends on the shape: {probe} makes other allocations than {probes[0]}")
     known, observed = monomials(*np.array(probes).T)[:, traced.columns], np.array(lines)
     coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
     error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
@@ -262,10 +250,9 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     return phases[np.unique(np.concatenate(winners))]
 
 
-# Where a program loops over tokens or over chunks of them, its allocations cannot be told apart by their place. Then whole
-# peaks are fitted: at each length two numbers of samples give every allocation as a line in n (the program is the same), hence
-# the peak of any n. Lengths are one beyond multiples of usual chunks, where rounding up costs most. The closest phases are
-# raised by one factor until none of these peaks lies above them.
+# Where a program loops over tokens or chunks of them, whole peaks are fitted: at each length two numbers of samples give every
+# allocation as a line in n. Lengths are one beyond multiples of usual chunks, where rounding up costs most. The closest phases
+# are raised by one factor until none of these peaks lies above them.
 LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
 LOOPS, SHORT = 4, 129  # a program so many times as long as that of one token loops: a minute for a thousand tokens
 FITS = 0.5  # how far off the closest phases may be at most before they are raised
