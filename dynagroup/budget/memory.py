@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -89,16 +88,13 @@ class MemoryBudget(Budget):
     def _set(self, model: Any, headroom: float, pad_to_multiple_of: int) -> None:
         self.model, self._multiple = model, check_int("pad_to_multiple_of", pad_to_multiple_of)
         self.headroom = check_number("headroom", headroom, most=1.0)
+        self._tables: dict[Any, LargestTable] = {}
 
     @classmethod
     def from_bytes(
         cls, limit_bytes: int, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
     ) -> MemoryBudget:
-        """A budget held against the bytes that a device has, static memory included.
-
-        Raises:
-            ConfigError: an argument is wrong. BudgetError: static memory alone exceeds the limit.
-        """
+        """A budget held against the bytes that a device has; a BudgetError where static memory alone exceeds them."""
         return _DeviceBudget(limit_bytes, model, headroom, pad_to_multiple_of)
 
     @classmethod
@@ -124,8 +120,7 @@ class MemoryBudget(Budget):
                 ``max_new_tokens``, ``lora``, ``optimizer``, ``measured``, ... ``print`` the budget to check it.
 
         Raises:
-            ConfigError: an argument is wrong, or the model can neither be traced nor simulated.
-            BudgetError: parameters, gradients and optimizer state alone do not fit.
+            ConfigError: the model can neither be traced nor simulated. BudgetError: static memory alone does not fit.
 
         >>> from transformers import GPT2Config
         >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
@@ -181,10 +176,6 @@ class MemoryBudget(Budget):
         if key not in self._tables:
             self._tables[key] = LargestTable.of(self.model, first, self.headroom)
         return padded.num_samples <= self._tables[key].largest(padded.longest)
-
-    @cached_property
-    def _tables(self) -> dict[Any, LargestTable]:
-        return {}
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         return None if self.layout == "packed" or len(self._longest) > 1 else self.most_samples(longest)

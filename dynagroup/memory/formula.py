@@ -92,7 +92,7 @@ class _Builder:
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
         known = {f.name: getattr(workload, f.name) for f in fields(workload)}
-        w = {name: USUAL.get(name) if value is None else value for name, value in known.items()}
+        w: dict[str, Any] = {name: USUAL.get(name) if value is None else value for name, value in known.items()}
         self.w, self.c = w, constants
         self.element = ELEMENT_BYTES[workload.autocast or w["dtype"]]
         self.parameter = ELEMENT_BYTES[w["dtype"]]

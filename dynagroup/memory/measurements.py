@@ -39,8 +39,7 @@ _FIELDS = ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes"
 class Measurements:
     """One row a shape, for one workload.
 
-    >>> rows = Measurements((Measurement(2, {"tokens": 64}, static_bytes=100, batch_bytes=50),), Workload(mode="train"))
-    >>> [row.peak_bytes for row in rows]
+    >>> [row.peak_bytes for row in Measurements((Measurement(2, {"tokens": 64}, 100, batch_bytes=50),), Workload())]
     [150]
     """
 

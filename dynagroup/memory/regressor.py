@@ -83,9 +83,7 @@ class MemoryRegressor:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise StateError(f"the card beside {path} is damaged ({error}); save the regressor again") from error
         if wrong:
-            raise StateError(
-                f"{path} is not what its card describes: {', '.join(wrong)} differ; save the regressor again"
-            )
+            raise StateError(f"{path} is not what its card describes: {', '.join(wrong)} differ; save it again")
         return cls(trees, card, workload or Workload(**card.get("workload", {})))
 
     @classmethod

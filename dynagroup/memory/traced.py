@@ -87,8 +87,7 @@ class TracedMemory:
             measured: rows of :func:`~dynagroup.memory.measure` on a device, to correct the trace by; see :meth:`corrected`.
             known: fields of a :class:`Workload`.
 
-        Raises:
-            ConfigError: an argument is wrong, or the model cannot be traced.
+        A ConfigError where the model cannot be traced.
         """
         from dynagroup.memory.trace.model import as_meta_model
         from dynagroup.memory.trace.program import prepare, static_bytes

@@ -30,7 +30,6 @@ class Workload:
     mode: Mode | None = None
     """"train": forward and backward; "forward": without gradients; "generate": prefill and decoding with a cache."""
     num_layers: int | None = None
-    """Layers of the decoder, or of the only stack."""
     num_encoder_layers: int | None = None
     """Layers of the encoder beside it; 0 without one."""
     hidden_size: int | None = None
@@ -40,7 +39,6 @@ class Workload:
     intermediate_size: int | None = None
     """Width of the feed-forward layer (of one expert, in a mixture of experts)."""
     experts_per_token: int | None = None
-    """Experts that each token runs through; 1 without experts."""
     gated_mlp: bool | None = None
     dropout: bool | None = None
     """Whether hidden states pass through dropout in training."""
@@ -56,7 +54,6 @@ class Workload:
     trainable_share: float | None = None
     """Share of the parameters that have gradients: below 1 with LoRA."""
     dtype: Dtype | None = None
-    """Of the parameters."""
     autocast: Dtype | None = None
     """The lower precision of `torch.autocast`; None: not used."""
     attention: Attention | None = None

@@ -226,12 +226,6 @@ def test_outside_the_trained_range_it_is_careful_and_says_so_once():
     regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))
 
 
-def test_a_workload_that_cannot_be():
-    for fields in ({"mode": "serve"}, {"num_layers": -1}, {"dropout": 0.1}):
-        with pytest.raises(ConfigError, match=f"`{next(iter(fields))}` must be"):
-            Workload(**fields)
-
-
 def test_models_that_disagree_with_what_is_known_do_not_count_and_the_nearest_sizes_do():
     def one(mode, per_token, per_sample=0.0, **known):
         return member(Workload(mode=mode, **known), False, [[0.0, per_sample, 0.0, per_token, *[0.0] * 8]])

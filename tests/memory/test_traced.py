@@ -389,11 +389,3 @@ def test_measured_rows_of_another_workload_or_of_none_are_refused():
     for rows in (none, [1, 2]):
         with pytest.raises(ConfigError, match="at least one row that did not run out of memory"):
             TRACED.corrected(rows)
-
-
-def test_measured_at_1_4_times_the_trace_1_4_times_less_fits():
-    plain = MemoryBudget.from_model(SHALLOW, "200MB", dtype=torch.bfloat16, headroom=1.0)
-    rows = rows_of(plain.model, 1.4)
-    found = MemoryBudget.from_model(SHALLOW, "200MB", dtype=torch.bfloat16, headroom=1.0, measured=rows)
-    before, after = (budget.most_samples([64, 512]) for budget in (plain, found))
-    assert after == pytest.approx(before / 1.4, abs=1)
