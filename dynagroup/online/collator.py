@@ -1,7 +1,4 @@
-"""Worker side: measure true lengths after the user's processing, cut into batches that fit, collate.
-
-No collectives happen here. What comes back is typed: nothing is added to the user's batch.
-"""
+"""Worker side: measure true lengths after the user's processing, cut into batches that fit, collate. No collectives here."""
 
 from __future__ import annotations
 
@@ -65,9 +62,8 @@ def measure_sample(sample: Any) -> int:
 class RefinementCollator:
     """A ``collate_fn`` that cuts what it is given into batches that fit their *true* lengths, and collates each.
 
-    In a plain ``DataLoader`` it is given the samples of one batch: a batch that fits stays as it is, any other is cut.
-    It then returns a :class:`RefinedWindow`, to be iterated. Wrap the dataset in :class:`IndexedDataset` to have dataset
-    indices in results and errors; without it they are places in the batch. :class:`OnlineDataLoader` does all that.
+    In a plain ``DataLoader`` it is given the samples of one batch, and returns a :class:`RefinedWindow`, to be iterated. Wrap the
+    dataset in :class:`IndexedDataset` to have dataset indices instead of places in the batch.
 
     Args:
         collate_fn: the user's; samples -> batch. Default: ``torch.utils.data.default_collate``.
@@ -208,8 +204,7 @@ class RefinementCollator:
             )
 
     def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
-        """A batch is as wide as its longest sample in every stream that it shows (packed: as long as all of them), or lengths
-        were measured wrong."""
+        """A batch is as wide as its longest sample, or as long as all of them, or lengths were measured wrong."""
         packed, wide = self.budget.layout == "packed", {}
         for name, width in widths.items():
             tokens = total_of(batch, name) if packed else width_of(batch, len(indices), name)
@@ -263,8 +258,7 @@ def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
-    """What a function of the user's gives. Errors but ours come with its name and what it was asked about: a StopIteration, left
-    alone, would end the loader's iteration."""
+    """What the user's function gives; errors name it and what it was asked about. A StopIteration would end the loader's."""
     try:
         return function(*args)
     except ConfigError:

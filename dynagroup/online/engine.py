@@ -1,7 +1,4 @@
-"""The alignment engine: one rank's refined windows become steps that all ranks take together, an epoch at a time.
-
-A feed brings windows, a ``World`` carries a few numbers.
-"""
+"""The alignment engine: one rank's refined windows become steps that all ranks take together, an epoch at a time."""
 
 from __future__ import annotations
 
@@ -207,12 +204,9 @@ class Runner(ABC):
 
 
 class FreeRunner(Runner):
-    """Steps without update boundaries: as many as the rank with most batches needs.
-
-    Between exchanges a rank loads windows until it has ``LOW_WATER`` batches. At an exchange all ranks :func:`agree` on a
-    number of steps, and take so many batches from their queues. An update's steps are emitted once all of them are agreed,
-    because its totals are sums over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps.
-    """
+    """Steps without update boundaries: as many as the rank with most batches needs. A rank loads windows until it has
+    ``LOW_WATER`` batches, then all :func:`agree` on a number of steps and take so many from their queues. An update's steps are
+    emitted once all are agreed: its totals are sums over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps."""
 
     @property
     def over(self) -> bool:
@@ -242,8 +236,7 @@ class FreeRunner(Runner):
         if not feed.shares:
             self._complete([])
             return
-        # What each rank still has to emit, one number a rank, and how many samples a batch holds.
-        loads = [0] * self.world.size
+        loads = [0] * self.world.size  # what each rank still has to emit
         loads[self.world.rank] = sum(map(len, self.queue)) + feed.pending_samples
         batches, samples, *loads = self._complete([*held, *loads])
         feed.share([round(load) for load in loads], round(LOW_WATER * samples / max(batches, 1)))

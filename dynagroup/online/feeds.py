@@ -1,5 +1,4 @@
-"""What brings an epoch's windows: the queue that a DataLoader pulls requests from, the DataLoader that holds the workers, and the
-feeds of map-style and of iterable datasets."""
+"""What brings an epoch's windows: the DataLoader that holds the workers, and the feeds of map-style and iterable datasets."""
 
 from __future__ import annotations
 
@@ -101,11 +100,9 @@ class Workers:
 
 
 class MapFeed:
-    """Windows of a map-style dataset: sent to the workers in one order, and taken back in the same one.
-
-    A worker may answer a large window in part (``window_bytes``). What is left is asked for again at once and stands before
-    all later windows. Its place holds batches by positions: resumed, they are asked for first, in the very same groups.
-    """
+    """Windows of a map-style dataset: sent to the workers in one order, and taken back in the same one. What a worker leaves of a
+    large one (``window_bytes``) is asked for again at once and stands before all later ones. Its place holds batches by
+    positions: resumed, they are asked for first, in the very same groups."""
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place
@@ -211,14 +208,12 @@ class MapFeed:
 
     def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
         """Its place, and the batches that it gave and that are not used: ``front`` are agreed steps, ``pool`` is queued."""
-        return {
-            "front": pack_groups(batch.positions if batch else () for batch in front),
-            "pool": pack_groups(batch.positions for batch in pool),
-            "kept": [place for place, batch in enumerate(pool) if batch.samples is not None],
-            "rest": [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in self._pending if not r.planned],
-            "next": self._planned - sum(request.planned for request in self._pending),
-            "start": self._start,
-        }
+        steps, queue = ((batch.positions if batch else () for batch in batches) for batches in (front, pool))
+        kept = [place for place, batch in enumerate(pool) if batch.samples is not None]
+        rest = [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in self._pending if not r.planned]
+        upcoming = self._planned - sum(request.planned for request in self._pending)
+        drawn = {"rest": rest, "next": upcoming, "start": self._start}
+        return {"front": pack_groups(steps), "pool": pack_groups(queue), "kept": kept, **drawn}
 
     def reload(self) -> tuple[list[Refined | None], list[Refined]]:
         place, self._place = self._place, None

@@ -34,10 +34,9 @@ CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "wor
 class OnlineDataLoader(StepLoader[Any]):
     """A loader that cuts batches where true lengths are known, after processing, and keeps ranks in step.
 
-    Workers process a window of samples, measure it, and cut it into batches that fit; ranks agree on the number of steps
-    with one small all-reduce pair for several steps. Every sample is emitted exactly once an epoch over all ranks; a rank that
-    has none left repeats a small batch with weight 0 until all have ended. How many steps an epoch takes is not known
-    beforehand, so there is no ``len()``; with ``samples_per_update`` the number of updates is exact.
+    Workers process a window of samples, measure it, and cut it into batches that fit; ranks agree on steps. Every sample is
+    emitted exactly once an epoch over all ranks; a rank that has none left repeats a small batch with weight 0. There is no
+    ``len()``; with ``samples_per_update`` the number of updates is exact.
 
     Args:
         dataset: map-style (``__getitems__`` is used where there is one); or iterable, which divides itself among ranks and
@@ -125,10 +124,8 @@ class OnlineDataLoader(StepLoader[Any]):
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> OnlineDataLoader:
         """Take over an existing loader's dataset, order, workers and collate function, unless ``options`` say otherwise.
-
-        A ``RandomSampler`` without replacement becomes ``shuffle=True`` with a seed of its own, so that all ranks agree
-        and runs resume. ``drop_last`` is not taken over: nothing is dropped. The loader is not changed.
-        """
+        A ``RandomSampler`` becomes ``shuffle=True`` with a seed of its own, so that ranks agree and runs resume. ``drop_last``
+        is not taken over: nothing is dropped. The loader is not changed."""
         taken, sampler = {name: getattr(loader, name) for name in CARRIED}, loader.sampler
         if type(loader.batch_sampler) not in (BatchSampler, type(None)):
             taken["batch_sampler"] = loader.batch_sampler
@@ -173,7 +170,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def _identity(self) -> dict[str, Any]:
         workers = self._workers
-        own = {"oversize": workers.collator.oversize, "budget": self.budget.fingerprint}
+        own: dict[str, Any] = {"oversize": workers.collator.oversize, "budget": self.budget.fingerprint}
         own["num_workers"] = workers.num_workers if workers.iterable else None
         return {**self.config.identity(), **self._orders.identity, **own}
 
@@ -267,8 +264,8 @@ class OnlineDataLoader(StepLoader[Any]):
         identity = {**self._identity(), "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
         identity["order"] = [orders.decided_by, orders.fingerprint(epoch) if orders.num_samples is not None else None]
         identity["num_workers"] = f"{workers.num_workers} with prefetch_factor={workers.prefetch_factor}"
-        varies = sizes is not None and not sizes.is_constant
-        identity["sizes of updates"] = [stop for _, stop, _ in sizes.spans(sizes.start(epoch))] if varies else None
+        varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
+        identity["sizes of updates"] = varying and [stop for _, stop, _ in varying]
         if callable(self.config.weigh):
             del identity["weigh"]  # may read what differs by rank, such as a device
         return identity

@@ -1,8 +1,5 @@
-"""The alignment protocol: its decisions, as pure functions of integers that all ranks see alike, and what carries the integers.
-
-The loader, the simulation of many ranks and the exhaustive model in ``tests/online/test_protocol.py`` run these same functions.
-The protocol and why it ends are described in ``docs/alignment.md``.
-"""
+"""The alignment protocol: its decisions, as pure functions of integers that all ranks see alike, and what carries them. Why it
+ends: ``docs/alignment.md``; the exhaustive model in ``tests/online/test_protocol.py`` runs these same functions."""
 
 from __future__ import annotations
 
@@ -90,11 +87,7 @@ def hand_out(
 
 def quantile(seed: int, epoch: int, step: int) -> float:
     """Where in its sorted queue, in [0, 1), every rank takes its batch of this step. Kronecker sequence of the golden ratio: any
-    steps in a row are spread evenly. So rows carry similar lengths on all ranks, and an epoch has no curriculum.
-
-    >>> round((quantile(0, 0, 1) - quantile(0, 0, 0)) % 1, 3)
-    0.618
-    """
+    steps in a row are spread evenly. So rows carry similar lengths on all ranks, and an epoch has no curriculum."""
     return (_first(seed, epoch) + step * (math.sqrt(5) - 1) / 2) % 1
 
 
@@ -121,11 +114,8 @@ def print_of(value: Any) -> int:
 
 
 class Exchange:
-    """Counts and carries the exchanges of one epoch: a MAX of a few integers, then a SUM of a few floats.
-
-    Every MAX begins with where this rank stands, so that ranks at different places end in AlignmentError, and with a
-    flag for a rank that failed, so that the others raise what happened there instead of waiting for it.
-    """
+    """Counts and carries the exchanges of one epoch: a MAX of a few integers, then a SUM of a few floats. Every MAX begins with
+    where this rank stands, and with a flag for a rank that failed, so that all raise instead of waiting."""
 
     def __init__(self, world: World, epoch: int = 0) -> None:
         self.world, self.epoch = world, epoch

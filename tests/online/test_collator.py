@@ -11,7 +11,6 @@ import torch
 
 from dynagroup import BudgetError, ConfigError, OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.collator import measure_sample
-from dynagroup.online.datasets import sample_bytes
 from dynagroup.online.messages import Request, WindowSamples, pack_tensors, unpack_tensors
 from dynagroup.testing import assert_conserves
 from tests.online.helpers import collate, collate_packed
@@ -168,28 +167,17 @@ def test_batches_of_two_streams_fit_and_are_counted_in_both_in_every_epoch(mode:
         assert (stats.real_tokens, stats.padding < 0.45) == (np.sum(PAIRS), True)
 
 
-def widths(**extra: int) -> Any:
-    """A collate function of pairs that pads each field to its longest sample, and so much further."""
-
-    def made(batch: list[list[int]]) -> dict[str, np.ndarray]:
-        longest = zip(("input_ids", "labels"), np.max(batch, axis=0), strict=True)
-        return {name: np.ones((len(batch), width + extra.get(name, 0))) for name, width in longest}
-
-    return made
+def longer_labels(batch: list[list[int]]) -> dict[str, np.ndarray]:
+    source, target = np.max(batch, axis=0)
+    return {"input_ids": np.ones((len(batch), source)), "labels": np.ones((len(batch), target + 90))}
 
 
 def test_a_batch_wider_than_measured_in_any_stream_is_refused_where_it_does_not_fit() -> None:
     batch, options = [[3, 5], [4, 2]], {"length_of": both, "weigh": "samples"}
     with pytest.raises(BudgetError, match="95 target wide.*measures 5"):
-        refining(widths(labels=90), **options)(batch)
-    with pytest.raises(BudgetError, match="44 source and 45 target wide.*measures 4 and 5"):
-        refining(widths(input_ids=40, labels=40), **options)(batch)
-    with pytest.warns(UserWarning, match="6 target wide"):
-        refining(widths(labels=1), **options)(batch)
+        refining(longer_labels, **options)(batch)
     with pytest.raises(BudgetError, match=r"sample 1 \(60 source, 50 target\) does not fit even alone"):
         refining(list, oversize="error", **options)([[3, 5], [60, 50]])
-    for budget in (TokenBudget(100, pad_to_multiple_of=8), TokenBudget(100, layout="packed")):
-        RefinementCollator(widths(labels=3), budget, **options)(batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.uint8])
@@ -207,8 +195,3 @@ def test_a_window_survives_pickling_with_more_than_a_block(monkeypatch: pytest.M
     for one, other in zip(pickle.loads(pickle.dumps(window)), window, strict=True):
         assert one.indices == other.indices
         assert torch.equal(one.batch["input_ids"], other.batch["input_ids"])
-
-
-def test_bytes_of_a_sample_are_those_of_its_values() -> None:
-    assert sample_bytes({"pixels": torch.zeros(3, 64, 64), "input_ids": [0]}) == 3 * 64 * 64 * 4 + 8
-    assert sample_bytes([np.zeros(3), ("ab", 1.0), {"x": [1, 2]}]) == 24 + 2 + 8 + 16

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from itertools import islice
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,12 +132,6 @@ def test_an_epoch_with_known_lengths_pads_like_the_offline_plan():
     assert len(second[0]) <= 1.02 * plan.num_steps + 1
 
 
-def test_rows_of_known_lengths_are_balanced():
-    _, second = epochs(2, lengths_of(600, seed=2), 2, shuffle=True)
-    cost = np.array([[step.batch["input_ids"].numel() for step in steps] for steps in second])
-    assert cost.max(axis=0).sum() / cost.mean(axis=0).sum() < 1.05
-
-
 def test_hints_in_any_unit_keep_the_laws_and_cost_less():
     lengths = lengths_of(400, seed=8)
     plain = epochs(2, lengths, shuffle=True, window=32)[0]
@@ -150,30 +143,3 @@ def test_hints_in_any_unit_keep_the_laws_and_cost_less():
         return sum(Work().per_step + tokens for tokens in numbers)
 
     assert time(hinted) <= time(plain)
-
-
-def test_samples_per_update_may_change_while_running_and_resumes():
-    lengths = lengths_of(100)
-
-    def run(world, stop=None):
-        loader = make_loader(world, lengths, samples_per_update=8)
-        totals, state = [], None
-        for number, steps in enumerate(loader.updates()):
-            totals.append(steps[0].samples.total)
-            if number == 2:
-                loader.set_samples_per_update(20)
-            if number == stop:
-                state = json.loads(json.dumps(loader.state_dict()))
-                break
-        return totals, state
-
-    whole = run_ranks(2, run)[0][0]
-    assert whole == [8, 8, 8, 20, 20, 20, 16]
-    states = [state for _, state in run_ranks(2, lambda world: run(world, stop=3))]
-
-    def resume(world):
-        loader = make_loader(world, lengths, samples_per_update=8)
-        loader.load_state_dict(states[world.rank])
-        return [steps[0].samples.total for steps in loader.updates()]
-
-    assert run_ranks(2, resume)[0] == whole[4:]

@@ -180,22 +180,3 @@ def test_the_model_notices_a_broken_rule(monkeypatch):
     monkeypatch.setattr(module, "agree", greedy)
     with pytest.raises(AssertionError, match="never idles"):
         Explorer((2, 2)).explore()
-
-
-@pytest.mark.parametrize("options", [{}, {"samples_per_update": 8}], ids=["free-running", "updates"])
-def test_both_runners_take_the_steps_that_were_agreed(monkeypatch, options):
-    """Agree to one step more at an end, of the epoch or of an update: each has one more, whoever counts them."""
-    from dynagroup.online import engine
-    from dynagroup.testing import run_ranks
-    from tests.online.helpers import make_loader
-
-    def longer(highest):
-        agreement = agree(highest)
-        return type(agreement)(agreement.steps + 1, True) if agreement.last else agreement
-
-    def steps():
-        return run_ranks(2, lambda world: len(list(make_loader(world, [4] * 16, **options))))[0]
-
-    usual = steps()
-    monkeypatch.setattr(engine, "agree", longer)
-    assert steps() == usual + (2 if options else 1)

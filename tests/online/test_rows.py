@@ -51,6 +51,34 @@ def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(layout: An
     assert times.max(0).sum() / times.mean(0).sum() - 1 < most
 
 
+class Grown:
+    """From the second epoch on 0.9 % of the samples are half as long again."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> int:
+        return int(LENGTHS[index] * (1.5 if self.epoch and index % 111 == 0 else 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 512}], ids=["free", "updates"])
+def test_once_a_planned_batch_is_split_batches_of_like_work_meet_again(options: dict[str, Any]) -> None:
+    """On one rank all later rows would come a step later."""
+
+    def rank(world: Any) -> list[float]:
+        how: dict[str, Any] = {"collate_fn": list, "length_of": int, "weigh": "samples", "shuffle": True, "window": 128}
+        loader = OnlineDataLoader(Grown(), TokenBudget(8192), **how, world=world, **options)
+        return [[WORK.per_step + len(s.batch) * max(s.batch) for s in loader] for _ in range(2)][1]
+
+    times = np.array(run_ranks(2, rank))
+    assert times.max(0).sum() / times.mean(0).sum() - 1 < 0.08
+
+
 @settings(max_examples=50)
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=2, max_size=3),
