@@ -32,11 +32,6 @@ def pack(lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DE
     Returns:
         Positions into the window, in order of arrival inside a batch. Batches come dearest first; their number is a
         multiple of ``multiple`` wherever there are samples enough.
-
-    >>> from dynagroup.budget.tokens import TokenBudget
-    >>> batches = pack({"tokens": np.array([4, 6, 3, 7, 2, 8], np.int32)}, TokenBudget(10, layout="packed"))
-    >>> [batch.tolist() for batch in batches]
-    [[4, 5], [2, 3], [0, 1]]
     """
     if not len(lengths[TOKENS]):
         return Batches.concatenate([])

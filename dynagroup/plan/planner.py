@@ -81,12 +81,7 @@ def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
 
 
 def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
-    """Which samples do not fit even alone: bool (N,). Checks once what a budget of the user's own answers.
-
-    >>> from dynagroup.budget.tokens import TokenBudget
-    >>> oversize_mask({"tokens": np.array([3, 12])}, TokenBudget(10)).tolist()
-    [False, True]
-    """
+    """Which samples do not fit even alone: bool (N,). Checks once what a budget of the user's own answers."""
     tokens = lengths[TOKENS]
     if len(lengths) == 1 and len(tokens) and largest_of(budget, tokens[:1].astype(np.int64)) is not None:
         unfit = lambda length: budget.largest(np.asarray([length]))[0] < 1  # type: ignore[index]  # noqa: E731

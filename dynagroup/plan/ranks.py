@@ -48,10 +48,6 @@ def cut(
 
     Raises:
         ConfigError: ``round_batch`` is wrong. BudgetError: the budget breaks its law.
-
-    >>> from dynagroup.budget.tokens import TokenBudget
-    >>> cut({"tokens": np.full(10, 5, np.int32)}, TokenBudget(20), 4).sizes.tolist()
-    [3, 3, 3, 1]
     """
     if not len(lengths[TOKENS]):
         return Batches.concatenate([])

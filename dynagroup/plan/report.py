@@ -128,11 +128,7 @@ def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int
 
 
 def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
-    """Samples that fit one batch even if they are the longest in every stream; those that do not fit alone do not count.
-
-    >>> most_of_the_longest({"tokens": np.array([3, 9, 2, 50])}, TokenBudget(20))
-    2
-    """
+    """Samples that fit one batch even if they are the longest in every stream; those that do not fit alone do not count."""
     alone = ~oversize_mask(lengths, budget)
     falling = {name: np.sort(values[alone])[::-1] for name, values in lengths.items()}
     unfit = lambda size: not budget.fits(BatchShape.of_samples({n: v[:size] for n, v in falling.items()}))[0]  # noqa: E731
@@ -238,13 +234,7 @@ def grouped_batches(lengths: NDArray[np.integer], batch_size: int, *, world_size
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain text table: the first column left-aligned, the others right-aligned.
-
-    >>> print(format_table(["", "steps"], [["fixed", "12"], ["dynagroup", "5"]]))
-               steps
-    fixed         12
-    dynagroup      5
-    """
+    """A plain text table: the first column left-aligned, the others right-aligned."""
     cells = [list(header), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

@@ -153,12 +153,7 @@ class PlannedDataLoader(StepLoader[B]):
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps of :attr:`epoch` on all ranks; after a state was loaded, those that remained of it.
-
-        >>> from dynagroup.budget.tokens import TokenBudget
-        >>> print(PlannedDataLoader(range(4), [3, 9, 2, 8], TokenBudget(18)).plan.report().splitlines()[0])
-        epoch 0: 4 samples for 1 rank, padded layout
-        """
+        """The steps of :attr:`epoch` on all ranks; after a state was loaded, those that remained of it."""
         if self._resumed is None or self._resumed.epoch != self.epoch:
             return self.plan_of(self.epoch)
         return self._walk().plan(self._resumed)

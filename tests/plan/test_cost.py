@@ -51,14 +51,6 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
     assert Work.of(config).crossover == pytest.approx(linear / quadratic, rel=0.05)
 
 
-def test_a_dense_decoder_crosses_over_at_about_six_times_its_width() -> None:
-    wide = models.llama(vocab=32000, width=4096, inner=11008, layers=32, heads=32)
-    assert 5 < Work.of(wide).crossover / 4096 < 7
-    assert Work.of(wide).per_step == 256
-    assert 1000 < Work.of(GPT2Config()).per_step < 2048
-    assert Work.of(GPT2Config(), device="cpu").per_step == Work.of(wide, device="cpu").per_step == 128
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

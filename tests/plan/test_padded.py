@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from dynagroup.budget.base import Budget, padded_tokens
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.plan import multistream
 from dynagroup.plan.batches import Batches, allowed_sizes, friendly_size, multiple_of, shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.plan.padded import FEWEST, OrderedWindow, by_queue, in_order, one_by_one
@@ -31,12 +30,6 @@ FEW = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
 def streams(values: list[int], **others: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(of, np.int32) for name, of in {"tokens": values, **others}.items()}
-
-
-def pairs(count: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """A source and a target that have little to do with one another."""
-    drawn = np.random.default_rng(seed).lognormal(4, 0.8, (2, count)).clip(1, 900).astype(np.int32)
-    return {"tokens": drawn[0], "labels": drawn[1]}
 
 
 def fits(batches: Batches, lengths: Streams, budget: Budget) -> bool:
@@ -156,22 +149,9 @@ def test_bad_arguments_name_themselves() -> None:
 
 
 def test_streams_that_have_little_to_do_with_one_another_are_hardly_padded() -> None:
-    lengths, budget = pairs(2000), TokenBudget(16_384)
-    lengths["labels"][317] = 3000
-    plan = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1).plan
-    by_tokens = Batches(np.argsort(-lengths["tokens"], kind="stable"), np.append(np.arange(0, 2000, 18), 2000))
-    padded = int(padded_tokens(shapes_of(by_tokens, lengths), budget).sum())
-    assert plan.statistics["padding"] < 0.5 * (1 - plan.statistics["real_tokens"] / padded)
+    tokens, labels = np.random.default_rng(0).lognormal(4, 0.8, (2, 2000)).clip(1, 900).astype(np.int32)
+    labels[317] = 3000
+    lengths = {"tokens": tokens, "labels": labels}
+    plan = LengthAwareBatchSampler(lengths, TokenBudget(16_384), rank=0, world_size=1).plan
+    assert plan.statistics["padding"] < 0.2
     assert 317 in plan.rows[0][0]  # the sample of most tokens comes first
-
-
-def test_long_runs_end_at_few_places_but_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = [np.sort(np.random.default_rng(n).integers(3, 20, 3000))[::-1].astype(np.float64) for n in range(2)]
-    most = np.minimum((40_000 // (drawn[0] + drawn[1].max())).astype(np.int64), np.arange(3000, 0, -1))
-    window = OrderedWindow(drawn[0] + drawn[1], np.maximum(most, 1), None, tuple(drawn))
-    coarse = window.least_time(5000.0)
-    assert (np.diff(coarse) <= window.most[coarse[:-1]]).all()
-    monkeypatch.setattr(multistream, "FINE", 1 << 20)
-    exact = window.least_time(5000.0)
-    times = [float(window.total(o).sum()) + 5000.0 * (len(o) - 1) for o in (exact, coarse)]
-    assert times[0] <= times[1] <= 1.01 * times[0]

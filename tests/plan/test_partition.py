@@ -24,9 +24,8 @@ def test_every_item_is_in_one_part_of_about_equal_cost_within_the_limit(
         parts = balanced_partitions(costs, num_parts, sizes=sizes, limit=limit, equal_size=equal)
     except BudgetError:
         assert limit is not None
-        assert (
-            equal or sizes.max() > limit or sizes.sum() > limit * num_parts / 2
-        )  # with half the room it always succeeds
+        # with half the room it always succeeds
+        assert equal or sizes.max() > limit or sizes.sum() > limit * num_parts / 2
         return
     assert len(parts) == num_parts
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
@@ -84,11 +83,7 @@ def test_a_sample_that_does_not_fit_comes_alone_or_is_left_out(layout: Any, over
         (lambda: balanced_partitions([1, -1], 2), ConfigError, "`costs` must be one finite number"),
         (lambda: balanced_partitions(HARD, 2, limit=HARD_LIMIT), BudgetError, "first fit found none; allow more parts"),
         (lambda: balanced_partitions([3, 3, 3], 2, limit=4), BudgetError, "into 2 parts .* they need at least 3;"),
-        (
-            lambda: shard_micro_batches([3, 12], 1, 10, oversize="error"),
-            BudgetError,
-            "sample 1 .12 tokens. does not fit",
-        ),
+        (lambda: shard_micro_batches([3, 12], 1, 10, oversize="error"), BudgetError, "sample 1 .12 tokens."),
         (lambda: shard_micro_batches([3, 3, 3], 4, 10), ConfigError, "num_ranks x multiple_of = 4; collect 1 more"),
     ],
 )

@@ -167,6 +167,7 @@ def test_the_proof_catches_what_a_plan_must_never_be() -> None:
     [
         ({"window": 0}, "`window` must be an int of at least 1, but is 0 (or None)"),
         ({"window": 8, "samples_per_update": 8}, "exclude each other"),
+        ({"grouping": 4}, "`grouping` needs `samples_per_update`"),
         ({"oversize": "keep"}, "`oversize` must be one of"),
         ({"round_batch": 8}, "`round_batch` must be a function"),
     ],

@@ -6,24 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import Work
-from dynagroup.plan.padded import OrderedWindow, in_order, split_dearest
 from dynagroup.plan.ranks import cut, prove
 from tests import strategies
 from tests.plan.test_padded import WORKS, streams
 
 LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
-
-
-def time_of(batches: Batches, lengths: dict[str, np.ndarray], budget: Budget, ranks: int, work: Work) -> float:
-    return work.of_rows(work.of_batches(batches, lengths, budget).reshape(-1, ranks))
 
 
 @settings(max_examples=150)
@@ -40,25 +34,6 @@ def test_rows_are_full_wherever_a_batch_can_be_divided(
         assert strategies.are_allowed(batches.sizes, rounding)
 
 
-@settings(max_examples=80, deadline=None)
-@given(strategies.lengths, st.booleans(), st.integers(20, 400), WORKS, st.integers(2, 5), st.integers(0, 9))
-@example([9, 5, 5, 4, 4, 3, 3, 1], False, 211, Work(per_step=1.0, crossover=10.0), 3, 0)
-@example([58, 39, 37, 30, 30, 11, 10, 10, 1], False, 112, Work(per_step=1.0, crossover=math.inf), 2, 0)
-def test_rows_take_no_more_than_the_cut_of_one_rank_dealt_out(
-    values: list[int], two: bool, max_tokens: int, work: Work, ranks: int, seed: int
-) -> None:
-    others = {"target": np.random.default_rng(seed).permutation(values)} if two else {}
-    lengths, budget = streams(values, **others), TokenBudget(max_tokens)
-    order, window = in_order(lengths, budget, work, None)
-    runs = window.least_time(work.per_step)
-    one = Batches(order, split_dearest(window, runs, -(-(len(runs) - 1) // ranks) * ranks))
-    one = one.take(np.argsort(-work.of_batches(one, lengths, budget), kind="stable"))
-    if len(one) % ranks == 0:
-        batches = cut(lengths, budget, ranks, work=work)
-        allowed = time_of(one, lengths, budget, ranks, work) * (1 + 1e-9)
-        assert time_of(batches, lengths, budget, ranks, work) <= allowed
-
-
 def least_dearest(row: list[int], ranks: int, max_tokens: int, work: Work) -> float:
     """The least work that the dearest of so many batches can be: each, from the longest on, as large as a limit allows."""
     values = sorted(row, reverse=True)
@@ -68,9 +43,8 @@ def least_dearest(row: list[int], ranks: int, max_tokens: int, work: Work) -> fl
         place = 0
         for _ in range(ranks):
             if place < len(values):
-                place += max(
-                    min(int(limit / each[place] * (1 + 1e-12)), max_tokens // values[place]), each[place] <= limit
-                )
+                size = min(int(limit / each[place] * (1 + 1e-12)), max_tokens // values[place])
+                place += max(size, each[place] <= limit)
         return place >= len(values)
 
     candidates = np.unique(np.arange(1, len(values) + 1)[:, None] * each[None, :])
@@ -153,9 +127,3 @@ def test_literal_rows() -> None:
     rows = cut(streams([9, 9, 4, 4, 1, 1, 1, 1]), TokenBudget(9), 2, work=Work(per_step=1, crossover=math.inf))
     assert [batch.tolist() for batch in rows][:2] == [[0], [1]]  # the row of the longest sample is in front
     assert sorted(cut(streams([10] * 30), TokenBudget(100), 4).sizes.tolist()) == [6, 8, 8, 8]  # not 10, 10, 5, 5
-
-
-def test_runs_are_split_where_the_dearer_part_is_least() -> None:
-    window = OrderedWindow(np.array([8.0, 8.0, 1.0, 1.0, 1.0, 1.0]), np.arange(6, 0, -1))
-    assert split_dearest(window, np.array([0, 6]), 2).tolist() == [0, 2, 6]
-    assert split_dearest(window, np.array([0, 6]), 9).tolist() == list(range(7))

@@ -89,14 +89,6 @@ def test_every_padded_stream_is_counted_and_told_apart() -> None:
     assert "patches" not in text
 
 
-def test_predicted_time_is_held_against_that_of_the_batches_of_today() -> None:
-    made = plan(TokenBudget(16_384), VARIED, 1, samples_per_update=64)
-    share = float(row_of(made.report(batch_size=8), "(predicted time against batches of 8)")[-1].rstrip("%"))
-    parts = np.split(np.random.default_rng(0).permutation(VARIED), range(8, 2000, 8))
-    time = sum(made.work.per_step + len(part) * float(made.work.of_lengths(part.max())) for part in parts)
-    assert 100 > share == pytest.approx(100 * made.predicted_time / time, abs=0.1)
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
 @pytest.mark.filterwarnings("ignore")
