@@ -1,4 +1,4 @@
-"""How a model is run, and how its memory depends on the batch shape: the records that tracing works with."""
+"""How a model is run, and how its memory depends on the batch shape."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Phases:
     """How a model's memory depends on the batch shape: of each phase the bytes per monomial, of which the largest counts."""
 
     rows: tuple[tuple[float, ...], ...]
-    """One tuple a phase, of the monomials that ``MONOMIALS`` lists."""
+    """Of each phase, in the order of ``MONOMIALS``."""
     until: int | None = None
     """The longest sample, in tokens, for which ``rows`` hold; None: for all."""
     after: tuple[tuple[float, ...], ...] = ()

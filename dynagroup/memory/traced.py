@@ -62,9 +62,7 @@ class TracedMemory:
     """Of what the trace says; ``constant_bytes`` are added: from :meth:`corrected`."""
     constant_bytes: float = 0.0
     said: str = field(default="a model", compare=False)
-    """Which model, and how it is run."""
     longest: int | None = field(default=None, compare=False)
-    """Positions that the model has for a sample; None: not known."""
 
     @classmethod
     def of(

@@ -41,7 +41,6 @@ class Workload:
     experts_per_token: int | None = None
     gated_mlp: bool | None = None
     dropout: bool | None = None
-    """Whether hidden states pass through dropout in training."""
     vocabulary_size: int | None = None
     lm_head: bool | None = None
     """Whether the model computes a logit for every word of the vocabulary."""

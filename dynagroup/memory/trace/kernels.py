@@ -1,7 +1,6 @@
 """Operators as a CUDA device would run them, for tensors that have shapes but no data, and the bytes that are then alive.
 
-PyTorch chooses kernels by device. On tensors without data it would choose the CPU's, which keep other things alive: a
-materialised score matrix under dropout or a mask, dropout masks as wide as their input, and copies for a wider softmax.
+By itself PyTorch would choose the CPU's kernels, which materialise scores under dropout or a mask, and copy for a wider softmax.
 """
 
 from __future__ import annotations

@@ -142,10 +142,7 @@ def trace(
 def _batch(
     model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Arguments of the model. Flash attention reads sequences without their padding: no mask reaches the kernel.
-
-    Packed, they are one row of all tokens, whose samples other kernels keep apart by a mask of total x total.
-    """
+    """Arguments of the model, without a mask for flash attention. Packed, they are one row, with a mask of total x total."""
     packed, total = workload.layout == "packed", num_samples * longest[TOKENS]
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, TARGET: 1}
