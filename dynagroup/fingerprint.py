@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-LONGEST = 240
-"""Characters of a description; what is longer is cut and ends in a hash of the whole."""
+LONGEST = 240  # characters of a description; what is longer is cut and ends in a hash of the whole
 PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 MEMBERS = (*PLAIN, list, tuple, dict, set, functools.partial, types.FunctionType)
 
@@ -28,11 +27,8 @@ MEMBERS = (*PLAIN, list, tuple, dict, set, functools.partial, types.FunctionType
 def described(value: Any, *, ask: bool = True) -> str:
     """Text for comparing settings between processes. It holds no address, and does not depend on the order of sets.
 
-    An object with a ``fingerprint`` (text) is described by it; functions by their compiled code, so that another Python
-    may tell them apart. What cannot be seen (locks, generators, handles) is warned of, and compares equal.
-
-    Args:
-        ask: whether ``value`` itself is asked for its ``fingerprint``; what it holds always is.
+    An object with a ``fingerprint`` (text) is described by it (without ``ask`` only what ``value`` holds); functions by their
+    compiled code, so that another Python may tell them apart. What cannot be seen (locks, handles) is warned of, and is equal.
 
     >>> described({"window": np.int64(3)}), described((1, None))
     ("{'window': 3}", '(1, None)')
@@ -42,11 +38,9 @@ def described(value: Any, *, ask: bool = True) -> str:
     describer = _Describer()
     text = describer.text(value) if ask else describer.pickled(value)
     if describer.unseen:
-        warnings.warn(
-            f"cannot see what {', '.join(sorted(describer.unseen))} in the setting {text} holds: states of a run with another "
-            "one would be accepted; give it an attribute `fingerprint`, a text that changes with what it does",
-            stacklevel=3,
-        )
+        what = f"what {', '.join(sorted(describer.unseen))} in {text} holds"
+        way_out = "give it a text `fingerprint` that changes with what it does"
+        warnings.warn(f"cannot see {what}: another one would be accepted; {way_out}", stacklevel=3)
     return text
 
 

@@ -72,9 +72,6 @@ class Generating(Parts[Any]):
         self.model, self.watch = model, watch_of(model)
         self.kwargs = {name: value for name, value in kwargs.items() if not is_data(value)}
         self.batch = {**batch, **{name: value for name, value in kwargs.items() if name not in self.kwargs}}
-        self.is_causal = not model.config.is_encoder_decoder
-        self.num_beams = self._option("num_beams") or 1
-        self.num_sequences = self._option("num_return_sequences") or 1
         # Parts stay as wide as the batch: some options look at padding, or count from the left.
         splitter = BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config))
         run = lambda part: model.generate(**part, **self.kwargs)  # noqa: E731
@@ -82,17 +79,17 @@ class Generating(Parts[Any]):
 
     def generated(self) -> Generated:
         """What the whole gives."""
-        parts = self.run_all()
-        rows = [sequences for _, _, sequences in parts]
+        rows = self.run_all()
         return Generated(rows[0] if len(rows) == 1 else self._merged(rows), len(rows) - 1)
 
     def shape(self, start: int, stop: int) -> BatchShape:
         """What memory grows with: every beam and returned sequence, at its full length in the end."""
         new, total, width = self._option("max_new_tokens"), self._option("max_length"), longest_of(self.batch)
         if new is None and total is not None:
-            new = max(total - width, 0) if self.is_causal else total
+            new = total if self.model.config.is_encoder_decoder else max(total - width, 0)
         new = 20 if new is None else new  # transformers' default
-        return BatchShape.of((stop - start) * max(self.num_beams, self.num_sequences), width + new)
+        copies = max(self._option(name) or 1 for name in ("num_beams", "num_return_sequences"))
+        return BatchShape.of((stop - start) * copies, width + new)
 
     def _option(self, name: str) -> Any:
         return generation_option(name, self.model, self.kwargs)
@@ -108,7 +105,7 @@ class Generating(Parts[Any]):
     def _pad_token_id(self) -> int:
         pad, eos = self._option("pad_token_id"), self._option("eos_token_id")
         first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
-        if pad is None or (pad == 0 and self.num_beams > 1 and first_eos is not None):
+        if pad is None or (pad == 0 and (self._option("num_beams") or 1) > 1 and first_eos is not None):
             pad = first_eos  # transformers' beam search takes a padding token 0 for none
         if pad is None:
             raise ConfigError("parts end after different numbers of tokens: give `pad_token_id` to fill them")

@@ -28,15 +28,11 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
     for module in modules:
         if _SHARDED & {cls.__name__ for cls in type(module).__mro__}:
-            raise ConfigError(
-                f"`model` contains {type(module).__name__}, whose ranks exchange parameters inside forward: one rank cannot "
-                "repeat a step alone; use DistributedDataParallel, or a plain backward pass with a smaller budget"
-            )
+            way_out = "one rank cannot repeat a step alone; use DistributedDataParallel, or a plain backward pass"
+            raise ConfigError(f"`model` contains {type(module).__name__}, whose ranks exchange parameters: {way_out}")
         if ddp is not None and (isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)):
-            raise ConfigError(
-                f"`model` contains {type(module).__name__}, whose ranks cannot run a step alone (SyncBatchNorm, "
-                "static_graph=True); use another normalisation, and static_graph=False"
-            )
+            way_out = "use another normalisation, and static_graph=False"
+            raise ConfigError(f"`model` contains {type(module).__name__}, which no rank can run alone; {way_out}")
     return ddp
 
 

@@ -102,7 +102,7 @@ def run_with_oom_retry(
     """
     splitter = split if split is not None else BatchSplitter()
     learned = learned if learned is not None else LearningBudget()
-    return [value for _, _, value in Parts(fn, batch, splitter, learned, min_samples, indices).run_all()]
+    return Parts(fn, batch, splitter, learned, min_samples, indices).run_all()
 
 
 class Parts(Generic[T]):
@@ -127,9 +127,9 @@ class Parts(Generic[T]):
         """What its memory grows with."""
         return shape_of(self.part(start, stop), stop - start)
 
-    def run_all(self) -> list[tuple[int, int, T]]:
-        """(first sample, the one behind the last, result) of every part."""
-        done: list[tuple[int, int, T]] = []
+    def run_all(self) -> list[T]:
+        """The results of all parts."""
+        done: list[T] = []
         waiting = [(0, self.num_samples)]
         while waiting:
             (start, stop), waiting = waiting[0], waiting[1:]
@@ -143,7 +143,7 @@ class Parts(Generic[T]):
             peak, size = (None, None) if self.watch is None else self.watch.new_peak()
             if self.learned.has_learned or peak is not None:
                 self.learned.record_pass(self.shape(start, stop), peak_bytes=peak, device_bytes=size)
-            done.append((start, stop, outcome.value))
+            done.append(outcome.value)
         return done
 
     def _failed(self, start: int, stop: int, error: str, seconds: float) -> list[tuple[int, int]]:

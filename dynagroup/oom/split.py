@@ -137,7 +137,7 @@ class BatchSplitter:
 
     def _take_padded(self, fields: Fields, key: Any, num_samples: int, start: int, stop: int) -> Any:
         value = fields[key]
-        if key in _VISION_KEYS and ("image_grid_thw" in fields or "video_grid_thw" in fields):
+        if key in _VISION_KEYS and fields.get(f"{_VISION_KEYS[key][0]}_grid_thw") is not None and value is not None:
             return _take_vision(fields, key, start, stop, self.vision)
         if key == "position_ids" and _is_array(value):
             if value.ndim == 3 and value.shape[1] == num_samples:  # one plane each for time, height, width
@@ -313,22 +313,15 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
 def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None) -> Any:
     """Some samples' rows of images, None for no images: each ends where its placeholder tokens have been seen."""
     kind, per_patch = _VISION_KEYS[key]
-    grid = fields.get(f"{kind}_grid_thw")
-    if fields[key] is None:
-        return None
-    if grid is None:
-        raise ConfigError(f"`{key}` is concatenated over samples, but `{kind}_grid_thw` is not in the batch")
-    patches = np.asarray(grid.prod(-1).tolist())
+    patches = np.asarray(fields[f"{kind}_grid_thw"].prod(-1).tolist())
     merge = 2 if tokens is None else tokens.merge_size
     ends, wanted = _sums(patches // merge**2), _sums(_placeholders(fields, kind, tokens))
     images = np.searchsorted(ends, wanted)
     wrong = np.flatnonzero(ends[np.minimum(images, len(patches))] != wanted)
     if len(wrong) or images[-1] != len(patches):
         sample = wrong[0] - 1 if len(wrong) else len(wanted) - 2
-        raise ConfigError(
-            f"sample {sample} has {wanted[sample + 1] - wanted[sample]} {kind} tokens, which `{kind}_grid_thw` does not add up "
-            "to; check `merge_size` and the token ids given to VisionTokens"
-        )
+        has = f"sample {sample} has {wanted[sample + 1] - wanted[sample]} {kind} tokens"
+        raise ConfigError(f"{has}, which `{kind}_grid_thw` does not add up to; check the VisionTokens that you gave")
     first, last = images[start], images[stop]
     if first == last:
         return None
@@ -347,7 +340,5 @@ def _placeholders(fields: Mapping[Any, Any], kind: str, tokens: VisionTokens | N
         return (fields["input_ids"] == token_id).sum(-1).tolist()
     if fields.get("mm_token_type_ids") is not None:
         return (fields["mm_token_type_ids"] == _TYPE_IDS[kind]).sum(-1).tolist()
-    raise ConfigError(
-        "which images belong to which sample is not known; give "
-        "BatchSplitter(vision=VisionTokens.from_config(model.config)), or let the processor return `mm_token_type_ids`"
-    )
+    way_out = "BatchSplitter(vision=VisionTokens.from_config(model.config))"
+    raise ConfigError(f"which {kind}s belong to which sample is not known; give {way_out}")

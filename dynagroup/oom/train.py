@@ -238,7 +238,11 @@ class OomSafeBackward:
         self._began = False
         outcome = attempt(lambda: self._run(part))
         if outcome.error is not None:
-            self._note(update, part, outcome.error, outcome.seconds)
+            shown = describe(part.samples(self._splitter))
+            _log.warning("out of memory at %s; going on in parts. %s", shown, outcome.error)
+            self.learned.record_waste(num_ooms=1, num_retries=2, wasted_s=outcome.seconds)
+            # Ranks must plan alike, so all of them learn it together, at the vote.
+            update.failed_cost = min(update.failed_cost, float(self.learned.cost(self._shape(part))[0]))
             return False
         part.loss = outcome.value
         peak, size = self._peak.new_peak()
@@ -255,19 +259,13 @@ class OomSafeBackward:
             self._backward(loss * (part.loss_scale * part.share))
         return loss.detach()
 
-    def _note(self, update: Update, part: Part, error: str, seconds: float) -> None:
-        _log.warning("out of memory at %s; going on in parts. %s", describe(part.samples(self._splitter)), error)
-        self.learned.record_waste(num_ooms=1, num_retries=2, wasted_s=seconds)
-        # Ranks must plan alike, so all of them learn it together, at the vote.
-        update.failed_cost = min(update.failed_cost, float(self.learned.cost(self._shape(part))[0]))
-
     # Every rank votes, whatever has happened to it, so no rank waits for one that will not come. Gradients are exchanged only
     # when all ranks have theirs: nothing can fail then but the exchange itself. Cost: an exchange of gradients as in DDP, one
     # small all-reduce.
     def _finish(self, update: Update) -> None:
         """The end of an update: all ranks raise alike, their gradients as before it, or all hold the mean of their gradients."""
-        gradients = zip(update.parameters, update.before, strict=True)
-        present = [int(p.grad is not None or before is not None) for p, before in gradients]
+        held = zip(update.parameters, update.before, strict=True)
+        present = [int(p.grad is not None or before is not None) for p, before in held]
         cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
         failed = self._world.rank if update.verdict is not None else -1
         rank, cost, *present = self._world.all_max([failed, cost, *present])

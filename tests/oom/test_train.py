@@ -154,9 +154,7 @@ def test_ranks_vote_once_an_update() -> None:
 
 def test_weights_may_come_from_the_user_or_from_the_loss() -> None:
     model = Linear(Allocator(2))
-    backward = OomSafeBackward(
-        model, weigh="sum", backward=lambda loss: (8 * loss).backward()
-    )  # as gradient scalers do
+    backward = OomSafeBackward(model, weigh="sum", backward=lambda loss: (8 * loss).backward())  # as scalers do
     result = backward(lambda x: model(x).sum() / 5, X)
     torch.testing.assert_close(model.weight.grad, 8 * X.mean(0))
     assert result.num_parts == 3
