@@ -95,10 +95,8 @@ class Output:
         if not self._path.exists():
             return False
         if not self._path.is_file() or not self._receipt.exists():
-            raise ConfigError(
-                f"`output` {self._path} exists, and no {self._receipt.name!r} beside it says which job it is from; remove it, or "
-                "name another"
-            )
+            missing = f"no {self._receipt.name!r} beside it says which job it is from"
+            raise ConfigError(f"`output` {self._path} exists, and {missing}; remove it, or name another")
         self._said(_sum(self._path))
         return True
 
