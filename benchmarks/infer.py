@@ -109,13 +109,13 @@ def _batches(machine: Machine, mode: str, lengths: np.ndarray, new_tokens: int, 
     ways: dict[str, Update] = {
         "fixed, as they come": in_fixed(np.random.default_rng(0).permutation(len(lengths)), fixed),
         "fixed, sorted": in_fixed(np.argsort(-lengths, kind="stable"), fixed),
-        "dynagroup": planned(whole, TokenBudget(fixed * int(whole.max()))).batches,
+        "dynagroup": list(planned(whole, TokenBudget(fixed * int(whole.max()))).batches),
     }
     if machine.is_gpu or machine.dry:
         more: dict[str, Any] = {"max_new_tokens": new_tokens} if mode == "generate" else {}
         how: dict[str, Any] = {"mode": mode, "dtype": str(machine.dtype).removeprefix("torch."), **more}
         budget = MemoryBudget.from_model(config_of("0.5B", dry=machine.dry), memory=machine.total_bytes, **how)
-        ways["dynagroup, memory"] = planned(lengths, budget).batches
+        ways["dynagroup, memory"] = list(planned(lengths, budget).batches)
     if METHODS["dynabatch"].available:
         ways["dynabatch"] = [list(map(int, batch)) for batch in dynabatch(lengths, fixed)]
     return ways
