@@ -54,7 +54,7 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
         predicted: Any = getattr(part, "predicted", None)
         if predicted is not None:  # of shapes that are padded as far as any part of the budget asks
             peak = float(predicted(whole.seen_by(part, plan.shapes)).max())
-            yield f"predicted peak memory, share of {getattr(part, 'limit', 'the limit')}", f"{peak:.1%}"
+            yield "predicted peak memory, share of the limit", f"{peak:.1%}"
     yield "samples that do not fit even alone", f"{stats['num_oversize']:,}"
     yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
 

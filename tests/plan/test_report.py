@@ -62,7 +62,7 @@ def test_predicted_memory_is_that_of_batches_as_padded_by_any_part_of_the_budget
     """100 % are 4 samples of 100: batches of 3 of 65 tokens, padded to 128 for the other part, take 384 of 400."""
     memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
     both = plan(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, 1)
-    assert row_of(both.report(), "predicted peak memory, share of the hardest batch")[-1] == "96.0%"
+    assert row_of(both.report(), "predicted peak memory, share of the limit")[-1] == "96.0%"
 
 
 def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest() -> None:
