@@ -73,13 +73,6 @@ def test_laws_hold_for_any_lengths(lengths, size, window, mode, num_epochs):
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-def test_more_ranks_than_samples_idle(options):
-    steps_by_rank = epochs(4, [5, 9], **options)[0]
-    check_epoch(steps_by_rank, [5, 9])
-    assert any(step.idle for steps in steps_by_rank for step in steps)
-
-
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("resume_size", [2, 3])
 @pytest.mark.parametrize("dataset", [Tokens, Jittered])
 def test_what_remained_of_a_later_epoch_is_resumed_on_any_ranks(dataset, resume_size, options):
@@ -112,14 +105,6 @@ def test_a_state_is_small_and_json():
     state = loader.state_dict()
     state.pop("lengths")
     assert len(json.dumps(state)) < 6000
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_steps_are_the_most_that_a_rank_has(size):
-    """Free-running, first epoch: no rank could take fewer, because no rank that had the most batches idled or split."""
-    steps_by_rank = epochs(size, lengths_of(300, seed=5), shuffle=True)[0]
-    idle = [sum(step.idle for step in steps) for steps in steps_by_rank]
-    assert min(idle) == 0
 
 
 def test_an_epoch_with_known_lengths_pads_like_the_offline_plan():
