@@ -310,10 +310,15 @@ def by_position(values: Any, name: str = "texts", column: str | None = None) -> 
 
 
 def check_text(text: Any, index: int) -> str:
-    """``text``, if it is one."""
+    """``text``, if it is one that tokenizers read: UTF-8 cannot write lone surrogates."""
     _refuse_chat(text, index)
     if not isinstance(text, str):
         raise ConfigError(f"text {index} must be a string, but is {text!r:.200}; correct or filter out that sample")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        way_out = "correct or filter out that sample, e.g. text.encode('utf-8', 'replace').decode()"
+        raise ConfigError(f"text {index} has a lone surrogate at character {error.start}; {way_out}") from None
     return text
 
 

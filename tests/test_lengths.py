@@ -175,6 +175,7 @@ CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "tw
     ("bad", "said"),
     [
         (None, "text 1005 must be a string, but is None"),
+        ("one \ud800 two", r"text 1005 has a lone surrogate at character 4; .*encode\('utf-8', 'replace'\)"),
         (CHAT, r"sample 1005 is a chat .*apply_chat_template\(messages, tokenize=False\) makes a text"),
     ],
 )

@@ -8,8 +8,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeAlias
 
-from accelerate.data_loader import IterableDatasetShard
-from transformers import Trainer
+try:
+    from accelerate.data_loader import IterableDatasetShard
+    from transformers import Trainer
+except ModuleNotFoundError as error:
+    missing = f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'"
+    raise ModuleNotFoundError(missing, name=error.name) from error
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget

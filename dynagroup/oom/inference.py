@@ -216,7 +216,7 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
         raise ConfigError(f"the hidden states of a {type(model).__name__} are its decoder's: use model.get_encoder()")
 
     rows_of = lambda states, mask: _pool(states, mask, pooling, normalize)  # noqa: E731
-    wanted = "without its head, as AutoModel loads it (of a LoRA of peft: model.get_base_model())"
+    wanted = "without its head, as AutoModel loads it"
     return _forward(inner, "last_hidden_state", wanted, rows_of, task=f"embed {pooling}", normalize=int(normalize))
 
 
@@ -228,7 +228,18 @@ def _classification(model: Any) -> Task:
 def _without_head(model: Any) -> Any:
     """The part that gives hidden states: a language model's own output is a number for every word of its vocabulary."""
     module = sys.modules.get("transformers.modeling_utils")  # whoever holds such a model has imported it
-    return model.base_model if module is not None and isinstance(model, module.PreTrainedModel) else model
+    inner = _without_adapter(model)
+    return inner.base_model if module is not None and isinstance(inner, module.PreTrainedModel) else model
+
+
+def _without_adapter(model: Any) -> Any:
+    """A model of peft without its outer layer, where its adapters are in the layers beneath, which then still run."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner
+    around = config.is_prompt_learning or type(model.base_model).forward is not tuner.forward
+    return model if around or getattr(config, "alora_invocation_tokens", None) else model.get_base_model()
 
 
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling, normalize: bool) -> torch.Tensor:

@@ -167,6 +167,7 @@ class Odd(hf.LlamaForCausalLM):
 
 
 IMAGES = hf.LlavaConfig(text_config=models.llama(**SMALL))
+GEMMA2 = models.config(hf.Gemma2Config, **SMALL, layers=2, num_key_value_heads=2, head_dim=16)
 NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
 
 
@@ -176,10 +177,12 @@ NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=
         (lambda: Odd(LLAMA), {}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
         (lambda: MAMBA, {"mode": "generate"}, "cannot be traced"),  # its cache has no length
         (lambda: IMAGES, {}, "it reads images, of which text says nothing"),
+        (lambda: hf.Gemma2ForCausalLM(GEMMA2), {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
+        (lambda: GEMMA2, {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
         (lambda: NO_PAD, {}, r"no model can be built from this ModernBertConfig \(AssertionError.*Padding"),
         (lambda: torch.nn.Linear(2, 2), {}, "has no transformers config; write Workload"),
     ],
-    ids=["values", "cache", "images", "config", "linear"],
+    ids=["values", "cache", "images", "attention", "attention of a config", "config", "linear"],
 )
 def test_what_cannot_be_traced_is_refused_with_a_way_out(make, how, message):
     with pytest.raises(ConfigError, match=message):

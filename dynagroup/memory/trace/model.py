@@ -62,7 +62,11 @@ def as_meta_model(
     else:
         model = _from_config(source, run.dtype if run else dtype, kind)
     if attention is not None and hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation(kind)  # a ValueError where it has none fused
+        try:
+            model.set_attn_implementation(kind)
+        except (ValueError, ImportError) as error:
+            none = f"{type(model).__name__} has no fused attention and runs 'eager'"
+            raise ConfigError(f"`attention` is {attention!r}, but {none}; leave it out") from error
     return model if lora is None or lora is False else _with_adapters(model, lora)
 
 
