@@ -72,14 +72,11 @@ def _speaks_for_itself(error: BaseException) -> bool:
 def free_bytes(device: torch.device | str | int | None = None) -> int:
     """Bytes that this process can have on a device in all: what is free there, and what it holds there already.
 
-    A model that is on the device already counts as available: budgets charge for it themselves.
-
-    Args:
-        device: default: the current CUDA device, else another accelerator. A CPU's memory has no limit that an allocation
-            would run into before the system kills the process; it is refused.
+    A model that is on the device already counts as available: budgets charge for it themselves. Default: the current CUDA
+    device, else another accelerator.
 
     Raises:
-        ConfigError: there is no such device, or it does not say.
+        ConfigError: there is no such device, or it does not say; a CPU, whose processes the system kills before they fail.
     """
     if device is None:
         device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")

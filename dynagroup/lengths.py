@@ -24,11 +24,8 @@ TEXTS_PER_CALL = 1000  # as `datasets` hands to a batched function; fast tokeniz
 def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
     """Lengths in the form that dynagroup works with: stream name -> int32 array of shape (num_samples,).
 
-    An int32 array is checked and passed on without a copy. Zero lengths are legal.
-
-    Args:
-        lengths: one whole number a sample (array, list, tensor, column), which is the ``tokens`` stream, or a mapping of stream
-            names to such. Of a mapping without ``tokens`` the first stream, say ``source``, is taken for it.
+    One whole number a sample is the ``tokens`` stream; of a mapping without ``tokens`` the first stream is taken for it. An
+    int32 array is passed on without a copy. Zero lengths are legal.
 
     Raises:
         ConfigError: a length is no whole number from 0 to 2**31 - 1 (names the sample and its value), or streams differ in

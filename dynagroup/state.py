@@ -14,11 +14,7 @@ ENVELOPE = {"kind", "version", "identity", "seal"}
 
 
 def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A state to save: ``fields``, and around them what :func:`opened` compares. All of it JSON-able.
-
-    Args:
-        kind: class that saves it.
-        identity: data and settings that the fields depend on.
+    """A state to save: ``fields``, the class that saves them, and the data and settings that they depend on. JSON-able.
 
     >>> state = sealed("Loader", {"seed": 0}, {"epoch": 2})
     >>> opened(state, "Loader", {"seed": 0})[0]["epoch"]

@@ -232,19 +232,7 @@ class MemoryBudget(Budget):
         return f"MemoryBudget({self._about}, headroom={self.headroom!r})"
 
     def __str__(self) -> str:
-        """:attr:`about`, :meth:`figures` as a table, and a token budget that is safe up to the longest that fits.
-
-        >>> from transformers import GPT2Config
-        >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000, n_positions=512)
-        >>> print(MemoryBudget.from_model(config, "2GB", mode="forward"))
-        MemoryBudget: 0.9 of 2,000,000,000 bytes, of which 0.792 MB are static
-        model: GPT2Config of 196,864 parameters, traced (forward, float32, sdpa attention)
-         longest   samples      tokens  of the limit
-             128      2147      274816         90.0%
-             256      1053      269568         90.0%
-             512       485      248320         90.0%
-        a token budget that is safe up to 512 tokens: TokenBudget(248831)
-        """
+        """:attr:`about`, :meth:`figures` as a table, and a token budget that is safe up to the longest that fits."""
         if not self._lengths:
             return self.about
         found, new = self.figures(), self._new_tokens

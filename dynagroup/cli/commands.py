@@ -25,10 +25,8 @@ from dynagroup.shapes import said
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WORTH = 0.95
-"""Predicted time, as a share of today's, above which nothing is worth a change."""
-FEW = 32
-"""Samples an update below which they leave little to sort."""
+WORTH = 0.95  # predicted time, as a share of today's, above which nothing is worth a change
+FEW = 32  # samples an update below which they leave little to sort
 Found: TypeAlias = "tuple[Mapping[str, Any], object, Callable[[], Figure]]"
 """Figures for machines, the same for people, and what draws it."""
 

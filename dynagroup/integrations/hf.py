@@ -12,8 +12,7 @@ try:
     from accelerate.data_loader import IterableDatasetShard
     from transformers import Trainer
 except ModuleNotFoundError as error:
-    missing = f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'"
-    raise ModuleNotFoundError(missing, name=error.name) from error
+    raise ModuleNotFoundError(f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'") from error
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget

@@ -21,14 +21,7 @@ FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2"
 class ProfiledMemory:
     """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
 
-    Asked about more than twice the longest row, it warns once that it guesses. Make it with :meth:`fit`.
-
-    >>> from dynagroup.memory.measurements import Measurement
-    >>> from dynagroup.memory.workload import Workload
-    >>> rows = [Measurement(n, {"tokens": L}, 1000, 64 * n * L) for n in (1, 2, 4) for L in (64, 128, 256)]
-    >>> profile = ProfiledMemory.fit(Measurements(tuple(rows), Workload()))
-    >>> profile.static_bytes, profile.batch_bytes(BatchShape.of(8, 512)).round().tolist()
-    (1000, [262144.0])
+    Asked about more than twice the longest row, it warns once that it guesses. Made by :meth:`fit`.
     """
 
     static_bytes: int
@@ -40,7 +33,14 @@ class ProfiledMemory:
 
     @classmethod
     def fit(cls, measurements: Measurements) -> ProfiledMemory:
-        """The form closest to these rows, at least 4 (of two streams 8); those that ran out of memory are left out."""
+        """The form closest to these rows, at least 4 (of two streams 8); those that ran out of memory are left out.
+
+        >>> from dynagroup.memory import Measurement, Workload
+        >>> rows = [Measurement(n, {"tokens": L}, 1000, 64 * n * L) for n in (1, 2, 4) for L in (64, 128, 256)]
+        >>> profile = ProfiledMemory.fit(Measurements(tuple(rows), Workload()))
+        >>> profile.static_bytes, profile.batch_bytes(BatchShape.of(8, 512)).round().tolist()
+        (1000, [262144.0])
+        """
         rows = measurements.complete
         streams = sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name))
         least = 4 if len(streams) < 2 else 8

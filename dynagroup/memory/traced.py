@@ -110,13 +110,6 @@ class TracedMemory:
 
         Bytes are ``factor`` times the trace plus a constant: the line above all rows that exceeds them least, never below the
         trace. Static memory is the larger of both.
-
-        >>> from dynagroup.memory.measurements import Measurement
-        >>> ten_a_token = Workload(phases=Phases(((0, 0, 0, 10, *[0] * 8),)))
-        >>> rows = [Measurement(n, {"tokens": 100}, 0, 1500 * n + 200) for n in (1, 2, 4)]
-        >>> better = TracedMemory(0, ten_a_token).corrected(Measurements(tuple(rows), ten_a_token))
-        >>> round(better.factor, 6), round(better.constant_bytes, 3)
-        (1.5, 200.0)
         """
         if not isinstance(measured, Measurements) or not measured.complete:
             raise ConfigError("`measured` must be Measurements with at least one row that did not run out of memory")

@@ -151,10 +151,7 @@ def windows_of(
 
     The one with the longest sample is used first, so that running out of memory shows at once; it also takes what is left over
     of the division, so that all others hold a multiple of the ranks. Updates of a set size keep the order, the last one short.
-
-    Args:
-        count: samples of the epoch. size: of a window.
-        longest: finds the position of the longest sample; None: the first window is used first.
+    ``longest`` finds the position of the longest sample; None: the first window is used first.
 
     >>> windows_of(7, 2, longest=lambda: 3)
     [(2, 5), (0, 2), (5, 7)]

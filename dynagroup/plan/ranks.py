@@ -35,12 +35,8 @@ def cut(
 
     A padded window is ordered, longest first or so that neighbours are alike in several padded streams, and cut into runs; a
     packed one is filled. The number of batches divides by ``num_ranks`` wherever some batch has more than one sample. A sample
-    that does not fit even alone gets a batch of its own; the caller decides what becomes of it.
-
-    Args:
-        lengths: stream -> int32 (N,) of the window's samples.
-        work: what a batch takes; a row takes its price and its dearest batch.
-        round_batch: padded batch sizes are chosen among the values of this function.
+    that does not fit even alone gets a batch of its own; the caller decides what becomes of it. A row takes the price of a
+    step and its dearest batch.
 
     Returns:
         Positions into the window. Row after row, each row's dearest batch first, the row with the longest sample in front; a

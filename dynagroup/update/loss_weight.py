@@ -44,11 +44,8 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
 
     Causal models predict ``labels[..., 1:]``; a batch with ``shift_labels`` was shifted beforehand. Labels of one dimension
     are classes, one a sample, and are all predicted; so are all elements of labels that are no integers (regression).
-
-    Args:
-        batch: a mapping with ``labels`` (or ``shift_labels``): tensor, array or nested lists; ignored ones are -100.
-            ConfigError: it has none.
-        shifted: False for models that predict the first label too (encoder-decoders, masked language models).
+    ``shifted=False`` is for models that predict the first label too (encoder-decoders, masked language models). Raises
+    ConfigError where a batch has no labels.
 
     >>> count_label_tokens({"labels": np.array([[-100, 5, 6], [7, 8, -100]])})
     3
