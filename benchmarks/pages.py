@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.record import RESULTS, Spread, over, rows_of, table
@@ -130,12 +131,18 @@ TRAINER = {
 }
 
 
-def quality_summary(found: Figures) -> str:
-    spread, where = found["spread_of_seeds"], "behind" if found["mean_difference"] > 0 else "ahead"
-    return (
-        f"They end {abs(found['mean_difference']):.3f} {where} on average; seeds differ by {spread['fixed']:.3f} among fixed and "
-        f"{spread['free']:.3f} among free runs."
-    )
+def quality(found: Figures) -> list[Row]:
+    named = [(size, way, one) for size, ways in found["ways"].items() for way, one in ways.items()]
+    ends = {"loss": mean, "low": min, "high": max}
+    return [
+        {
+            "key": size,
+            "way": way,
+            **{end: of(one["held_out_loss"]) for end, of in ends.items()},
+            "padding": mean(one["padding"]),
+        }
+        for size, way, one in named
+    ]
 
 
 # Recovery, faults, the command line
@@ -185,6 +192,7 @@ ROWS: dict[str, Callable[[Any], list[Row]]] = {
     "rivals": rivals,
     "ranks_training": ranks_training,
     "trainer": named(TRAINER),
+    "quality": quality,
     "recovery": recovery,
     "faults": lambda found: [{"key": name, "cases": count} for name, count in found["by_fault"].items()],
 }
@@ -227,6 +235,10 @@ ablation: ablation planning
 ablation_rooms: ablation rooms
 | mechanism | lines | what is counted | with | without | what stands in |
 | {key} | {lines:,} | {unit} | {with:.6g} | {without:.6g} | {instead} |
+
+quality: quality
+| | samples of an update | held-out loss, mean (least to most) | padding |
+| {key} | {way} | {loss:.3f} ({low:.3f} to {high:.3f}) | {padding:.1%} |
 
 loader_speed: loader_speed
 | loader | samples a CPU second | real / padded tokens | over plain | over online-dynamic-batching |
@@ -281,7 +293,6 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "planning_memory": ("plan_speed", "{token_budget_1m_peak_mb_over_input:.0f} MB"),
     "demo_speed": ("demo_cpu", demo_speed),
     "rivals_best": ("train_rivals", rivals_best),
-    "quality_summary": ("quality", quality_summary),
     "embed_summary": (
         "embed",
         "{texts} docstrings of CV {cv:.2f}; vectors differ by at most {largest_difference_of_vectors:.0e}",

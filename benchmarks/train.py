@@ -234,7 +234,6 @@ def quality(machine: Machine, *, seeds: int = 5, budgets: Sequence[int] = (512, 
             one.turn(samples=epochs * samples - size)
             ways[way]["held_out_loss"].append(loss_on(one.model, texts[samples : samples + 1024]))
             ways[way]["padding"].append(1 - one.real / one.padded)
-            print(size, seed, way, ways[way]["held_out_loss"][-1], flush=True)
         found[f"updates of {size}"] = ways
     return {"samples": samples, "epochs": epochs, "longest": longest, "ways": found}
 

@@ -218,7 +218,7 @@ def test_doctor_advises_nothing_that_does_not_pay_or_fit(folder):
     assert "nothing: lengths vary too little" in answer("doctor", "equal.txt", "--batch-size", "8")
     (folder / "two.txt").write_text("10\n1000\n" * 200)
     shown = answer("doctor", "two.txt", "--batch-size", "2")
-    assert shown.endswith("samples_per_update=2, grouping=50)\n")
+    assert shown.endswith("samples_per_update=2, grouping=50\n")
     assert "2 samples an update are too few to sort" in shown
     arguments = ["doctor", "lengths.npy", "--batch-size", "8", "--max-length", "96", "--model", "model", "--gpu-memory"]
     shown = answer(*arguments, "1.36MB")

@@ -92,8 +92,8 @@ def _change(found: Comparison, layout: str, safe: int | None) -> str:
     budget = f"TokenBudget({most if safe is None else min(most, max(safe, 1))}{packed})"
     loader = f"PlannedDataLoader(dataset, lengths, {budget}"
     if same.time > WORTH * today.time:
-        few = f"{samples} samples an update are too few to sort; more of them, or other updates:"
-        return f"{few} {loader}, samples_per_update={samples}, grouping={MEGA_BATCHES})"
+        few = f"{samples} samples an update are too few to sort: more of them, or updates as they come, {loader}), or"
+        return f"{few} as many of similar samples, samples_per_update={samples}, grouping={MEGA_BATCHES}"
     few = f"; {samples} samples an update are few to sort, see grouping" if samples < FEW else ""
     return f"{loader}, samples_per_update={samples}); with the Trainer: dynagroup={budget}{few}"
 

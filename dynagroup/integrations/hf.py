@@ -101,7 +101,8 @@ class DynagroupTrainerMixin(Evaluator):
         lengths, order = config.lengths, None if free else hf_data.host_order(host)
         if lengths is None:
             lengths = hf_data.sample_lengths(self, self.train_dataset, name="train_dataset")
-        return PlannedDataLoader(dataset, lengths, config.budget, sampler=order, grouping=config.grouping, **settings)
+        settings = {"grouping": config.grouping, **settings}
+        return PlannedDataLoader(dataset, lengths, config.budget, sampler=order, **settings)
 
     # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of
     # `_run_epoch` come from here alone.

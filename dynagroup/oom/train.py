@@ -121,8 +121,7 @@ class OomSafeBackward:
 
     Args:
         model: the model, plain or in ``DistributedDataParallel``. FSDP and DeepSpeed are refused.
-        weigh: what the loss is a mean of: "tokens" (labels other than -100), "samples", a function of a batch; or "sum":
-            the loss is already divided by a number that does not depend on the part.
+        weigh: what the loss is a mean of, as for loaders; or "sum": it is divided by a number that does not depend on the part.
         splitter: how to count and cut a batch; default: right padding is trimmed, since left trimming moves positions.
         world: ranks that train together; default: those of the ``DistributedDataParallel`` in ``model``.
         learned: a budget to teach; batches that it has learned not to fit are split before they fail.
@@ -144,7 +143,7 @@ class OomSafeBackward:
         if world is None:
             world = SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
         self._world = world
-        self._weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model))
+        self._weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model, unknown=True))
         self._splitter = splitter if splitter is not None else BatchSplitter()
         self._backward = backward if backward is not None else lambda loss: loss.backward()
         self._device = next(model.parameters()).device

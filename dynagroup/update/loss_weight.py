@@ -86,15 +86,15 @@ def _label_name(batch: Any) -> str | None:
     return next((name for name in ("shift_labels", "labels") if name in batch and batch[name] is not None), None)
 
 
-def predicts_next_token(model: Any) -> bool:
+def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
     """Whether a model's own loss leaves out the first label of a row, as causal losses of transformers do: it says so, or names
-    none and is a causal model (GPT2LMHeadModel). Wrappers (DDP, PEFT) are looked through."""
+    none and is a causal model (GPT2LMHeadModel). Wrappers (DDP, PEFT) are looked through; ``unknown``: of models of one's own."""
     model = getattr(model, "module", model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     named = getattr(model, "loss_type", "")
-    return named in SHIFTING_LOSSES or (named is None and _is_causal(model))
+    return unknown if named == "" else named in SHIFTING_LOSSES or (named is None and _is_causal(model))
 
 
 def _is_causal(model: Any) -> bool:

@@ -142,6 +142,29 @@ def test_a_step_of_a_loader_and_an_idle_one() -> None:
     torch.testing.assert_close(model.weight.grad, 2 * X.mean(0))
 
 
+def test_tokens_of_a_model_of_ones_own_are_counted_as_loaders_count_them() -> None:
+    """The first label of a sample is not predicted: lengths 9 and 4 have 8 and 3 tokens in the mean."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(30, 6), torch.nn.Linear(6, 30)).double()
+    ids = torch.nn.utils.rnn.pad_sequence([torch.arange(1, 10), torch.arange(3, 7)], batch_first=True)
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+    def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
+        predicted, labels = model(part["input_ids"])[:, :-1], part["labels"][:, 1:]
+        return torch.nn.functional.cross_entropy(predicted.reshape(-1, 30), labels.reshape(-1), ignore_index=-100)
+
+    loss_of(batch).backward()
+    whole = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    remove = (allocator := Allocator(17)).in_forward(model)
+    OomSafeBackward(model)(loss_of, batch)
+    remove()
+    assert allocator.failures == [18]
+    for parameter, wanted in zip(model.parameters(), whole, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-15)
+
+
 def test_ranks_vote_once_an_update() -> None:
     def rank(world: Any) -> int:
         model, backward = linear(limit=9, world=world)
