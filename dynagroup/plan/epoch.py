@@ -182,9 +182,8 @@ class OrderSource:
         self._epoch, self._indices = -1, NONE
         generator = getattr(source, "generator", None)
         self._generator = generator if hasattr(generator, "get_state") else None
-        self._before = (
-            [] if self._generator is None else [self._generator.get_state()]
-        )  # where it stood before each epoch
+        # Where it stood before each epoch.
+        self._before = [] if self._generator is None else [self._generator.get_state()]
         self._counts: dict[int, int] = {}  # indices that every epoch keeps, by how many are left out
 
     def __len__(self) -> int:

@@ -118,9 +118,7 @@ class PlannedDataLoader(StepLoader[B]):
             self._plan = PreservedUpdates(planner, samples_per_update, order, **how)
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
         self._place = Cursor()  # where the steps that were handed out end
-        self._resumed: Cursor | None = (
-            None  # a loaded state's place; while it is ours, the next iteration goes on from it
-        )
+        self._resumed: Cursor | None = None  # a loaded state's place: while it is ours, the next iteration goes on
         self._oversize = set(planner.oversize.tolist())
         self._said_unplanned = False
         planner.warn_of_oversize()

@@ -167,13 +167,14 @@ class PreservedUpdates(UpdateSizes, _Updates):
         return self.start(epoch)
 
     # Updates are grouped by the size of the epoch's first: one that is changed later cuts the same order elsewhere.
-    def order_of(self, epoch: int) -> IntArray:
+    def order_of(self, epoch: int) -> IntArray | GroupedOrder:
         """Dataset indices in the epoch's order, grouped."""
-        drawn, first = self._drawn(epoch), next(self.spans(self.start(epoch)), None)
+        drawn = self._drawn(epoch)
+        first = None if self._grouping is None else next(self.spans(self.start(epoch)), None)
         if self._grouping is None or first is None:
             return drawn
         how = {"size": first[2].current, "pool": self._grouping, "seed": self.planner.config.seed, "epoch": epoch}
-        return GroupedOrder(drawn, tokens_of(self.planner.lengths, self.planner.budget), **how)[:]
+        return GroupedOrder(drawn, tokens_of(self.planner.lengths, self.planner.budget), **how)
 
     def _drawn(self, epoch: int) -> IntArray:
         count, left_out = self.planner.num_samples, self.planner.left_out
@@ -201,7 +202,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
 
     def facts(self, place: Cursor) -> dict[str, bytes]:
         sizes = [stop for _, stop, _ in self.spans(place)]
-        return {"order of samples": self.order_of(place.epoch).tobytes(), "samples_per_update": repr(sizes).encode()}
+        return {"order of samples": self.order_of(place.epoch)[:].tobytes(), "samples_per_update": repr(sizes).encode()}
 
     def order_print(self, epoch: int) -> int | None:
         return None if self._order is None else self._order.checksum(epoch)
