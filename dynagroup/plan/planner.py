@@ -98,8 +98,8 @@ class Planner:
         self.budget = as_budget(budget).bind(lengths)
         self.config = config
         self.num_samples = len(lengths[TOKENS])
-        self._oversize = oversize_mask(lengths, self.budget)
-        self.oversize = np.flatnonzero(self._oversize)
+        self.unfit = oversize_mask(lengths, self.budget)
+        self.oversize = np.flatnonzero(self.unfit)
         self.left_out = self.oversize if config.oversize == "drop" else np.zeros(0, np.int64)
         """Dataset indices of the samples that take no part."""
         if config.oversize == "error":
@@ -179,12 +179,12 @@ class Planner:
         ``order``: dataset indices; None: shuffled, or the dataset's."""
         config, kept = self.config, None
         if order is not None:
-            given = order[~self._oversize[order]] if len(self.left_out) else order
+            given = order[~self.unfit[order]] if len(self.left_out) else order
         elif config.shuffle or self._has_updates:
             given = EpochOrder(self.num_planned, seed=config.seed, epoch=cursor.epoch)
-            kept = np.flatnonzero(~self._oversize) if len(self.left_out) else None
+            kept = np.flatnonzero(~self.unfit) if len(self.left_out) else None
         else:
-            given = np.flatnonzero(~self._oversize) if len(self.left_out) else np.arange(self.num_samples)
+            given = np.flatnonzero(~self.unfit) if len(self.left_out) else np.arange(self.num_samples)
 
         tokens = lambda: tokens_of({n: v if kept is None else v[kept] for n, v in self.lengths.items()}, self.budget)  # noqa: E731
         if config.grouping is not None:
@@ -234,7 +234,7 @@ class Planner:
         chosen = indices[positions]
         lengths = {name: values[chosen] for name, values in self.lengths.items()}
         batches = cut(lengths, self.budget, world_size, work=config.work, round_batch=config.round_batch)
-        prove(batches, len(chosen), lengths, self.budget, self._oversize[chosen])
+        prove(batches, len(chosen), lengths, self.budget, self.unfit[chosen])
         num, missing = len(batches), -len(batches) % world_size
         if missing and is_last and config.uneven == "repeat":
             smallest = np.argsort(tokens_of(lengths, self.budget), kind="stable")

@@ -119,7 +119,6 @@ class PlannedDataLoader(StepLoader[B]):
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
         self._place = Cursor()  # where the steps that were handed out end
         self._resumed: Cursor | None = None  # a loaded state's place: while it is ours, the next iteration goes on
-        self._oversize = set(planner.oversize.tolist())
         self._said_unplanned = False
         planner.warn_of_oversize()
 
@@ -179,7 +178,10 @@ class PlannedDataLoader(StepLoader[B]):
     def _run(self) -> Iterator[Step[B]]:
         world, plan = self.world, self._walk()
         if self._place is not self._resumed:
-            plan.renew(plan.planner.renewed(world))
+            planner = plan.planner.renewed(world)
+            if planner is not plan.planner:  # what was learned may leave samples without a batch
+                planner.warn_of_oversize()
+            plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
         compare_ranks(world, plan, self._identity(), self._place)
         feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
@@ -200,7 +202,7 @@ class PlannedDataLoader(StepLoader[B]):
             stats.count_update(update.num_samples)
         if step.idle:
             return
-        stats.oversize += len(step.indices) == 1 and step.indices[0] in self._oversize
+        stats.oversize += len(step.indices) == 1 and bool(self._plan.planner.unfit[step.indices[0]])
         if self._said_unplanned:
             return
         differs = unplanned(batch, len(step.indices), step.streams, self.budget)

@@ -88,3 +88,13 @@ def test_ranks_follow_the_one_that_learned_most(kind):
     assert largest([batch for found, _ in results for batch in found]) <= LEARNED
     assert results[0][1] == results[1][1]
     assert sorted(i for found, _ in results for batch in found for i in batch) == list(range(300))
+
+
+def test_samples_that_no_batch_may_hold_after_what_was_learned_are_told_and_counted():
+    budget = LearningBudget(TokenBudget(64))
+    how = {"oversize": "drop", "collate_fn": list, "weigh": "samples"}
+    loader = PlannedDataLoader(range(4), [50, 40, 4, 3], budget, samples_per_update=2, **how)
+    assert sorted(i for step in loader for i in step.indices) == [0, 1, 2, 3]
+    loader.budget.learner.record_oom(BatchShape.of(2, longest=16))
+    with pytest.warns(UserWarning, match="do not fit the budget even alone and are left out; the first is sample 0"):
+        assert sorted(i for step in loader for i in step.indices) == [2, 3]
