@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import Machine
 from benchmarks.record import RESULTS, save
@@ -25,17 +26,18 @@ from benchmarks.record import RESULTS, save
 COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "plan": {
         "speed": ("plan", "speed", "plan_speed"),
-        "rival": ("plan", "rival", "plan_rival"),
         "growth": ("plan", "growth", "growth"),
         "padding": ("predicted", "padding", "plan_padding"),
         "pack": ("predicted", "packs", "pack"),
+        "shards": ("predicted", "shards", "shards"),
     },
+    "shapes": {"few": ("shapes", "few", "shapes")},
+    "kinds": {"rows": ("kinds", "rows", "kinds")},
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
     "loader": {"speed": ("loader", "speed", "loader_speed")},
     "ranks": {"windows": ("ranks", "windows", "loader_ranks"), "train": ("ranks", "train", "loader_train")},
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
-        "objective": ("train", "objective", "objective"),
         "quality": ("train", "quality", "quality"),
         "trainer": ("trainer", "adapter", "trainer"),
     },
@@ -147,10 +149,20 @@ def collected(folder: Path) -> str:
             continue
         found = json.loads(path.read_text(encoding="utf-8"))
         dry = ", DRY: figures mean nothing" if found.get("dry") else ""
-        shown = getattr(import_module(f"benchmarks.{module}"), "shown", lambda figures: [json.dumps(figures, indent=1)])
+        shown = getattr(import_module(f"benchmarks.{module}"), "shown", methods_of)
         about = f"{part}: {found['hardware']}, torch {found['versions']['torch']}, {found['date']}{dry}"
         sections.append("\n".join([about, *shown(found["figures"])]))
     return "\n\n".join(sections)
+
+
+def methods_of(figures: dict[str, Any]) -> list[str]:
+    """One line a case and method: its numbers."""
+    lines = [json.dumps(figures)]
+    for case, found in ({"": figures} if "methods" in figures else figures).items():
+        for name, one in found.get("methods", {}).items() if isinstance(found, dict) else ():
+            numbers = (f"{key} {value:.4g}" for key, value in one.items() if isinstance(value, (int, float)))
+            lines.append(f"{case} {name}: {', '.join(numbers)}")
+    return lines[1:] or lines
 
 
 if __name__ == "__main__":

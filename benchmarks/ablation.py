@@ -18,10 +18,9 @@ import numpy as np
 
 from benchmarks.data import FILES, lengths_of, lognormal, pairs_of
 from benchmarks.loader import row_costs
-from benchmarks.machine import Machine, build, config_of
-from benchmarks.methods import METHODS, Job, planned
-from benchmarks.predicted import PACKED, shares_of_time
-from benchmarks.ranks import simulated
+from benchmarks.machine import Machine, config_of
+from benchmarks.methods import planned
+from benchmarks.predicted import PACKED
 from benchmarks.recovery import asked_of_a_model
 from dynagroup import LearningBudget, MemoryBudget, TokenBudget
 from dynagroup.memory import MemoryRegressor, Workload
@@ -122,18 +121,6 @@ def _compared(unit: str, now: float, without: float, instead: str) -> dict[str, 
     return {"unit": unit, "with": round(now, 4), "without": round(without, 4), "instead": instead}
 
 
-def micro_batches() -> dict[str, Any]:
-    over = [1 / share for share in shares_of_time()]
-    instead = f"largest differencing over ranks, then over micro-batches (worst file {max(over):.3f})"
-    return _compared("predicted time of a rollout's update", 1.0, float(np.mean(over)), instead)
-
-
-def protocol(without: str, instead: str) -> dict[str, Any]:
-    found = simulated(64)
-    above, other = 1 + found["above_all_batches_over_ranks"], 1 + found[without]
-    return _compared("steps over all batches / ranks, 64 ranks", above, other, instead)
-
-
 def learned_plans() -> dict[str, Any]:
     windows, learned = (float(costs.max(axis=0).sum()) for costs in row_costs())
     return _compared("predicted time of an epoch, 4 ranks", 1.0, windows / learned, "windows as in the first epoch")
@@ -167,35 +154,9 @@ def tracing() -> dict[str, Any]:
     return _compared(unit, 1.0, float((sizes / traced).mean()), instead)
 
 
-def attention_masks() -> dict[str, Any]:
-    width = next(build("small").parameters()).dtype.itemsize
-    masked = 16_384**2 * (1 + width) / 2**20  # a boolean one, which kernels turn into the model's own type
-    return _compared("MiB of masks, a pack of 16,384 tokens", 0, masked, "sdpa")
-
-
-def few_shapes() -> dict[str, Any]:
-    lengths = lognormal(2000, mean=40, cv=0.8, shortest=4, longest=256)
-    job, counts = Job(lengths, 64, 2048), []
-    for name in ("dynagroup, 8 lengths", "dynagroup"):
-        widths = [int(lengths[batch].max()) for update in METHODS[name].updates(job, 0) for batch in update]
-        counts.append(len(set(widths if name == "dynagroup" else (job.ladder.shape_for(width)[1] for width in widths))))
-    return _compared("lengths that a compiled model meets in an epoch", counts[0], counts[1], "padded to the longest")
-
-
 MEASURED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "micro-batches of a rollout": ("plan/partition", micro_batches),
-    "a ladder of shapes": ("plan/static_shapes", few_shapes),
-    "windows handed out at the exchanges": (
-        "online/protocol",
-        partial(protocol, "above_with_fixed_shards", "shards fixed beforehand"),
-    ),
-    "queues of batches, agreed on by MAX": (
-        "online/protocol",
-        partial(protocol, "above_with_alignment_of_every_window", "every window aligned by itself"),
-    ),
     "plans from lengths that were learned": ("online/plans", learned_plans),
     "what does not fit is learned": ("budget/learning", learned_limits),
     "a model's program is traced": ("memory/trace/* memory/traced", tracing),
-    "attention without masks": ("integrations/varlen", attention_masks),
 }
 """What it is -> its files, and what is counted with it and without."""

@@ -1,13 +1,14 @@
 """Ways to form the batches of a training, each as a stream of optimizer updates: lists of batches of sample indices.
 
-Each rival is used as its documentation says. All get the same memory: a padded batch holds at most ``tokens`` tokens, a
-packed one at most as many; fixed batches hold as many of the longest samples as fit.
+Each rival is used as its documentation says, with the setting that is best here where it has several. All get the same memory: a
+padded batch holds at most ``tokens`` tokens, a packed one at most as many; fixed batches hold as many of the longest samples as
+fit. All that draw samples at random draw the job's permutation, so that the same updates are the same sets of samples.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -19,9 +20,9 @@ import torch
 
 from benchmarks.data import Numbered, collate, numbers_of
 from dynagroup import Budget, LengthAwareBatchSampler, ShapeLadder, TokenBudget, Work
-from dynagroup.plan.cost import CPU_PER_STEP
 
 Update = list[list[int]]
+Setting = dict[str, Any]
 
 
 def padded_tokens(batches: Any, lengths: np.ndarray) -> int:
@@ -33,9 +34,28 @@ def in_fixed(order: Any, size: int) -> Update:
     return [list(map(int, order[k : k + size])) for k in range(0, len(order), size)]
 
 
+def longest_first(members: Any, lengths: np.ndarray) -> np.ndarray:
+    """Sorted by length: what whoever sorts does first."""
+    members = np.asarray(members)
+    return members[np.argsort(-lengths[members], kind="stable")]
+
+
+def in_capped(order: Any, lengths: np.ndarray, cap: int, *, packed: bool = False) -> Update:
+    """Batches in this order, each closed where the next sample would make it larger than the cap."""
+    batches: Update = []
+    total = longest = 0
+    for i in map(int, order):
+        total, longest = total + int(lengths[i]), max(longest, int(lengths[i]))
+        if not batches or (total if packed else (len(batches[-1]) + 1) * longest) > cap:
+            batches.append([])
+            total = longest = int(lengths[i])
+        batches[-1].append(i)
+    return batches
+
+
 def planned(lengths: Any, budget: Budget, ranks: int = 1, **options: Any) -> Any:
     """Our plan for so many ranks."""
-    return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **options).plan
+    return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **{"work": Work(), **options}).plan
 
 
 @dataclass(frozen=True)
@@ -48,33 +68,42 @@ class Job:
     seed: int = 0
     work: Work = field(default_factory=Work)
     """What the model's steps take, measured beforehand where a benchmark does so."""
+    made: dict[Any, list[Update]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def ladder(self) -> ShapeLadder:
         """Eight shapes (samples, tokens) that fit."""
-        return ShapeLadder(self.lengths, TokenBudget(self.tokens), num_shapes=8)
+        return ShapeLadder(self.lengths, TokenBudget(self.tokens), num_shapes=8, window=self.per_update)
 
     @property
     def fixed(self) -> int:
         """Samples of a fixed batch that fits whatever comes."""
         return max(1, self.tokens // int(self.lengths.max()))
 
-    def rng(self, epoch: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, epoch))
+    @property
+    def accumulation(self) -> int:
+        """Fixed batches of an update."""
+        return -(-self.per_update // self.fixed)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The permutation of an epoch, the same for everyone who draws samples at random."""
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))
 
 
 @dataclass(frozen=True)
 class Method:
-    """``batches``: one epoch's updates, or flat batches: then an update is as many as hold ``per_update`` samples on average.
+    """``batches``: one epoch's updates, or flat batches: updates then end where they hold ``per_update`` samples on average.
 
     Args:
-        same_updates: every update holds ``per_update`` samples drawn at random, as fixed batches would.
-        few_shapes: batches are padded to the lengths of the job's ladder, so that a compiled model meets few of them.
-        capped: batches hold at most the tokens they were given; dynabatch's are capped by its own prediction instead.
+        settings: what may be tried, the largest batches first; each is named arguments of ``batches``.
+        same_updates: every update holds the ``per_update`` samples that fixed batches would.
+        few_shapes: batches are filled to the shapes of the job's ladder, so that a compiled model meets few of them.
+        capped: batches must hold at most the tokens they were given; dynabatch's are capped by its own prediction instead.
         needs: packages beyond transformers.
     """
 
-    batches: Callable[[Job, int], Iterator[Update] | Update]
+    batches: Callable[..., Iterable[Any]]
+    settings: Callable[[Job], Sequence[Setting]] = lambda _job: [{}]
     flat: bool = False
     packed: bool = False
     same_updates: bool = True
@@ -86,57 +115,95 @@ class Method:
     def available(self) -> bool:
         return all(find_spec(name) is not None for name in self.needs)
 
-    def updates(self, job: Job, epoch: int) -> Iterator[Update]:
-        found: Any = self.batches(job, epoch)
-        if not self.flat:
-            yield from found
-            return
-        size = max(1, round(job.per_update * len(found) / len(job.lengths)))
-        for start in range(0, len(found), size):
-            yield found[start : start + size]
+    def updates(self, job: Job, epoch: int, setting: Setting) -> Iterator[Update]:
+        made = job.made.setdefault((self.batches, epoch, *setting.items()), [])  # some take long, and are asked again
+        if not made:
+            found = self.batches(job, epoch, **setting)
+            made += _in_updates(found, job.per_update) if self.flat else found
+        return iter(made)
+
+    def tried(self, job: Job) -> list[Setting]:
+        """The settings whose batches all fit in the first epoch, the largest batches first; at least the last."""
+        settings = list(self.settings(job))
+        fit = [setting for setting in settings if not self.capped or self._most(job, setting) <= job.tokens]
+        return fit or settings[-1:]
+
+    def _most(self, job: Job, setting: Setting) -> int:
+        """Tokens of the largest batch."""
+        batches = chain.from_iterable(self.updates(job, 0, setting))
+        return max(int(job.lengths[b].sum()) if self.packed else padded_tokens([b], job.lengths) for b in batches)
 
 
-def _fixed_updates(order: Any, job: Job) -> Iterator[Update]:
-    for start in range(0, len(order) - job.per_update + 1, job.per_update):
-        yield in_fixed(order[start : start + job.per_update], job.fixed)
+def _in_updates(batches: Iterable[list[int]], per_update: int) -> Iterator[Update]:
+    """An update ends where the samples so far are nearest to a whole number of updates."""
+    update: Update = []
+    seen, due = 0, per_update
+    for batch in batches:
+        if update and seen + len(batch) / 2 > due:
+            yield update
+            update, due = [], due + per_update
+        update.append(batch)
+        seen += len(batch)
+    yield update
 
 
-def _shuffled(job: Job, epoch: int) -> Iterator[Update]:
-    return _fixed_updates(job.rng(epoch).permutation(len(job.lengths)), job)
+def _updates(order: Any, job: Job) -> Iterator[np.ndarray]:
+    """Whole updates in this order."""
+    return (order[k : k + job.per_update] for k in range(0, len(order) - job.per_update + 1, job.per_update))
+
+
+def _sizes(job: Job) -> list[Setting]:
+    """Fixed numbers of samples, from those that seldom fit to a half of what always fits."""
+    return [{"size": n} for n in (8 * job.fixed, 4 * job.fixed, 2 * job.fixed, job.fixed, job.fixed // 2) if n]
+
+
+def _shuffled(job: Job, epoch: int, size: int = 0) -> Iterator[Update]:
+    return (in_fixed(update, size or job.fixed) for update in _updates(job.order(epoch), job))
+
+
+def _sorted(job: Job, epoch: int, size: int = 0) -> Iterator[Update]:
+    """The simplest rival: an update's samples by length, then batches of one size, or (0) as large as the cap allows."""
+    for update in _updates(job.order(epoch), job):
+        ordered = longest_first(update, job.lengths)
+        yield in_fixed(ordered, size) if size else in_capped(ordered, job.lengths, job.tokens)
 
 
 def group_by_length(lengths: np.ndarray, size: int, seed: int) -> list[int]:
-    """The order that transformers' ``group_by_length`` gives batches of so many samples."""
+    """The order that transformers' ``group_by_length`` gives updates of so many samples."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     generator = torch.Generator().manual_seed(seed)
     return list(LengthGroupedSampler(size, lengths=lengths.tolist(), generator=generator))
 
 
-def _group_by_length(job: Job, epoch: int) -> Iterator[Update]:
-    return _fixed_updates(group_by_length(job.lengths, job.per_update, 1000 * job.seed + epoch), job)
+def _group_by_length(job: Job, epoch: int, size: int) -> Iterator[Update]:
+    order = group_by_length(job.lengths, job.per_update, 1000 * job.seed + epoch)
+    return (in_fixed(update, size) for update in _updates(order, job))
 
 
-def _batch_rebalance(job: Job, epoch: int) -> Iterator[Update]:
-    """It has no cap on memory: the number of batches an update is the least under which none of them is too large."""
+def _counts(job: Job) -> list[Setting]:
+    """Batches an update, from a quarter of the fixed ones to twice as many: it has no cap, so those are taken that fit."""
+    counts = {round(job.accumulation * share) for share in (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1, 3 / 2, 2)}
+    return [{"count": count} for count in sorted(counts) if 1 <= count <= job.per_update]
+
+
+def _batch_rebalance(job: Job, epoch: int, count: int = 0) -> Iterator[Update]:
+    """Its own balancing of the job's updates, into so many batches each, or (0) as many as fixed batches make."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-    accumulation = -(-job.per_update // job.fixed)
-    for number in range(1, accumulation + 1):
-        sampler = BatchRebalanceSampler(job.lengths.tolist(), job.per_update, 1, number, seed=job.seed)
-        sampler.set_epoch(epoch)
-        batches = [list(map(int, batch)) for batch in sampler]
-        if number == accumulation or max(padded_tokens([batch], job.lengths) for batch in batches) <= job.tokens:
-            break
-    for start in range(0, len(batches), number):
-        yield batches[start : start + number]
+    order, count = job.order(epoch), count or job.accumulation
+    sampler = BatchRebalanceSampler(job.lengths[order].tolist(), job.per_update, 1, count, shuffle=False)
+    batches = [order[batch].tolist() for batch in sampler]
+    return (batches[k : k + count] for k in range(0, len(batches), count))
 
 
 def _ours(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterator[Update]]:
+    """With the work that was measured, unless ``work`` is said here; None: as who says nothing of it."""
+
     def updates(job: Job, epoch: int) -> Iterator[Update]:
-        options_ = {"samples_per_update": job.per_update, "work": job.work, "seed": job.seed, **options}
+        how = {"samples_per_update": job.per_update, "work": job.work, "seed": job.seed, **options}
         size = job.ladder if layout == "ladder" else TokenBudget(job.tokens, layout=layout)
-        sampler = LengthAwareBatchSampler(job.lengths, size, rank=0, world_size=1, **options_)
+        sampler = LengthAwareBatchSampler(job.lengths, size, order=job.order(epoch), rank=0, world_size=1, **how)
         sampler.set_epoch(epoch)
         update: Update = []
         for row, ends in zip(sampler.plan.rows, sampler.plan.update_ends, strict=True):
@@ -149,9 +216,8 @@ def _ours(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterat
 
 
 def _free(job: Job, epoch: int) -> Update:
-    sampler = LengthAwareBatchSampler(
-        job.lengths, TokenBudget(job.tokens), shuffle=True, seed=job.seed, rank=0, world_size=1
-    )
+    how: dict[str, Any] = {"shuffle": True, "seed": job.seed, "work": job.work, "rank": 0, "world_size": 1}
+    sampler = LengthAwareBatchSampler(job.lengths, TokenBudget(job.tokens), **how)
     sampler.set_epoch(epoch)
     return list(sampler)
 
@@ -169,9 +235,13 @@ def trl_packs(lengths: np.ndarray, cap: int, strategy: str) -> list[tuple[np.nda
     return [np.unique(row["input_ids"], return_counts=True) for row in packed]
 
 
-def _best_fit_packs(job: Job, epoch: int) -> Update:
-    packs = trl_packs(job.lengths, job.tokens, "bfd")
-    return [packs[int(k)][0].tolist() for k in job.rng(epoch).permutation(len(packs))]
+def _best_fit_packs(job: Job, epoch: int, cap: int) -> Update:
+    packs = trl_packs(job.lengths, cap, "bfd")
+    return [packs[int(k)][0].tolist() for k in np.random.default_rng((job.seed, epoch)).permutation(len(packs))]
+
+
+def _caps(job: Job) -> list[Setting]:
+    return [{"cap": max(job.tokens // part, int(job.lengths.max()))} for part in (1, 2, 4)]
 
 
 def dynabatch(lengths: np.ndarray, size: int, **options: Any) -> Any:
@@ -183,66 +253,69 @@ def dynabatch(lengths: np.ndarray, size: int, **options: Any) -> Any:
     return DynaBatchSampler(lengths.tolist(), words, characters, size, threshold=0.9, **options)
 
 
-def _dynabatch(job: Job, epoch: int) -> Update:
-    sampler = dynabatch(job.lengths, job.fixed, shuffle=True, shuffle_seed=job.seed + epoch)
+def _dynabatch(job: Job, epoch: int, **options: Any) -> Update:
+    sampler = dynabatch(job.lengths, job.fixed, shuffle=True, shuffle_seed=job.seed + epoch, **options)
     return [list(map(int, batch)) for batch in sampler]
 
 
-def online_dynamic_batching(lengths: Any, tokens: int) -> Any:
-    """Its loader with its default grouping, two workers and a window of 256 samples."""
+def online_dynamic_batching(lengths: Any, tokens: int, waiting: int) -> Any:
+    """Its loader with its default grouping, two workers, and so many samples that wait to be grouped."""
     import odb
 
-    how = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": 128, "collate_fn": collate}
+    how = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": waiting // 2, "collate_fn": collate}
     return odb.ODBDataLoader(Numbered(lengths), token_budget=tokens, **how)
 
 
-def _online_dynamic_batching(job: Job, epoch: int) -> Update:
+def _online_dynamic_batching(job: Job, epoch: int, waiting: int) -> Update:
     torch.manual_seed(1000 * job.seed + epoch)
-    return [numbers_of(batch) for batch in online_dynamic_batching(job.lengths, job.tokens)]
+    return [numbers_of(batch) for batch in online_dynamic_batching(job.lengths, job.tokens, waiting)]
 
 
-def _lhotse(job: Job, epoch: int) -> Update:
-    """Its dynamic buckets of text under its constraint on tokens; of 10 buckets (its default) and 30, what pads less."""
+def _lhotse(job: Job, epoch: int, num_buckets: int) -> Update:
+    """Its dynamic buckets of text under its constraint on tokens."""
     from lhotse.cut.text import TextExample
     from lhotse.dataset.sampling import DynamicBucketingSampler
     from lhotse.dataset.sampling.base import TokenConstraint
 
     examples = [TextExample("", np.zeros(n, np.int8), {"number": i}) for i, n in enumerate(job.lengths.tolist())]
-    drawn = [examples[int(i)] for i in job.rng(epoch).permutation(len(examples))]  # as lazily read shards are
-    how = {"shuffle": True, "seed": 1000 * job.seed + epoch, "world_size": 1, "rank": 0}
-    tried = []
-    for buckets in (10, 30):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that the examples are in memory
-            fits = TokenConstraint(max_tokens=job.tokens)
-            sampler = DynamicBucketingSampler(drawn, constraint=fits, num_buckets=buckets, **how)
-            tried.append([[example.custom["number"] for example in batch] for batch in sampler])
-    return min(tried, key=lambda batches: padded_tokens(batches, job.lengths))
+    drawn = [examples[int(i)] for i in job.order(epoch)]  # as lazily read shards are
+    how = {"shuffle": True, "seed": 1000 * job.seed + epoch, "world_size": 1, "rank": 0, "num_buckets": num_buckets}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that the examples are in memory
+        sampler = DynamicBucketingSampler(drawn, constraint=TokenConstraint(max_tokens=job.tokens), **how)
+        return [[example.custom["number"] for example in batch] for batch in sampler]
 
 
+def _each(name: str, *values: Any) -> Callable[[Job], list[Setting]]:
+    return lambda _job: [{name: value} for value in values]
+
+
+TRL, OTHER = ("trl", "pyarrow", "datasets"), {"flat": True, "same_updates": False}
 METHODS: dict[str, Method] = {
     "fixed": Method(_shuffled),
-    "transformers group_by_length": Method(_group_by_length, same_updates=False),
-    "transformers batch_rebalance": Method(_batch_rebalance),
-    "TRL padding-free": Method(_shuffled, packed=True),  # fixed numbers of samples, flattened
-    "TRL packing (bfd)": Method(
-        _best_fit_packs, flat=True, packed=True, same_updates=False, needs=("trl", "pyarrow", "datasets")
+    "sorted inside the update": Method(_sorted, lambda job: [{"size": 0}, *_sizes(job)]),
+    "transformers batch_rebalance": Method(_batch_rebalance, _counts),
+    "transformers batch_rebalance, accumulation as given": Method(_batch_rebalance, capped=False),
+    "TRL padding-free": Method(_shuffled, _sizes, packed=True),  # fixed numbers of samples, flattened
+    "transformers group_by_length": Method(_group_by_length, _sizes, same_updates=False),
+    "TRL packing (bfd)": Method(_best_fit_packs, _caps, packed=True, needs=TRL, **OTHER),
+    "dynabatch": Method(
+        _dynabatch, _each("max_batch_range", 4.0, 2.0), capped=False, needs=("dynabatch", "xgboost"), **OTHER
     ),
-    "dynabatch": Method(_dynabatch, flat=True, same_updates=False, capped=False, needs=("dynabatch", "xgboost")),
-    "online-dynamic-batching": Method(_online_dynamic_batching, flat=True, same_updates=False, needs=("odb",)),
-    "lhotse DynamicBucketingSampler": Method(_lhotse, flat=True, same_updates=False, needs=("lhotse",)),
+    "online-dynamic-batching": Method(_online_dynamic_batching, _each("waiting", 1024, 256), needs=("odb",), **OTHER),
+    "lhotse DynamicBucketingSampler": Method(_lhotse, _each("num_buckets", 10, 30), needs=("lhotse",), **OTHER),
     "dynagroup": Method(_ours()),
-    "dynagroup, default work": Method(_ours(work=Work())),
-    "dynagroup, a CPU's work": Method(_ours(work=Work(per_step=CPU_PER_STEP))),
-    "dynagroup, fewest batches": Method(_ours(work=Work(per_step=1e12))),
-    "dynagroup, grouping 10": Method(_ours(grouping=10), same_updates=False),
-    "dynagroup, grouping 50": Method(_ours(grouping=50), same_updates=False),
-    "dynagroup, free updates": Method(_free, flat=True, same_updates=False),
+    "dynagroup, nothing said of work": Method(_ours(work=None)),
     "dynagroup, packed": Method(_ours("packed"), packed=True),
     "dynagroup, 8 lengths": Method(_ours("ladder"), few_shapes=True),
+    "dynagroup, grouping 10": Method(_ours(grouping=10), same_updates=False),
+    "dynagroup, grouping 50": Method(_ours(grouping=50), same_updates=False),
+    "dynagroup, free updates": Method(_free, **OTHER),
 }
 
 
-def updates_of(name: str, job: Job) -> Iterator[Update]:
-    """Updates of one epoch after another, without end."""
-    return chain.from_iterable(METHODS[name].updates(job, epoch) for epoch in count())
+def updates_of(name: str, job: Job, setting: Setting | None = None) -> Iterator[Update]:
+    """Updates of one epoch after another, without end; by default with the first setting that fits."""
+    method = METHODS[name]
+    setting = method.tried(job)[0] if setting is None else setting
+    return chain.from_iterable(method.updates(job, epoch, setting) for epoch in count())

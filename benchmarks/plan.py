@@ -40,6 +40,7 @@ def peak_mb(lengths: np.ndarray) -> float:
 
 def speed(_machine: Machine) -> dict[str, Any]:
     million, ten = lognormal(1_000_000), lognormal(10_000_000)
+    few = lognormal(20_000, longest=2048)
     million[::100_000] = 16384  # the longest possible sample occurs
     target = np.clip(million * np.random.default_rng(1).uniform(0.5, 1.5, len(million)), 1, None).astype(np.int32)
     sampler = LengthAwareBatchSampler(ten, BUDGET, shuffle=True, window=4096, rank=0, world_size=8)
@@ -57,20 +58,9 @@ def speed(_machine: Machine) -> dict[str, Any]:
         "memory_budget_1m_pretrained": seconds(lambda: plan(million, MemoryBudget(32))),
         "two_padded_streams_1m": seconds(lambda: plan({"tokens": million, "target": target}), repeats=3),
         "first_batch_of_10m_window_4096": seconds(first_batch),
+        "dynabatch_20k_of_32": seconds(lambda: dynabatch(few, 32), repeats=1),
+        "memory_budget_20k_of_32": seconds(lambda: plan(few, MemoryBudget(32), ranks=1)),
     }
-
-
-def rival(_machine: Machine) -> dict[str, Any]:
-    """20,000 samples: dynabatch asks its regressor for every batch, we ask ours once."""
-    lengths = lognormal(20_000, longest=2048)
-    figures: dict[str, Any] = {"samples": len(lengths)}
-    for size in (8, 32):
-        theirs = seconds(lambda n=size: dynabatch(lengths, n), repeats=1)
-        row = figures[f"batch_size_{size}"] = {"dynabatch": theirs}
-        for name, budget in (("memory_budget", MemoryBudget(size)), ("token_budget", TokenBudget(size * 2048))):
-            row[name] = seconds(lambda budget=budget: plan(lengths, budget, ranks=1))
-            row[f"times_faster_{name}"] = theirs["median_s"] / row[name]["median_s"]
-    return figures
 
 
 def exponent(sizes: Iterable[float], costs: Iterable[float]) -> float:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.data import FILES, lengths_of
 from benchmarks.machine import Machine
-from benchmarks.methods import METHODS, Job, group_by_length, in_fixed, padded_tokens, planned, trl_packs
+from benchmarks.methods import group_by_length, in_capped, in_fixed, longest_first, padded_tokens, planned, trl_packs
 from dynagroup import TokenBudget, Work, shard_micro_batches
+from dynagroup.plan.epoch import epoch_order
 
 UPDATE, RANKS, WORK = 256, 8, Work()
 
@@ -27,9 +29,9 @@ def in_rows(batches: Sequence[Any]) -> list[list[Any]]:
 
 
 def updates_of(count: int) -> list[np.ndarray]:
-    """Updates as the sampler draws them, so that all who keep updates have the same ones."""
-    equal = Job(np.ones(count, np.int32), UPDATE, UPDATE)
-    return [np.concatenate(update) for update in METHODS["dynagroup"].updates(equal, 0)]
+    """Updates as our plans draw them, so that all who keep updates have the same ones."""
+    order = epoch_order(count, seed=0, epoch=0)
+    return [order[k : k + UPDATE] for k in range(0, count, UPDATE)]
 
 
 # Padding: real over padded tokens and steps, one rank; 16 of the longest samples set the peak for all.
@@ -41,14 +43,15 @@ def padding(_machine: Machine) -> dict[str, Any]:
     for name in FILES:
         tokens = lengths_of(name, 20_000)
         budget = TokenBudget(16 * int(tokens.max()))
-        whole = planned(tokens, budget)
+        update_of_256 = [longest_first(update, tokens) for update in updates_of(len(tokens))]
         batches: dict[str, list[Any]] = {
             "fixed_16_shuffled": in_fixed(np.arange(len(tokens)), 16),
+            "update_of_256_sorted_16": [batch for update in update_of_256 for batch in in_fixed(update, 16)],
             "hf_group_by_length_16": in_fixed(group_by_length(tokens, 16, 0), 16),
+            "hf_group_by_length_256": in_fixed(group_by_length(tokens, UPDATE, 0), 16),
         }
         ways: dict[str, dict[str, Any]] = {
             "dynagroup_whole_set": {},
-            "dynagroup_window_50_batches": {"shuffle": True, "window": 50 * round(len(tokens) / whole.num_steps)},
             "dynagroup_shuffle": {"shuffle": True},
             "dynagroup_update_of_256": {"samples_per_update": UPDATE},
             "dynagroup_update_of_32": {"samples_per_update": 32},
@@ -76,17 +79,22 @@ Packed = tuple[list[list[list[int]]], dict[str, Any]]
 
 
 def padding_free(tokens: np.ndarray, cap: int) -> Packed:
-    """TRL padding-free: a number of samples that fits the cap even if all are the longest; batches as they come."""
-    size = max(1, cap // int(tokens.max()))
-    return in_rows(in_fixed(tokens, size)), {"samples_a_batch": size, "same_updates": True}
+    """TRL padding-free: batches as they come, of the most samples (a power of two) that here never held more than the cap."""
+    sizes = [
+        size for size in (1 << n for n in range(9)) if np.add.reduceat(tokens, range(0, len(tokens), size)).max() <= cap
+    ]
+    batches = [tokens[batch].tolist() for batch in in_fixed(np.arange(len(tokens)), sizes[-1])]
+    return in_rows(batches), {"samples_a_batch": sizes[-1], "same_updates": True}
 
 
-def trl(strategy: str) -> Callable[[np.ndarray, int], Packed]:
+def trl(strategy: str, *, balanced: bool = False) -> Callable[[np.ndarray, int], Packed]:
+    """Its packs dealt to ranks as shuffled; or ``balanced``: sorted by work first, so that those of a row are alike."""
+
     def packed(tokens: np.ndarray, cap: int) -> Packed:
         packs, pieces = trl_packs(tokens, cap, strategy), np.zeros(len(tokens), np.int64)
         for members, _ in packs:
             pieces[members] += 1
-        rows = in_rows(_shuffled([counts.tolist() for _, counts in packs]))
+        rows = in_rows((by_work if balanced else _shuffled)([counts.tolist() for _, counts in packs]))
         return rows, {"samples_cut": int((pieces > 1).sum()), "same_updates": False}
 
     return packed
@@ -94,6 +102,10 @@ def trl(strategy: str) -> Callable[[np.ndarray, int], Packed]:
 
 def _shuffled(packs: list[list[int]]) -> list[list[int]]:
     return [packs[i] for i in np.random.default_rng(1).permutation(len(packs))]
+
+
+def by_work(packs: list[list[int]]) -> list[list[int]]:
+    return sorted(packs, key=lambda pack: -float(WORK.of_lengths(pack).sum()))
 
 
 def multipack(tokens: np.ndarray, cap: int) -> Packed:
@@ -118,8 +130,7 @@ def verl(tokens: np.ndarray, cap: int) -> Packed:
         drawn = tokens[update]
         ranks = differencing(drawn.astype(float), RANKS, equal_size=True)
         parts = [[drawn[part].tolist() for part in rank] for rank in by_differencing(drawn, ranks, cap, "packed")]
-        for made in parts:
-            made.sort(key=lambda pack: -float(WORK.of_lengths(pack).sum()))
+        parts = [by_work(made) for made in parts]
         rows += [[made[step] for made in parts] for step in range(len(parts[0]))]
     return rows, {"same_updates": True}
 
@@ -167,9 +178,10 @@ def ours(samples_per_update: int | None) -> Callable[[np.ndarray, int], Packed]:
 
 
 PACKERS = {
-    "TRL padding-free, a count that always fits": padding_free,
+    "TRL padding-free, the largest count that fits": padding_free,
     "TRL packing, wrapped": trl("wrapped"),
     "TRL packing, bfd": trl("bfd"),
+    "TRL packing, bfd, sorted by work before dealing": trl("bfd", balanced=True),
     "multipack (Axolotl's rule)": multipack,
     "dynagroup packed": ours(None),
     "verl's rule, updates of 256": verl,
@@ -199,27 +211,47 @@ def pack_figures(rows: list[list[list[int]]], more: dict[str, Any], cap: int) ->
     }
 
 
-# A rollout's samples to ranks and micro-batches, against Karmarkar-Karp over ranks, then over each rank's micro-batches.
+# A rollout's samples to ranks and micro-batches
 
 
-def shares_of_time(updates: int = 10) -> list[float]:
-    """Of each file, padded and packed: our critical path of some updates of 256 samples over the usual way's."""
-    found = []
-    for (name, cap), layout in itertools.product(PACKED.items(), ("packed", "padded")):
-        tokens, sums = lengths_of(name, updates * UPDATE).clip(max=cap), np.zeros(2)
-        for part in tokens.reshape(-1, UPDATE):
-            mine: Any = shard_micro_batches(part, RANKS, TokenBudget(cap, layout=layout), work=WORK)
-            theirs = by_differencing(part, differencing(WORK.of_lengths(part), RANKS), cap, layout)
-            sums += [critical_path(made, part, layout) for made in (mine, theirs)]
-        found.append(sums[0] / sums[1])
-    return found
+def shards(_machine: Machine, updates: int = 10) -> dict[str, Any]:
+    """Of each file, padded and packed: predicted time of some updates of 256 samples by ``shard_micro_batches`` and two rules."""
+    rules = {
+        "ours": lambda part, cap, layout: shard_micro_batches(part, RANKS, TokenBudget(cap, layout=layout), work=WORK),
+        "differencing": lambda part, cap, layout: by_differencing(
+            part, differencing(WORK.of_lengths(part), RANKS), cap, layout
+        ),
+        **{f"dealt {share}": partial(sorted_and_dealt, share=share) for share in (1, 2, 4, 8, 16)},
+    }
+    found = {}
+    for (name, cap), layout in itertools.product(PACKED.items(), ("padded", "packed")):
+        parts = lengths_of(name, updates * UPDATE).clip(max=cap).reshape(-1, UPDATE)
+        times = {
+            rule: sum(critical_path(made(part, cap, layout), part, layout) for part in parts)
+            for rule, made in rules.items()
+        }
+        dealt = min(time for rule, time in times.items() if rule.startswith("dealt"))
+        found[f"{name}, {layout}"] = {"cap": cap, **{k: times[k] for k in ("ours", "differencing")}, "dealt": dealt}
+    return {"ranks": RANKS, "update": UPDATE, "updates": updates, "times": found}
+
+
+def sorted_and_dealt(tokens: np.ndarray, cap: int, layout: str, *, share: int) -> list[list[list[int]]]:
+    """Sorted by length, cut at a share of the cap, the largest halved until they fill rows, dealt to ranks by work."""
+    cap = max(cap // share, int(tokens.max()))
+    made = in_capped(longest_first(np.arange(len(tokens)), tokens), tokens, cap, packed=layout == "packed")
+    while len(made) % RANKS:
+        largest = made.pop(max(range(len(made)), key=lambda k: len(made[k])))
+        made += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    made.sort(key=lambda part: -_work_of(part, tokens, layout))
+    return [made[rank::RANKS] for rank in range(RANKS)]
+
+
+def _work_of(part: Any, tokens: np.ndarray, layout: str) -> float:
+    each = WORK.of_lengths(tokens[part])
+    return float(len(part) * each.max() if layout == "padded" else each.sum()) if len(part) else 0.0
 
 
 def critical_path(made: Any, tokens: np.ndarray, layout: str) -> float:
     """The dearest rank of each row, and the price of rows."""
-
-    def of(part: Any) -> float:
-        each = WORK.of_lengths(tokens[part])
-        return float(len(part) * each.max() if layout == "padded" else each.sum()) if len(part) else 0.0
-
-    return WORK.of_rows(np.asarray([sorted(map(of, rank), reverse=True) for rank in made]).T)
+    work = [sorted((_work_of(part, tokens, layout) for part in rank), reverse=True) for rank in made]
+    return WORK.of_rows(np.asarray(work).T)

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from benchmarks.data import CV_ONE, collate, lengths_of
 from benchmarks.loader import BUDGET
 from benchmarks.machine import Machine, build, on_ranks
+from benchmarks.methods import in_fixed
 from benchmarks.train import FIXED, HELD_OUT, IGNORED, SHORT, loss_on, texts_of
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.protocol import WIDTH, agree, hand_out, offer
@@ -92,14 +93,14 @@ def windows(_machine: Machine, ranks: Sequence[int] = (8, 64, 512, 1024)) -> dic
 
 
 def train(_machine: Machine, repeats: int = 2) -> dict[str, Any]:
-    """Four gloo ranks train on equal samples: fixed batches, free-running, update mode. Seconds on the wall, in turns."""
+    """Four gloo ranks train on equal samples: fixed batches, sorted or not, and ours. Seconds on the wall, in turns."""
     return on_ranks(4, _on_ranks, texts_of(3000), repeats)
 
 
 def _on_ranks(texts: list[np.ndarray], repeats: int) -> dict[str, Any]:
     rows = [{"input_ids": torch.from_numpy(ids[:SHORT])} for ids in texts]
     data = [{**row, "attention_mask": torch.ones_like(row["input_ids"]), "labels": row["input_ids"]} for row in rows]
-    found: dict[str, list[dict[str, Any]]] = {"fixed": [], "free": [], "update": []}
+    found: dict[str, list[dict[str, Any]]] = {"fixed": [], "sorted": [], "free": [], "update": []}
     for _ in range(repeats):
         for kind, runs in found.items():
             one = _trained(kind, data[HELD_OUT : HELD_OUT + 2048])
@@ -120,7 +121,8 @@ def _trained(kind: str, data: list[dict[str, torch.Tensor]], epochs: int = 2) ->
     )
     loader = OnlineDataLoader(data, budget, collate_fn=collate, shuffle=True, **options)
     ours = ((step.batch, step.loss_scale, step.ends_update) for _ in range(epochs) for step in loader)
-    steps: Any = chain(*(_fixed(data, epoch) for epoch in range(epochs))) if kind == "fixed" else ours
+    plain = chain(*(_fixed(data, epoch, ordered=kind == "sorted") for epoch in range(epochs)))
+    steps: Any = plain if kind in ("fixed", "sorted") else ours
     optimizer, number, updates = torch.optim.AdamW(model.parameters(), lr=1e-3), 0, 0
     dist.barrier()
     start = time.perf_counter()
@@ -138,13 +140,16 @@ def _trained(kind: str, data: list[dict[str, torch.Tensor]], epochs: int = 2) ->
     return {"samples": samples, "samples_per_s": rate, "updates": updates, "steps": number, "model": model.module}
 
 
-def _fixed(data: list[dict[str, torch.Tensor]], epoch: int) -> Iterator[tuple[dict[str, torch.Tensor], float, bool]]:
-    """A plain loader of eight samples a rank, four batches an update; weighed exactly, too, by an exchange an update."""
-    sampler = DistributedSampler(data, seed=0)  # type: ignore[arg-type]
+def _fixed(
+    data: list[dict[str, torch.Tensor]], epoch: int, *, ordered: bool
+) -> Iterator[tuple[dict[str, torch.Tensor], float, bool]]:
+    """Batches of eight samples a rank, four an update, a rank's share of it ``ordered`` by length or as it comes; weighed
+    exactly, too, by an exchange an update."""
+    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)  # type: ignore[arg-type]
     sampler.set_epoch(epoch)
-    batches = list(DataLoader(data, batch_size=FIXED, sampler=sampler, collate_fn=collate))  # type: ignore[arg-type]
-    for start in range(0, len(batches), 4):
-        update = batches[start : start + 4]
+    for share in in_fixed(list(sampler), 4 * FIXED):
+        share = sorted(share, key=lambda i: len(data[i]["input_ids"])) if ordered else share
+        update = [collate([data[i] for i in batch]) for batch in in_fixed(share, FIXED)]
         weights = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in update]
         total = torch.tensor([sum(weights)])
         dist.all_reduce(total)

@@ -30,6 +30,7 @@ def environment(*packages: str) -> dict[str, Any]:
     installed = {name: _version(name) for name in ("torch", "numpy", *packages)}
     return {
         "hardware": f"{os.cpu_count()}-core {_processor()}",
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {name: found for name, found in installed.items() if found is not None},
         "date": datetime.now(timezone.utc).date().isoformat(),

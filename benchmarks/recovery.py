@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -89,42 +90,43 @@ def work(_machine: Machine) -> dict[str, Any]:
 
 
 def update(_machine: Machine, repeats: int = 36) -> dict[str, Any]:
-    """Seconds on the wall that forward, backward and exchange of an update take on two gloo ranks, DDP's way and ours.
-
-    A model of 5 million parameters; of one batch, where DDP's exchange overlaps with all of the backward pass, and of four.
-    """
+    """Seconds on the wall that forward, backward and exchange of an update take, the plain way and ours, on one process and on
+    two gloo ranks beside DDP; of one batch, where DDP's exchange overlaps with all of the backward pass, and of four."""
     figures = {}
-    for batches, seconds in on_ranks(2, _updates, repeats).items():
-        ratio = paired(seconds["OomSafeBackward"], seconds["DDP"])
-        figures[batches] = {"seconds": {name: spread(found) for name, found in seconds.items()}, "ratio": ratio}
-    parameters = sum(p.numel() for p in build("5M").parameters())
-    return {"ranks": 2, "parameters": parameters, "batches_an_update": figures}
+    for ranks in (1, 2):
+        for batches, (plain, ours) in on_ranks(ranks, _updates, repeats).items():
+            figures[f"{batches} x 512 tokens, {ranks} process(es)"] = {
+                "seconds": spread(ours),
+                "ratio": paired(ours, plain),
+            }
+    return {"parameters": sum(p.numel() for p in build("5M").parameters()), "updates": figures}
 
 
-def _updates(repeats: int) -> dict[int, dict[str, list[float]]]:
-    plain, guarded = (DistributedDataParallel(build("5M")) for _ in range(2))
+def _updates(repeats: int) -> dict[int, list[list[float]]]:
+    """Seconds of updates of one batch and of four, the plain way and ours."""
+    alone = dist.get_world_size() == 1
+    plain, guarded = (build("5M") if alone else DistributedDataParallel(build("5M")) for _ in range(2))
     safe = OomSafeBackward(guarded, weigh="samples")
-    ids = torch.randint(3, 2048, (4, 64))
+    ids = torch.randint(3, 2048, (8, 64))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-    def by_ddp(ends_update: bool) -> None:
-        with nullcontext() if ends_update else plain.no_sync():
+    def plainly(ends_update: bool) -> None:
+        with nullcontext() if ends_update or alone else plain.no_sync():
             plain(**batch).loss.backward()
 
     def safely(ends_update: bool) -> None:
         safe(lambda part: guarded(**part).loss, batch, ends_update=ends_update)
 
-    ways = {"DDP": by_ddp, "OomSafeBackward": safely}
-    taken: dict[int, dict[str, list[float]]] = {batches: {name: [] for name in ways} for batches in (1, 4)}
-    for batches, name in [(b, n) for _ in range(repeats) for b in taken for n in ways]:
+    taken: dict[int, list[list[float]]] = {1: [[], []], 4: [[], []]}
+    for _, (batches, seconds), (place, way) in product(range(repeats), taken.items(), enumerate((plainly, safely))):
         plain.zero_grad()
         guarded.zero_grad()
         dist.barrier()
         start = time.perf_counter()
         for k in range(batches):
-            ways[name](k == batches - 1)
-        taken[batches][name].append(time.perf_counter() - start)
-    return {batches: {name: values[2:] for name, values in seconds.items()} for batches, seconds in taken.items()}
+            way(k == batches - 1)
+        seconds[place].append(time.perf_counter() - start)
+    return {batches: [values[2:] for values in ways] for batches, ways in taken.items()}
 
 
 # On a GPU: recovery, equality of results, and what is left in memory

@@ -18,14 +18,14 @@ import torch
 
 from benchmarks.data import lengths_of, lognormal
 from benchmarks.machine import SIZES, Machine, build, config_of
-from benchmarks.methods import METHODS, Job, updates_of
+from benchmarks.methods import METHODS, Job, Setting, updates_of
 from benchmarks.price import measured_work
-from benchmarks.record import over, table
 from dynagroup import MemoryBudget, Work
 from dynagroup.device import is_out_of_memory
+from dynagroup.update.filling import FillingCollator
 
 PER_UPDATE, IGNORED = 64, -100
-SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES = 256, 40, 8, 2000, 128, 6
+SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES, TUNED = 256, 40, 8, 2048, 128, 20, 4
 LONGEST = 4096
 HEADROOM, SLICE_S = 0.8, 3.0
 """Share of a GPU that a batch may be predicted to take; seconds of a method's turn, which go round until the time is used."""
@@ -54,12 +54,15 @@ class Run:
     size: str
     ids: Callable[[int, int], np.ndarray]
     falls_over: int = 0
+    setting: Setting | None = None
     timed: list[tuple[int, int, float]] = field(default_factory=list)
     """(samples, real tokens, seconds) of each update but a model's first, which fills caches."""
 
     def __post_init__(self) -> None:
         self.method = METHODS[self.name]
-        self.updates = updates_of(self.name, self.job)
+        self.setting = self.method.tried(self.job)[0] if self.setting is None else self.setting
+        self.updates = updates_of(self.name, self.job, self.setting)
+        self.seen: list[set[int]] = []  # the samples of each update
         self.model: Any = None
         self.samples = self.padded = self.real = self.batches = self.done = self.peak = 0
 
@@ -86,6 +89,7 @@ class Run:
         update, before = next(self.updates), self.real
         total = int(sum(self.job.lengths[i] - 1 for batch in update for i in batch))
         inputs = [self.inputs(batch) for batch in update]
+        self.seen.append({i for batch in update for i in batch})
         if self.falls_over:
             self.optimizer.param_groups[0]["lr"] = self.rate * max(0.0, 1 - self.samples / self.falls_over)
         taken = self.machine.seconds(partial(self._train, inputs, total))
@@ -121,18 +125,19 @@ class Run:
             "samples": self.samples,
             "peak_bytes": self.peak,
             "same_updates": self.method.same_updates,
+            "setting": self.setting,
         }
 
 
 def padded(rows: list[np.ndarray], ladder: Any = None) -> dict[str, torch.Tensor]:
-    """Ids, mask and labels, to the longest row or to the ladder's next length."""
+    """Ids, mask and labels, to the longest row, or filled to one of a ladder's shapes."""
     lengths = np.array([len(row) for row in rows])
     width = int(lengths.max())
-    width = width if ladder is None else ladder.shape_for(width)[1]
     ids, mask = np.zeros((len(rows), width), np.int64), np.arange(width)[None] < lengths[:, None]
     ids[mask] = np.concatenate(rows)
     made = {"input_ids": ids, "attention_mask": mask.astype(np.int64), "labels": np.where(mask, ids, IGNORED)}
-    return {name: torch.from_numpy(values) for name, values in made.items()}
+    batch = {name: torch.from_numpy(values) for name, values in made.items()}
+    return FillingCollator(None, ladder).fill(batch, len(rows))
 
 
 # On the CPU
@@ -149,63 +154,57 @@ def texts_of(count: int = 8000) -> list[np.ndarray]:
     return [found[i] for i in np.random.default_rng(0).permutation(len(found)) if len(found[i]) >= 4]
 
 
-def _compared(
-    machine: Machine, job: Job, names: Sequence[str], updates: int
-) -> tuple[dict[str, Any], Callable[[Any], float]]:
-    """Runs of these methods that took turns over slices of real text, and what tells a model's loss on held-out ones."""
-    text = np.concatenate(texts_of())
-    starts = np.random.default_rng(1).integers(0, len(text) - SHORT, SAMPLES + HELD_OUT)
-    runs = {name: Run(name, job, machine, "small", lambda i, n: text[starts[i] :][:n]) for name in names}
-    for _ in range(updates):
-        for one in runs.values():  # a free-running method may need more or fewer of its updates for as many samples
-            one.turn(samples=job.per_update)
-    held_out = [text[start : start + SHORT // 2] for start in starts[SAMPLES:]]
-    return runs, lambda model: loss_on(model, held_out)
+def compared(machine: Machine, job: Job, names: Sequence[str], updates: int = UPDATES) -> dict[str, Run]:
+    """Runs of these methods on the CPU, in turns over slices of real text; each with the setting that was fastest over some
+    updates of its own. AssertionError: methods that should keep the updates made others."""
+    text = np.concatenate(texts_of()[HELD_OUT:])
+    starts = np.random.default_rng(1).integers(0, len(text) - SHORT, len(job.lengths))
+    start = partial(Run, job=job, machine=machine, size="small", ids=lambda i, n: text[starts[i] :][:n])
+
+    def turns(runs: Sequence[Run], updates: int) -> None:
+        for one in (one for _ in range(updates) for one in runs):
+            one.turn(samples=job.per_update)  # a free-running method may need more or fewer of its updates for as many
+
+    def best(name: str) -> Setting | None:
+        tried = [start(name, setting=setting) for setting in METHODS[name].tried(job)]
+        turns(tried, TUNED if len(tried) > 1 else 0)
+        return (
+            max(tried, key=lambda one: one.figures()["real_tokens_per_s"]).setting
+            if len(tried) > 1
+            else tried[0].setting
+        )
+
+    runs = {name: start(name, setting=best(name)) for name in names}
+    turns(list(runs.values()), updates)
+    same = [one.seen for one in runs.values() if one.method.same_updates]
+    assert all(seen == same[0][: len(seen)] for seen in same), "not the same updates"
+    return runs
 
 
-def _lengths_of_cv(cv: float) -> np.ndarray:
-    lengths = lognormal(SAMPLES, mean=MEAN, cv=cv, shortest=4, longest=SHORT)
-    lengths[0] = SHORT
-    return lengths
-
-
-OBJECTIVES = {
-    "fewest": "dynagroup, fewest batches",
-    "time": "dynagroup, default work",
-    "time, a step costs 128": "dynagroup, a CPU's work",
-}
+SETS = ("gsm8k", "hh_rlhf_harmless_test", "azure_llm_conv_2023", "t0_mix_50k", "python_files", "CV 0.8", "CV 1.3")
 
 
 def rivals(
-    machine: Machine, updates: int = UPDATES, cvs: Sequence[float] = (0.3, 0.8, 1.3)
+    machine: Machine, updates: int = UPDATES, sets: Sequence[str] = SETS, names: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Every method: on the CPU at every variation of lengths, on a GPU the 0.5B model."""
+    """Every method, or these: on the CPU over real and drawn lengths scaled to a mean of 40 tokens, on a GPU the 0.5B model."""
     if machine.is_gpu or machine.dry:
         yield from _cases(machine, ("0.5B, CV 1.0", "0.5B, CV 0.3", "0.5B, azure_llm_conv_2023"))
         return
-    found, names = {}, [name for name, method in METHODS.items() if method.available and "CPU" not in name]
-    for cv in cvs:
-        job = Job(_lengths_of_cv(cv), PER_UPDATE, FIXED * SHORT, work=measured_work(machine))
-        runs, loss = _compared(machine, job, names, updates)
-        methods = {name: {**one.figures(), "held_out_loss": loss(one.model)} for name, one in runs.items()}
-        found[f"CV {cv}"] = {**_about(job), "updates": updates, "methods": methods}
-    yield found
+    found, work, held_out = {}, measured_work(machine), [ids[:SHORT] for ids in texts_of()[:HELD_OUT]]
+    for name in sets:
+        drawn = lognormal(SAMPLES, cv=float(name[3:])) if name.startswith("CV") else lengths_of(name, SAMPLES)
+        lengths = (drawn * (MEAN / drawn.mean())).round().clip(4, SHORT).astype(np.int32)
+        job = Job(lengths, PER_UPDATE, FIXED * int(lengths.max()), work=work)
+        runs = compared(machine, job, names or [name for name in METHODS if METHODS[name].available], updates)
+        methods = {name: {**one.figures(), "held_out_loss": loss_on(one.model, held_out)} for name, one in runs.items()}
+        found[name] = {**_about(job), "updates": updates, "methods": methods}
+        yield found
 
 
 def large(machine: Machine) -> Iterator[dict[str, Any]]:
     """The 1.5B model; and lengths of program files."""
     return _cases(machine, ("1.5B, CV 1.0", "1.5B, CV 1.3", "0.5B, python_files"))
-
-
-def objective(machine: Machine, updates: int = UPDATES) -> dict[str, Any]:
-    """The same updates of 128 samples, cut into the fewest batches and for least time, under two budgets."""
-    found = {}
-    for budget in (4096, 32_768):
-        job = Job(_lengths_of_cv(0.8), 2 * PER_UPDATE, budget)
-        runs, _ = _compared(machine, job, list(OBJECTIVES.values()), updates)
-        methods = {short: runs[name].figures() for short, name in OBJECTIVES.items()}
-        found[f"budget {budget:,}"] = {**_about(job), "methods": methods}
-    return found
 
 
 QUALITY = {
@@ -344,18 +343,3 @@ def _about(job: Job) -> dict[str, Any]:
         "samples_per_update": job.per_update, "per_step": job.work.per_step, "crossover": min(job.work.crossover, 1e9),
         "cv": float(job.lengths.std() / job.lengths.mean()),
     }  # fmt: skip
-
-
-def shown(figures: dict[str, Any]) -> list[str]:
-    """One line a case and method."""
-    rows = []
-    for case, methods in ((case, found.get("methods", {})) for case, found in figures.items()):
-        for name, one in methods.items():
-            base = next(iter(methods.values()))["samples_per_s"]["median"]
-            speed = over(one["samples_per_s"], base)
-            rows.append({**one, "key": f"{case}, {name}", "speed": speed, "GiB": one["peak_bytes"] / 2**30})
-    return table(
-        rows,
-        "| | samples/s over the first | real tokens/s | padding | batches an update | peak GiB | same updates |",
-        "{key} | {speed:.2fx} | {real_tokens_per_s:,.0f} | {padding:.1%} | {batches_per_update:.1f} | {GiB:.1f} | {same_updates}",
-    )

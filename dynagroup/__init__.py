@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dynagroup.budget.memory import MemoryBudget
     from dynagroup.budget.tokens import TokenBudget
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
+    from dynagroup.files import measure_files
     from dynagroup.lengths import measure_lengths
     from dynagroup.online.collator import RefinementCollator
     from dynagroup.online.loader import OnlineDataLoader
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
         run_with_oom_retry,
     )
     from dynagroup.plan.batches import friendly_size, multiple_of
-    from dynagroup.plan.cost import Work
+    from dynagroup.plan.cost import Price, Work
+    from dynagroup.plan.epoch import Mixture
     from dynagroup.plan.partition import balanced_partitions, shard_micro_batches
     from dynagroup.plan.plan import BatchPlan
     from dynagroup.plan.sampler import LengthAwareBatchSampler
     from dynagroup.plan.static_shapes import ShapeLadder
     from dynagroup.text import text_dataloader
+    from dynagroup.update.filling import preflight
     from dynagroup.update.loader import StepLoader
     from dynagroup.update.loss_weight import Share
     from dynagroup.update.planned import PlannedDataLoader
@@ -52,15 +55,18 @@ _NAMES = {
     "oom": "OomSafeBackward classify_dataset embed_dataset encode generate_dataset generate_with_oom_retry iter_classify "
     "iter_embed iter_generate run_with_oom_retry",
     "update.planned": "PlannedDataLoader",
+    "update.filling": "preflight",
     "online.collator": "RefinementCollator",
     "plan.static_shapes": "ShapeLadder",
     "update.loss_weight": "Share",
     "update.step": "Step",
     "update.loader": "StepLoader",
     "budget.tokens": "TokenBudget",
-    "plan.cost": "Work",
+    "plan.cost": "Price Work",
+    "plan.epoch": "Mixture",
     "plan.partition": "balanced_partitions shard_micro_batches",
     "plan.batches": "friendly_size multiple_of",
+    "files": "measure_files",
     "lengths": "measure_lengths",
     "update.schedule": "scale_learning_rate",
     "text": "text_dataloader",

@@ -19,13 +19,14 @@ from tqdm.auto import tqdm
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
-from dynagroup.plan.cost import CPU_PER_STEP, Work
+from dynagroup.plan.cost import Work
 from dynagroup.plan.report import format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.text import IGNORED, TokenizingCollator
 from dynagroup.validation import check_int
 
 HELD_OUT = 256  # texts
+FEWEST_UPDATES = 5  # of which a median says something
 LARGEST_FILE = 100_000  # bytes; parsing larger, mostly generated, files costs more than their texts are worth
 SKIPPED = {"site-packages", "__pycache__", "test", "tests"}
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -76,11 +77,8 @@ class Run:
 
 
 def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
-    """Run the comparison: prints progress and a table; returns both runs, and the texts' lengths, truncated.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
+    """Run the comparison: prints progress and a table; returns both runs, and the texts' lengths, truncated: int32 (N,).
+    ConfigError: a setting is wrong."""
     from transformers import AutoTokenizer
 
     for name in ("budget", "max_length", "samples", "samples_per_update"):
@@ -129,10 +127,9 @@ def _docstrings_of(path: Path) -> Iterator[str]:
         tree = ast.parse(source) if b'"""' in source and len(source) <= LARGEST_FILE else ast.parse("")
     except (OSError, SyntaxError, ValueError):  # broken links, and files that are broken on purpose
         return
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if text := ast.get_docstring(node):
-                yield text
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
+    yield from (text for text in found if text)
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
@@ -159,23 +156,19 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
 # Two runs over the same updates
 
 
-def make_runs(
-    config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np.int64], device: torch.device
-) -> list[Run]:
+def make_runs(config: DemoConfig, lengths: NDArray, chosen: NDArray[np.int64], device: torch.device) -> list[Run]:
     """The same samples in the same updates, divided into fixed batches and into batches that fill the budget."""
     per_update = min(config.samples_per_update, len(chosen))
     batch_size = config.budget // int(lengths[chosen].max())
     if batch_size < 1:
         raise ConfigError(f"`budget` ({config.budget}) must hold the longest text ({lengths[chosen].max()} tokens)")
     fixed = [_slices(update, batch_size) for update in _slices(chosen.tolist(), per_update)]
-    work = Work(per_step=CPU_PER_STEP) if device.type == "cpu" and config.model is None else None
+    work = Work.of_known(None, device=device)
     options = {"order": chosen, "samples_per_update": per_update, "work": work, "rank": 0, "world_size": 1}
-    sampler = LengthAwareBatchSampler(lengths, TokenBudget(config.budget), **options)
-    cut: list[list[list[int]]] = [[]]
-    for batch, ends_update in zip(sampler, sampler.plan.update_ends, strict=True):
-        cut[-1].append(batch)
-        cut += [[]] if ends_update else []
-    return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", cut[:-1])]
+    plan = LengthAwareBatchSampler(lengths, TokenBudget(config.budget), **options).plan
+    stops = (np.flatnonzero(plan.update_ends) + 1).tolist()
+    cut = [[row[0] for row in plan.rows[start:stop]] for start, stop in zip([0, *stops], stops, strict=False)]
+    return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", cut)]
 
 
 def _slices(values: list[Any], size: int) -> list[list[Any]]:
@@ -193,7 +186,7 @@ def _train(
     trainings = [_updates(run, model, load, rate, device) for run, model in zip(runs, models, strict=True)]
     begun, most = time.perf_counter(), len(runs[0].updates)
     for _ in tqdm(zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None):
-        if time.perf_counter() - begun > config.seconds:
+        if time.perf_counter() - begun > config.seconds and len(runs[1].seconds) >= FEWEST_UPDATES:
             break
     evaluation = [collate(part) for part in _slices(held_out, max(config.budget // config.max_length, 1))]
     for run, model in zip(runs, models, strict=True):
@@ -202,11 +195,9 @@ def _train(
             run.loss = sum(map(float, _losses(model.eval(), evaluation, device)))
 
 
-def _updates(
-    run: Run, model: torch.nn.Module, load: Callable[..., Tensors], learning_rate: float, device: torch.device
-) -> Iterator[None]:
+def _updates(run: Run, model: Any, load: Callable[..., Tensors], rate: float, device: torch.device) -> Iterator[None]:
     """Each is one step on the mean loss over *all its label tokens*, however they are divided into batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     ids = torch.zeros(2, 8, dtype=torch.int64)  # first calls set up threads and kernels; no run is charged for it
     next(_losses(model, [{"input_ids": ids, "labels": ids}], device)).backward()
     optimizer.zero_grad(set_to_none=True)
@@ -258,8 +249,6 @@ def _table(runs: Sequence[Run], lengths: NDArray[np.int32], device: torch.device
     rows = [[name.replace("_", " "), *(shown(found[name]) for found in figures)] for name in figures[0]]
     clock = f"(seconds of {'CPU' if device.type == 'cpu' else 'wall'} time)"
     low, median, high = speedup(runs)
-    return (
-        format_table([clock, *(run.name for run in runs)], rows)
-        + f"\n\ndynagroup: {median:.2f}x samples/s in the median update (middle half: {low:.2f}x to {high:.2f}x), "
-        "the same samples in every update"
-    )
+    times = f"{median:.2f} times as many samples a second (half of the updates: {low:.2f} to {high:.2f} times)"
+    table = format_table([clock, *(run.name for run in runs)], rows)
+    return f"{table}\n\ndynagroup trains {times}, with the same samples in every update"

@@ -69,6 +69,11 @@ def _speaks_for_itself(error: BaseException) -> bool:
     return said or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
+def default_device() -> str:
+    """The kind of device that a program which says none most likely means: an accelerator that is there, else the CPU."""
+    return next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
+
+
 def free_bytes(device: torch.device | str | int | None = None) -> int:
     """Bytes that this process can have on a device in all: what is free there, and what it holds there already.
 
@@ -79,7 +84,7 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
         ConfigError: there is no such device, or it does not say; a CPU, whose processes the system kills before they fail.
     """
     if device is None:
-        device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
+        device = default_device()
     wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     backend: Any = getattr(torch, wanted.type, None)
     asked = "recommended_max_memory" if wanted.type == "mps" else "mem_get_info"

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, cast, overload
+from pathlib import Path
+from typing import Any, TypeAlias, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.shapes import TOKENS, Streams, TokensCalled, said
+from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_function, check_int
 
 LONGEST = int(np.iinfo(np.int32).max)
 """Tokens of the longest sample that dynagroup counts."""
 CHAT = "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of a chat"
+Tokenizer: TypeAlias = Callable[..., Any]  # called as those of transformers are
 TEXTS_PER_CALL = 1000  # as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
 
 
-def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
+def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
     """Lengths in the form that dynagroup works with: stream name -> int32 array of shape (num_samples,).
 
-    One whole number a sample is the ``tokens`` stream; of a mapping without ``tokens`` the first stream is taken for it. An
-    int32 array is passed on without a copy. Zero lengths are legal.
+    One whole number a sample is the ``tokens`` stream. A mapping keeps its names; primary is ``tokens``, or where none has
+    that name the first. An int32 array is passed on without a copy, a ``.npy`` file (its path) as a memory map; a ``.npz`` file
+    is a mapping. Zero lengths are legal.
 
     Raises:
         ConfigError: a length is no whole number from 0 to 2**31 - 1 (names the sample and its value), or streams differ in
@@ -34,22 +39,27 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike]) -> Streams:
     >>> as_streams([3, 0, 7])["tokens"].dtype
     dtype('int32')
     """
-    named = with_tokens(lengths) if isinstance(lengths, Mapping) else {TOKENS: lengths}
-    streams = {name: _as_int32(values, said(name)) for name, values in named.items()}
-    sizes = {said(name): len(values) for name, values in streams.items()}
+    read: Any = _saved(Path(lengths)) if isinstance(lengths, (str, Path)) else lengths
+    named: Mapping[str, Any] = read if isinstance(read, Mapping) else {TOKENS: read}
+    check_names(named)
+    streams = {name: _as_int32(values, name) for name, values in named.items()}
+    sizes = {name: len(values) for name, values in streams.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"the streams of `lengths` have {sizes} samples; each needs a length in every stream, or 0")
     return streams
 
 
-def with_tokens(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The streams, the first of them under ``tokens`` where none has that name."""
+def _saved(path: Path) -> Any:
+    if not path.is_file() or path.suffix.lower() not in (".npy", ".npz"):
+        raise ConfigError(f"there is no file {str(path)!r} of lengths, .npy or .npz; measure_files() measures others")
+    found = np.load(path, mmap_mode="r")
+    return found if path.suffix.lower() == ".npy" else dict(found)
+
+
+def check_names(named: Mapping[str, Any]) -> None:
+    """Raises ConfigError where these are no lengths by the names of streams."""
     if not named or not all(isinstance(name, str) for name in named):
-        raise ConfigError(
-            f"`lengths` must be one number a sample, or such by names of streams, but is of {list(named)}"
-        )
-    first = TOKENS if TOKENS in named else next(iter(named))
-    return {TokensCalled(name) if name == first != TOKENS else name: values for name, values in named.items()}
+        raise ConfigError(f"`lengths` must be one number a sample or such by names of streams, but is of {list(named)}")
 
 
 def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
@@ -59,9 +69,10 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
     except (RuntimeError, TypeError, ValueError) as error:  # ragged lists; tensors of a device, of bfloat16
         array, found = np.empty(()), str(error)
     if array.ndim != 1:
-        raise ConfigError(
-            f"lengths[{name!r}] must be one number a sample, but is {found}; measure_lengths() measures texts"
-        )
+        wanted = f"lengths[{name!r}] must be one number a sample"
+        raise ConfigError(f"{wanted}, but is {found}; measure_lengths() measures texts")
+    if array.dtype.kind in "iu" and (not len(array) or 0 <= array.min() <= array.max() <= LONGEST):
+        return array.astype(np.int32, copy=False)  # a billion of them are looked at without a copy
     if array.dtype.kind in "iuf":
         numbers = array.astype(np.float64)  # in float16 and float32 the limit itself would be rounded up
         legal = (numbers >= 0) & (numbers <= LONGEST) & (np.floor(array) == array)
@@ -80,6 +91,46 @@ def _is_length(value: Any) -> bool:
     return whole and 0 <= number <= LONGEST and number == int(number)
 
 
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """The kind of each sample: a label, as a code.
+
+    Args:
+        codes: int32 (num_samples,), the number of each sample's label.
+        labels: the labels, in the order in which they first appear.
+    """
+
+    codes: NDArray[np.int32]
+    labels: tuple[Any, ...]
+
+    @classmethod
+    def read(cls, given: Any, num_samples: int) -> Kinds:
+        """From one label a sample: anything that can be hashed and equals itself. None: all are of the kind None.
+
+        ConfigError: a label cannot be told from others, or there are not as many as samples.
+
+        >>> Kinds.read(["image", None, "image"], 3).codes.tolist()
+        [0, 1, 0]
+        """
+        if given is None:
+            return cls(np.zeros(num_samples, np.int32), (None,))
+        if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+            raise ConfigError(f"`kinds` must be one label a sample, but is {given!r:.80}")
+        labels, numbers = getattr(given, "tolist", lambda: list(given))(), dict[Any, int]()
+        if len(labels) != num_samples:
+            raise ConfigError(f"`kinds` has {len(labels)} labels, but there are lengths for {num_samples} samples")
+        for index, label in enumerate(labels):
+            try:
+                known = numbers.setdefault(label, new := len(numbers)) < new or deepcopy(label) in numbers
+                told_apart = known and bool(label == label)  # noqa: PLR0124  by value, not by identity
+            except (TypeError, ValueError):
+                told_apart = False
+            if not told_apart:
+                wanted = "a label that can be told from others, a number, a text or None, or a tuple of such"
+                raise ConfigError(f"kinds[{index}] must be {wanted}, but is {label!r:.80}")
+        return cls(np.fromiter(map(numbers.__getitem__, labels), np.int32, num_samples), tuple(numbers) or (None,))
+
+
 @overload
 def measure_lengths(
     data: Any, *how: Any, length_of: Callable[[Any], Mapping[str, int]], **more: Any
@@ -89,15 +140,10 @@ def measure_lengths(
     data: Any, *how: Any, length_of: Callable[[Any], int] | None = None, **more: Any
 ) -> NDArray[np.int32]: ...
 def measure_lengths(
-    data: Any,
-    tokenizer: Callable[..., Any] | None = None,
-    column: str | None = None,
-    max_length: int | None = None,
-    num_proc: int | None = None,
-    *,
-    length_of: Callable[[Any], Any] | None = None,
-    progress: bool = True,
-) -> Any:
+    data: Any, tokenizer: Callable[..., Any] | None = None, column: str | None = None,
+    max_length: int | None = None, num_proc: int | None = None, *,
+    length_of: Callable[[Any], Any] | None = None, progress: bool = True,
+) -> Any:  # fmt: skip
     """Tokens of every sample: int32 (N,), in dataset order, with a progress bar.
 
     Lengths of a ``datasets.Dataset`` are cached where ``datasets`` caches its transforms.
@@ -108,10 +154,10 @@ def measure_lengths(
         tokenizer: called as transformers tokenizers are, special tokens included.
         column: of a table, or of samples that are mappings: where the text or the ids are. Default: the only text column
             of a ``datasets.Dataset`` with a tokenizer, ``input_ids`` without.
-        max_length: longer samples are truncated to so many tokens, or counted as so many; other streams than ``tokens`` are not.
+        max_length: longer samples are truncated to so many tokens, or counted as so many; of several streams the primary one is.
         num_proc: processes to work with; default: this one.
-        length_of: sample -> its length, or -> a mapping of stream names to lengths (``tokens`` among them): the result
-            is then a dict of arrays.
+        length_of: sample -> its length, or -> a mapping of stream names to lengths, the primary one ``tokens`` or first:
+            the result is then a dict of arrays.
         progress: show the bar (on a terminal).
 
     Raises:
@@ -142,7 +188,7 @@ def measure_lengths(
         found = _measure_ids(_values(data, field), _bar(data, "samples", progress))
     streams = as_streams(found)
     if max_length is not None:  # a length of text; streams beside it count other things
-        streams = {**streams, TOKENS: np.minimum(streams[TOKENS], np.int32(max_length))}
+        streams = {**streams, primary(streams): np.minimum(streams[primary(streams)], np.int32(max_length))}
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
 
 
@@ -165,9 +211,7 @@ def _is_hf_dataset(data: Any) -> bool:
     return datasets is not None and isinstance(data, datasets.Dataset)
 
 
-def _measure_texts(
-    texts: Iterator[Any], tokenizer: Callable[..., Any], max_length: int | None, workers: int, bar: Any
-) -> ArrayLike:
+def _measure_texts(texts: Iterator[Any], tokenizer: Tokenizer, max_length: int | None, workers: int, bar: Any) -> Any:
     if workers:
         from datasets import Dataset
 
@@ -181,13 +225,13 @@ def _measure_texts(
     return counts
 
 
-def _token_counts(texts: Sequence[Any], first: int, tokenizer: Callable[..., Any], max_length: int | None) -> list[int]:
+def _token_counts(texts: Sequence[Any], first: int, tokenizer: Tokenizer, max_length: int | None) -> list[int]:
     checked = [check_text(text, index) for index, text in enumerate(texts, first)]
     return [len(ids) for ids in tokenizer(checked, **shortened(max_length))["input_ids"]] if checked else []
 
 
 def _measure_hf(
-    data: Any, tokenizer: Callable[..., Any] | None, column: str | None, max_length: int | None, num_proc: int | None
+    data: Any, tokenizer: Tokenizer | None, column: str | None, max_length: int | None, num_proc: int | None
 ) -> ArrayLike:
     texts = [name for name, kind in data.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
     if column is None and tokenizer is not None and len(texts) != 1:
@@ -198,9 +242,7 @@ def _measure_hf(
     return _list_lengths(data, name) if tokenizer is None else _map_counts(data, name, tokenizer, max_length, num_proc)
 
 
-def _map_counts(
-    data: Any, column: str, tokenizer: Callable[..., Any], max_length: int | None, num_proc: int | None
-) -> ArrayLike:
+def _map_counts(data: Any, column: str, tokenizer: Tokenizer, max_length: int | None, num_proc: int | None) -> Any:
     def count(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, list[int]]:
         return {"length": _token_counts(list(batch[column]), indices[0], tokenizer, max_length)}
 
@@ -221,9 +263,8 @@ def _list_lengths(data: Any, column: str) -> NDArray[Any]:
         ids = table.column(0)
         is_list = pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)
         if not is_list or pa.types.is_nested(ids.type.value_type) or pa.types.is_string(ids.type.value_type):
-            raise ConfigError(
-                f"column {column!r} holds {ids.type}, not lists of ids; give a `tokenizer` for texts; {CHAT}"
-            )
+            said = f"column {column!r} holds {ids.type}, not lists of ids"
+            raise ConfigError(f"{said}; give a `tokenizer` for texts; {CHAT}")
         counts.append(pc.call_function("list_value_length", [ids]).to_numpy())  # of None: nan, which is refused
     return np.concatenate(counts)
 
@@ -246,11 +287,10 @@ def _measure_ids(rows: Iterator[Any], bar: Any) -> list[int]:
     with bar:
         for index, ids in enumerate(rows):
             _refuse_chat(ids, index)
-            count = count_ids(ids)
-            if count is None:
+            counts.append(count_ids(ids))
+            if counts[-1] is None:
                 way = "name its `column`, give the `tokenizer` for texts, or `length_of`"
                 raise ConfigError(f"sample {index} must be one row of ids, but is {ids!r:.200}; {way}")
-            counts.append(count)
             bar.update()
     return counts
 
@@ -264,9 +304,8 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, prog
             found += chunk
             bar.update(len(chunk))
     if len(found) != len(data):
-        raise ConfigError(
-            f"{len(found)} of {len(data)} samples were measured: `length_of` raised StopIteration, or len() is wrong"
-        )
+        why = "`length_of` raised StopIteration, or len() is wrong"
+        raise ConfigError(f"{len(found)} of {len(data)} samples were measured: {why}")
     if not found or not isinstance(found[0], Mapping):
         return found
     for index, lengths in enumerate(found):
@@ -290,16 +329,10 @@ def by_position(values: Any, name: str = "texts", column: str | None = None) -> 
     """A sequence that an index finds by position, where the labels of a Series of pandas would find others."""
     if _is_table(values) and column is not None:
         values = values[column]
-    if (
-        isinstance(values, (str, bytes, Mapping))
-        or _is_table(values)
-        or _is_hf_dataset(values)
-        or not isinstance(values, Sized)
-    ):
-        kind = type(values).__name__
-        raise ConfigError(
-            f"`{name}` must be a list or one column, but is a whole {kind}; for a stream use OnlineDataLoader"
-        )
+    whole = isinstance(values, (str, bytes, Mapping)) or _is_table(values) or _is_hf_dataset(values)
+    if whole or not isinstance(values, Sized):
+        given = f"a whole {type(values).__name__}"
+        raise ConfigError(f"`{name}` must be a list or one column, but is {given}; for a stream use OnlineDataLoader")
     if hasattr(values, "to_pylist"):  # of pyarrow
         return values.to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
     is_indexed = hasattr(values, "__getitem__") and not hasattr(values, "iloc")
@@ -324,7 +357,7 @@ def _refuse_chat(value: Any, index: int) -> None:
         raise ConfigError(f"sample {index} is a chat ({value!r:.100}); {CHAT}")
 
 
-def begun_once(tokenizer: Any, texts: Sequence[Any]) -> Callable[..., Any]:
+def begun_once(tokenizer: Any, texts: Sequence[Any]) -> Tokenizer:
     """The tokenizer, which adds no special tokens where all texts bring its first one, as chat templates write them."""
     first, number = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     begun = bool(first) and len(texts) > 0 and all(isinstance(text, str) and text.startswith(first) for text in texts)

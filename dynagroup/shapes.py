@@ -1,51 +1,38 @@
 """The shape of a batch: what budgets and memory models are asked about.
 
-A *stream* is one named count per sample. ``tokens`` is always there; others (``target``, ``patches``) may stand beside it.
-Lengths travel through dynagroup as ``Streams``: a dict from stream name to an int32 array of shape (num_samples,).
+A *stream* is one named count per sample. One is *primary* (``tokens``, or else what the user names first): it always counts as
+tokens. Others (``target``, ``patches``, ``edges``) may stand beside it. Lengths travel through dynagroup as ``Streams``: a dict
+from stream name to an int32 array of shape (num_samples,).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "TokensCalled", "largest_within", "round_up", "said",
-           "target_tokens", "units_of"]  # fmt: skip
+__all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "largest_within", "primary", "round_up", "target_tokens",
+           "units_of"]  # fmt: skip
 
 TOKENS = "tokens"
 TARGET = "target"
 
 
-class TokensCalled(str):
-    """The stream ``tokens`` under the name that its user gave it: as a key it is "tokens", in messages :func:`said`."""
+def primary(streams: Iterable[str]) -> str:
+    """The primary one of these streams: ``tokens``, or where none has that name the first.
 
-    def __new__(cls, said: str) -> TokensCalled:
-        made = super().__new__(cls, TOKENS)
-        made.said = said
-        return made
-
-    said: str
-
-    def __reduce__(self) -> tuple[type[TokensCalled], tuple[str]]:
-        return TokensCalled, (self.said,)
-
-
-def said(stream: str) -> str:
-    """What the user calls a stream.
-
-    >>> said(TokensCalled("source")), said("target"), TokensCalled("source") == "tokens"
-    ('source', 'target', True)
+    >>> primary(["nodes", "edges"]), primary(["patches", "tokens"])
+    ('nodes', 'tokens')
     """
-    return stream.said if isinstance(stream, TokensCalled) else stream
+    return TOKENS if TOKENS in streams else next(iter(streams))
 
 
 def units_of(lengths: Streams, sample: int) -> str:
     """How long a sample is, in the user's words: "9 source, 2 target"."""
-    return ", ".join(f"{values[sample]} {said(name)}" for name, values in lengths.items())
+    return ", ".join(f"{values[sample]} {name}" for name, values in lengths.items())
 
 
 Streams: TypeAlias = Mapping[str, NDArray[np.int32]]
@@ -126,23 +113,25 @@ class BatchShape:
         return len(self.num_samples)
 
     def without(self, streams: Collection[str]) -> BatchShape:
-        """The same batches, some of their streams not looked at."""
+        """The same batches, some of their streams, but not the primary one, not looked at."""
         if not any(name in self.longest for name in streams):
             return self
-        longest = {name: values for name, values in self.longest.items() if name not in streams}
+        kept = primary(self.longest)
+        longest = {name: values for name, values in self.longest.items() if name == kept or name not in streams}
         return BatchShape(self.num_samples, longest, {name: self.total[name] for name in longest})
 
 
 def target_tokens(shape: BatchShape) -> IntArray:
-    """What a decoder beside an encoder reads, at most: the stream ``target``, or else every stream beside ``tokens`` added
-    up, whatever their names; as many as ``tokens`` where there is no other. int64 (K,).
+    """What a decoder beside an encoder reads, at most: the stream ``target``, or else every stream beside the primary one
+    added up, whatever their names; as many as the primary where there is no other. int64 (K,).
 
     >>> target_tokens(BatchShape.of(2, {"tokens": 9, "labels": 4})).tolist()
     [4]
     """
-    others = [values for name, values in shape.longest.items() if name != TOKENS]
+    first = primary(shape.longest)
+    others = [values for name, values in shape.longest.items() if name != first]
     if TARGET in shape.longest or not others:
-        return shape.longest.get(TARGET, shape.longest[TOKENS])
+        return shape.longest.get(TARGET, shape.longest[first])
     return np.sum(others, axis=0)
 
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from dynagroup.budget.base import UNLIMITED, Budget, fits_of, largest_of
 from dynagroup.distributed import World, as_int64
 from dynagroup.errors import AlignmentError
-from dynagroup.shapes import TOKENS, BatchShape, Streams
+from dynagroup.shapes import BatchShape, Streams, primary
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 
@@ -32,9 +32,7 @@ class ThreadWorld:
     after reading it."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, vectors: list[Any]) -> None:
-        self.rank = rank
-        self.size = size
-        self.num_exchanges = 0
+        self.rank, self.size, self.num_exchanges = rank, size, 0
         self._barrier, self._vectors = barrier, vectors
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
@@ -65,10 +63,9 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     >>> run_ranks(3, lambda world: world.all_sum([world.rank, 1]))
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    barrier = threading.Barrier(size, timeout=timeout_s)
+    barrier, errors = threading.Barrier(size, timeout=timeout_s), list[BaseException]()
     vectors: list[Any] = [()] * size
     results: list[Any] = [None] * size
-    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
@@ -99,13 +96,9 @@ def assert_conserves(batches: Iterable[Iterable[int]], expected: Iterable[int]) 
 
 
 def assert_resumes_exactly(
-    make: Callable[[World], Any],
-    *,
-    world_size: int = 1,
-    resume_world_size: int | None = None,
-    steps: Iterable[int] | None = None,
-    indices_of: Callable[[Any], Iterable[int]] = list,
-) -> None:
+    make: Callable[[World], Any], *, world_size: int = 1, resume_world_size: int | None = None,
+    steps: Iterable[int] | None = None, indices_of: Callable[[Any], Iterable[int]] = list,
+) -> None:  # fmt: skip
     """Assert that an epoch that stops after a step and resumes from JSON emits exactly what remained.
 
     Args:
@@ -141,19 +134,16 @@ def assert_resumes_exactly(
 
 
 def assert_loader_laws(
-    make: Callable[[World], StepLoader[Any]],
-    num_samples: int | None = None,
-    *,
-    world_size: int = 2,
-    resume_world_size: int | None = None,
-    epochs: int = 2,
-    resume_at: Iterable[int] | None = (0, 1, 3),
-) -> None:
+    make: Callable[[World], StepLoader[Any]], num_samples: int | None = None, *,
+    world_size: int = 2, resume_world_size: int | None = None,
+    epochs: int = 2, resume_at: Iterable[int] | None = (0, 1, 3),
+    kinds: Sequence[Any] | None = None, one_kind: Literal["step", "batch"] = "step",
+) -> None:  # fmt: skip
     """Assert what training relies on, of a loader over your dataset and your collate function.
 
     Every sample comes once an epoch; all ranks take equally many steps, and end updates at the same ones; the samples and
     weights of an update's batches add up to the totals they name, and its loss scales to the number of ranks; a run that
-    stops goes on with exactly what remained.
+    stops goes on with exactly what remained. With ``kinds``, all batches of a step are of one kind.
 
     Args:
         make: builds the loader of one rank, always alike.
@@ -161,6 +151,7 @@ def assert_loader_laws(
         world_size, resume_world_size: ranks before and after a stop, see :func:`assert_resumes_exactly`.
         epochs: how many are looked at.
         resume_at: steps after which to stop; None: every one of an epoch.
+        kinds: the kind of each sample, idle batches included; ``one_kind="batch"`` asks for batches of one kind only.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> options = {"samples_per_update": 3, "weigh": "samples", "collate_fn": list}
@@ -179,16 +170,21 @@ def assert_loader_laws(
         assert all(found == lengths[0] for found in lengths), f"ranks take other steps in epoch {epoch}: {lengths}"
         for parts in zip(*ranks, strict=True):
             _assert_update_adds_up([step for steps in parts for step in steps], world_size)
+            for row in zip(*parts, strict=True) if kinds is not None else ():
+                _assert_one_kind(row, kinds or (), one_kind)
         if expected is not None:
             steps = chain.from_iterable(chain.from_iterable(ranks))
             assert_conserves([step.indices for step in steps if not step.idle], range(expected))
-    assert_resumes_exactly(
-        make,
-        world_size=world_size,
-        resume_world_size=resume_world_size,
-        steps=None if resume_at is None else [k for k in resume_at if k < sum(map(len, by_rank[0][1][0]))],
-        indices_of=lambda step: () if step.idle else step.indices,
-    )
+    stops = None if resume_at is None else [k for k in resume_at if k < sum(map(len, by_rank[0][1][0]))]
+    worlds = {"world_size": world_size, "resume_world_size": resume_world_size}
+    assert_resumes_exactly(make, **worlds, steps=stops, indices_of=lambda step: () if step.idle else step.indices)
+
+
+def _assert_one_kind(row: Sequence[Step[Any]], kinds: Sequence[Any], one_kind: str) -> None:
+    found = [{kinds[index] for index in step.indices} for step in row]
+    said = [{step.kind} for step in row]
+    assert found == said, f"the batches of a step hold samples of the kinds {found}, but say {said}"
+    assert one_kind == "batch" or len(set.union(*found)) == 1, f"the batches of a step are of the kinds {found}"
 
 
 def _assert_update_adds_up(steps: Sequence[Step[Any]], world_size: int) -> None:
@@ -228,14 +224,13 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
             before, units = ({name: int(v[k]) for name, v in found.items()} for found in (longest, more))
             shape = f"{count[k]} samples with longest {before}"
             raise AssertionError(f"{bound.fingerprint} refuses {shape}, but accepts it after {what}: {units}")
-    table = largest_of(bound, longest[TOKENS]) if len(lengths) == 1 else None
+    tokens = longest[primary(longest)]
+    table = largest_of(bound, tokens) if len(lengths) == 1 else None
     if table is not None:
         most = np.minimum(table, UNLIMITED)
-        fitting = bound.fits(BatchShape.of(np.maximum(most, 1), longest[TOKENS])) == (most >= 1)
-        for k in np.flatnonzero(~fitting | bound.fits(BatchShape.of(most + 1, longest[TOKENS])))[:1]:
-            raise AssertionError(
-                f"`largest` says {table[k]} samples of {longest[TOKENS][k]} tokens fit, but `fits` differs"
-            )
+        fitting = bound.fits(BatchShape.of(np.maximum(most, 1), tokens)) == (most >= 1)
+        for k in np.flatnonzero(~fitting | bound.fits(BatchShape.of(most + 1, tokens)))[:1]:
+            raise AssertionError(f"`largest` says {table[k]} samples of {tokens[k]} tokens fit, but `fits` differs")
 
 
 @dataclass
@@ -265,9 +260,7 @@ class Allocator:
         """Claim the padded tokens of what ``module`` is called with, before it runs; returns what removes this again."""
 
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensors = [
-                value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim > 1
-            ]
+            tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1]
             self.claim(max(tensor.shape[0] * tensor.shape[1] for tensor in tensors))
 
         return module.register_forward_pre_hook(hook, with_kwargs=True).remove

@@ -13,6 +13,8 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import begun_once, by_position, check_text, limit_of, measure_lengths, padded, shortened
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.static_shapes import few_shapes
+from dynagroup.update.filling import FillingCollator
 from dynagroup.update.loader import checked_kwargs
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ def text_dataloader(
     labels: bool = False,
     lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
     shuffle: bool = False,
+    shapes: int | None = None,
     **options: Any,
 ) -> DataLoader[str]:
     """A ``DataLoader`` of batches that fit ``budget``: measures, plans, and tokenizes in its collate function.
@@ -49,6 +52,8 @@ def text_dataloader(
             tokens of packed samples.
         lengths: the texts' lengths if you measured them before, with the same ``max_length``.
         shuffle: other batches every epoch; False: longest first, for inference.
+        shapes: a compiled model meets at most so many (samples, tokens): batches are filled to them with padding, and with rows
+            behind the texts that repeat the first, their ``labels`` all -100.
         options: any further argument of :class:`LengthAwareBatchSampler` (``samples_per_update``, ``seed``, ``window``,
             ``rank``, ...) or of ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
 
@@ -60,17 +65,21 @@ def text_dataloader(
     >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """
     budget = as_budget(budget)
-    if getattr(tokenizer, "pad_token_id", None) is None:
+    pad_id = getattr(tokenizer, "pad_token_id", None)
+    if pad_id is None:
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
     texts, max_length = by_position(texts), limit_of(max_length)
     tokens = begun_once(tokenizer, texts)
     known: Any = measure_lengths(texts, tokens, max_length=max_length) if lengths is None else lengths
+    window = options.get("window") or (None if shuffle else len(texts))
+    update, grouping, work = map(options.get, ("samples_per_update", "grouping", "work"))
+    budget = few_shapes(shapes, known, budget, update, window, grouping, work)
     of_sampler = options.keys() & inspect.signature(LengthAwareBatchSampler).parameters
-    sampler = LengthAwareBatchSampler(
-        known, budget, shuffle=shuffle, **{name: options.pop(name) for name in of_sampler}
-    )
+    how = {name: options.pop(name) for name in of_sampler}
+    sampler = LengthAwareBatchSampler(known, budget, shuffle=shuffle, **how)
     kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
-    collate = kind(tokens, max_length, budget.pad_to_multiple_of, labels)
+    made = kind(tokens, max_length, budget.pad_to_multiple_of, labels)
+    collate: Any = made if budget.ladder is None else FillingCollator(made, budget.ladder, {"input_ids": pad_id})
     return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **checked_kwargs(options))
 
 
@@ -97,9 +106,8 @@ class PackingCollator(TokenizingCollator):
         from transformers import DataCollatorWithFlattening
 
         tokenizer: Any = getattr(self._tokens, "func", self._tokens)
-        rows = [
-            {"input_ids": ids} for ids in self._tokens(list(texts), **shortened(self._max_length))["input_ids"] if ids
-        ]
+        encoded = self._tokens(list(texts), **shortened(self._max_length))["input_ids"]
+        rows = [{"input_ids": ids} for ids in encoded if ids]
         batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
             rows or [{"input_ids": [tokenizer.pad_token_id]}]
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ def check_number(
         upper = "finite" if math.isinf(most) else f"at most {most:g}"
         raise ConfigError(f"`{name}` must be greater than {above:g} and {upper}, but is {value!r}")
     return float(value)
+
+
+def check_names(where: str, given: Iterable[str], known: Collection[str]) -> None:
+    """ConfigError for a name that ``where`` does not know; it names the closest one (by Ratcliff and Obershelp, of difflib)."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(
+                f"{where} has no option `{name}`" + "".join(f"; did you mean `{other}`?" for other in close)
+            )
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:

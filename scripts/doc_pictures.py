@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.patches import Rectangle
 
 from dynagroup import LengthAwareBatchSampler, TokenBudget
@@ -95,6 +96,7 @@ def demo() -> Any:
     from benchmarks.record import environment
     from dynagroup.demo import DemoConfig, run_demo, speedup
 
+    torch.set_num_threads(1)
     runs, lengths = run_demo(DemoConfig(device="cpu"))
     low, median, high = speedup(runs).tolist()
     found = {run.name: run.figures(lengths) for run in runs}

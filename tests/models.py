@@ -3,8 +3,6 @@
 What a test compares must not differ by chance, so nothing is dropped out unless asked.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

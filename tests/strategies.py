@@ -1,7 +1,5 @@
 """Lengths and budgets that hypothesis draws from."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -27,9 +25,8 @@ def _heavy_tailed(seed: int, count: int) -> list[int]:
 lengths = st.one_of(
     st.lists(st.integers(0, 60), min_size=1, max_size=60),
     st.builds(lambda n, value: [value] * n, st.integers(1, 60), st.integers(0, 40)),  # constant
-    st.builds(
-        lambda a, b, n: ([a] * n + [b])[:60], st.integers(0, 5), st.integers(20, 60), st.integers(0, 60)
-    ),  # two-valued
+    # two-valued
+    st.builds(lambda a, b, n: ([a] * n + [b])[:60], st.integers(0, 5), st.integers(20, 60), st.integers(0, 60)),
     st.builds(_heavy_tailed, st.integers(0, 2**32), st.integers(1, 60)),
     st.builds(lambda n: [0] * n, st.integers(1, 40)),  # all empty
     st.builds(lambda n: [1000] * n, st.integers(1, 20)),  # none fits a small budget
@@ -42,9 +39,8 @@ token_budgets = st.builds(
     pad_to_multiple_of=st.sampled_from([1, 8]),
     layout=st.sampled_from(["padded", "packed"]),
 )
-memory_budgets = st.builds(
-    MemoryBudget, st.integers(1, 8), model=st.just(PaddedTokens()), headroom=st.sampled_from([0.5, 0.9, 1.0])
-)
+HEADROOMS = st.sampled_from([0.5, 0.9, 1.0])
+memory_budgets = st.builds(MemoryBudget, st.integers(1, 8), model=st.just(PaddedTokens()), headroom=HEADROOMS)
 budgets: st.SearchStrategy[Budget] = st.one_of(token_budgets, memory_budgets)
 capped_budgets: st.SearchStrategy[Budget] = st.builds(
     lambda budget, limit: budget & AdditiveCap("patches", limit), token_budgets, st.integers(1, 90)

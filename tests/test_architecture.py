@@ -3,8 +3,6 @@
 Sources are read with ``ast``; nothing is executed to learn what imports what.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -22,7 +20,20 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms in reading order: a module imports only from its own room and those before it. See docs/architecture.md.
 GROUND = ["errors", "shapes", "fingerprint", "validation", "distributed", "state", "device"]
-ROOMS = [*GROUND, "lengths", "memory", "budget", "plan", "update", "online", "oom", "integrations", "text", "testing"]
+ROOMS = [
+    *GROUND,
+    "lengths",
+    "memory",
+    "budget",
+    "plan",
+    "update",
+    "online",
+    "oom",
+    "integrations",
+    "text",
+    "files",
+    "testing",
+]
 ROOMS += ["demo", "cli", "__main__"]
 HEAVY = {"torch", "xgboost", "transformers", "datasets", "matplotlib", "accelerate", "lightning"}
 PRIVATE_LOADER_NAMES = {
@@ -105,9 +116,8 @@ def test_no_environment_variable_and_no_private_loader_name(path):
     named |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert not named & {"environ", "getenv", "putenv"}, "environment variables are no options"
     assert not (named - own) & PRIVATE_LOADER_NAMES, "only public PyTorch: batch_sampler, collate_fn, iteration"
-    private = {
-        name for name in imported_modules(tree_of(path)) if any(part.startswith("_") for part in name.split("."))
-    }
+    names = imported_modules(tree_of(path))
+    private = {name for name in names if any(part.startswith("_") for part in name.split("."))}
     assert not {name for name in private if not name.startswith(PRIVATE_MODULES)}
 
 
@@ -119,9 +129,8 @@ def test_public_names_are_sorted_real_and_seen_by_type_checkers():
     for name in dynagroup.__all__:
         value = getattr(dynagroup, name)
         assert getattr(import_module(value.__module__), value.__qualname__) is value
-    blocks = [
-        n for n in tree_of(PACKAGE / "__init__.py").body if isinstance(n, ast.If) and isinstance(n.test, ast.Name)
-    ]
+    nodes = tree_of(PACKAGE / "__init__.py").body
+    blocks = [n for n in nodes if isinstance(n, ast.If) and isinstance(n.test, ast.Name)]
     seen = {a.name for block in blocks for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert seen == set(dynagroup.__all__)
     assert {"LengthAwareBatchSampler", "Step", "TokenBudget", "run_with_oom_retry", "StateError"} <= seen

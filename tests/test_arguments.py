@@ -1,8 +1,6 @@
 """What is no argument is refused when it is given, by a TypeError or ValueError (as the project's errors are): nothing that was
 taken fails later, at the first step or the first checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Benchmarks: every part is there, the GPU campaign runs dry on the CPU, rivals lose no sample, and the fault campaign's oracle
 finds what it looks for."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -69,13 +67,14 @@ def test_the_gpu_campaign_runs_dry_and_says_so(tmp_path):
 def test_every_method_keeps_to_its_memory_and_uses_no_sample_twice(name):
     lengths = np.clip(np.random.default_rng(0).lognormal(3, 1, 400), 1, 100).astype(np.int32)
     job = Job(lengths, per_update=32, tokens=400)
-    updates = list(METHODS[name].updates(job, 0))
+    updates = list(METHODS[name].updates(job, 0, METHODS[name].tried(job)[0]))
     for update in updates:
         for batch in update:
             cost = int(lengths[batch].sum()) if METHODS[name].packed else len(batch) * int(lengths[batch].max())
             assert cost <= job.tokens or not METHODS[name].capped
     if METHODS[name].same_updates:
-        assert {sum(map(len, update)) for update in updates[:12]} == {32}
+        drawn = [{i for batch in update for i in batch} for update in updates[:12]]
+        assert drawn == [set(part) for part in job.order(0)[:384].reshape(12, 32).tolist()]
     used = [i for update in updates for batch in update for i in batch]
     assert len(set(used)) == len(used) >= 384
 

@@ -1,7 +1,5 @@
 """The command line says what the library says, and a user's mistake in one line; never a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -79,7 +77,8 @@ def refusal(*arguments: str) -> str:
 
 
 def plan_of(lengths, max_tokens: int, **options) -> BatchPlan:
-    return LengthAwareBatchSampler(lengths, TokenBudget(max_tokens), rank=0, **{"world_size": 1, **options}).plan
+    how = {"rank": 0, "world_size": 1, "work": Work(), **options}  # the shell plans for a GPU
+    return LengthAwareBatchSampler(lengths, TokenBudget(max_tokens), **how).plan
 
 
 # Files
@@ -145,10 +144,17 @@ CHATS = b'{"c": [{"role": "user", "content": "one"}, {"role": "assistant", "cont
 TOKENIZED = ["--tokenizer", "tokens"]
 
 
+def npy(array) -> bytes:
+    np.save(file := io.BytesIO(), array)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "message"),
     [
         ("x.npy", b"no array", [], "cannot be read as what its name says"),
+        ("x.npy", npy(3), [], "an array of 0 dimensions; give one number a sample"),
+        ("x.npy", npy([[3, 4], [5, 6]]), [], "an array of 2 dimensions"),
         ("x.txt", b"\xff\xfe\x00", [], "cannot be read as what its name says"),
         ("x.txt", b"", [], "holds no samples"),
         ("x.txt", b"3\nfour\n", [], "say which `--tokenizer`"),
@@ -194,10 +200,11 @@ def test_plan_says_what_the_plan_says(folder):
 def test_compare_says_what_compare_says(folder):
     picture = folder / "new" / "compare.png"
     arguments = ["compare", "lengths.npy", "--batch-size", "8", "--world-size", "2"]
-    assert (
-        answer(*arguments, "--picture", str(picture))
-        == compare(LENGTHS, 8, world_size=2).report() + f"\npicture: {picture}\n"
-    )
+    page = folder / "compare.html"
+    assert "group_by_length 8" in answer(*arguments, "--html", str(page))
+    assert "group_by_length 8" in page.read_text(encoding="utf-8")
+    said = f"{compare(LENGTHS, 8, world_size=2).report()}\npicture: {picture}\n"
+    assert answer(*arguments, "--picture", str(picture)) == said
     work = Work.of(AutoConfig.from_pretrained(folder / "model"))
     assert figures(*arguments, "--model", "model") == compare(LENGTHS, 8, world_size=2, work=work).figures()
 
@@ -248,19 +255,13 @@ def test_doctor_asks_about_all_streams(folder):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (
-            "fit model --dtype bfloat16 --fsdp 8 --layout packed",
-            {"layout": "packed", "sharding": "fsdp", "num_ranks": 8},
-        ),
-        (
-            "profile model --dtype bfloat16 --mode generate --max-new-tokens 8",
-            {"mode": "generate", "max_new_tokens": 8},
-        ),
-        ("fit model --dtype bfloat16 --lora", {"lora": True}),
+        ("fit model --fsdp 8 --layout packed", {"layout": "packed", "sharding": "fsdp", "num_ranks": 8}),
+        ("profile model --mode generate --max-new-tokens 8", {"mode": "generate", "max_new_tokens": 8}),
+        ("fit model --lora", {"lora": True}),
     ],
 )
 def test_fit_and_profile_say_what_the_budget_says(line, told, folder):
-    arguments, picture = [*line.split(), "--gpu-memory", "2GB"], folder / "new" / "fits.png"
+    arguments, picture = [*line.split(), *"--dtype bfloat16 --gpu-memory 2GB".split()], folder / "new" / "fits.png"
     budget = MemoryBudget.from_model("model", "2GB", dtype="bfloat16", **told)
     if "lora" in told:
         assert figures(*arguments)["samples"] == budget.most_samples([128, 160]).tolist()
@@ -269,6 +270,23 @@ def test_fit_and_profile_say_what_the_budget_says(line, told, folder):
     assert said.startswith(f"{budget}\nMemoryBudget.from_model(")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert eval(said.splitlines()[-2], {"MemoryBudget": MemoryBudget}) == budget
+
+
+@pytest.mark.parametrize(
+    ("framework", "setting"),
+    [
+        ("verl", "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}"),
+        ("trl", "SFTConfig(packing=True, max_length=64, per_device_train_batch_size={N})"),
+        ("llamafactory", "flash_attn=fa2 neat_packing=true cutoff_len=64 per_device_train_batch_size={N}"),
+        ("nemo", "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens={T}"),
+        ("megatron", "--sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}"),
+    ],
+)
+def test_fit_prints_the_setting_of_a_framework_from_the_same_trace(framework, setting, folder):
+    arguments = ["fit", "model", "--gpu-memory", "40MB", "--for", framework, "--max-length", "64"]
+    most = MemoryBudget.from_model("model", "40MB", layout="packed", attention="flash").max_tokens(160)
+    assert answer(*arguments).splitlines()[-1].endswith(setting.format(T=most, N=most // 64))
+    assert most > 128
 
 
 def test_python_m_dynagroup_runs():
@@ -298,6 +316,8 @@ def test_what_is_no_model_is_refused_in_one_line(model, folder):
         ("plan lengths.npy --max-tokens=16kk", "such as 16384 or 16k"),
         ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
         ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
+        ("fit model --gpu-memory 2GB --for trl --mode forward", "goes with `--mode train`, not forward"),
+        ("fit model --gpu-memory 6MB --for trl --max-length 2k", "`--max-length 2048` is more than fits"),
         ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
         ("profile model --gpu-memory 24GB --measure", "needs a CUDA device"),
         ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),

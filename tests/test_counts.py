@@ -1,20 +1,13 @@
 """What things cost in counts, frozen as upper bounds: seconds vary with the machine, these do not. A change that needs more
 says so by raising a number here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.data import collate
-from dynagroup import (
-    OnlineDataLoader,
-    PlannedDataLoader,
-    TokenBudget,
-    run_with_oom_retry,
-)
+from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget, run_with_oom_retry
 from dynagroup.online.feeds import RequestQueue
 from dynagroup.testing import Allocator, run_ranks
 from tests.online.helpers import Tokens, lengths_of
@@ -84,10 +77,8 @@ def test_exchanges_and_their_bytes(make, ranks, epochs, options, exchanges, num_
 def test_requests_to_workers(options, requests, monkeypatch):
     """Each is a message to a process: 960 samples in windows of 64, or updates of 96, and fewer once lengths are known."""
     asked: list[Any] = []
-    inner = RequestQueue.__iter__
-    monkeypatch.setattr(
-        RequestQueue, "__iter__", lambda self: (asked.append(request) or request for request in inner(self))
-    )
+    inner, noted = RequestQueue.__iter__, lambda self: (asked.append(request) or request for request in inner(self))
+    monkeypatch.setattr(RequestQueue, "__iter__", noted)
     loader = online(**options)
     for most in requests:
         asked.clear()

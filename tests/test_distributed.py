@@ -1,7 +1,5 @@
 """The few collectives: exact, alike in every stand-in, and closed with the group they stand beside."""
 
-from __future__ import annotations
-
 import gc
 import os
 import warnings

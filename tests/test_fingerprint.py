@@ -1,7 +1,5 @@
 """What settings are described as: alike in every process, otherwise wherever they act otherwise."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import json

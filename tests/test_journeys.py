@@ -4,8 +4,6 @@ Goals: 14 for a sampler's first batch, 20 for a planned loader's first step, 22 
 only go down.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

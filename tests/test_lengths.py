@@ -1,7 +1,5 @@
 """Lengths: everything legal becomes int32, everything else is refused by name; measured, they are what training will see."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -61,9 +59,13 @@ def test_one_number_a_sample(values):
         as_streams(values)
 
 
-def test_streams_have_as_many_samples_and_the_first_is_called_tokens():
+def test_streams_have_as_many_samples_and_keep_their_names():
     streams = as_streams({"source": [3, 4], "target": [1, 2]})
-    assert {name: values.tolist() for name, values in streams.items()} == {"tokens": [3, 4], "target": [1, 2]}
+    assert {name: values.tolist() for name, values in streams.items()} == {"source": [3, 4], "target": [1, 2]}
+    measured = measure_lengths(
+        [(3, 9), (4, 8)], length_of=lambda graph: {"nodes": graph[0], "edges": graph[1]}, max_length=3
+    )
+    assert {name: values.tolist() for name, values in measured.items()} == {"nodes": [3, 3], "edges": [9, 8]}
     with pytest.raises(ConfigError, match=r"{'tokens': 3, 'patches': 2} samples; each needs a length in every stream"):
         as_streams({"tokens": [1, 2, 3], "patches": [1, 2]})
     with pytest.raises(ConfigError, match="by names of streams"):

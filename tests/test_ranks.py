@@ -1,8 +1,6 @@
 """Real gloo ranks, started once: Trainers, samplers under accelerate, DDP's gradients. To start ranks takes longer than to run
 them."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from typing import Any
@@ -30,10 +28,7 @@ LAST = 7
 def everything(folder: str) -> dict[str, Any]:
     """What one rank finds; accelerate first, which starts the process group."""
     warnings.simplefilter("ignore")
-    return {
-        **{job.__name__: job() for job in (accelerated, gradients)},
-        "trainers": trainers(folder),
-    }
+    return {**{job.__name__: job() for job in (accelerated, gradients)}, "trainers": trainers(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +182,7 @@ def test_two_ranks_predict_in_dataset_order(ranks, tmp_path):
 
 
 def test_two_ranks_on_packed_batches_make_the_updates_of_fixed_ones(ranks):
-    for (ours, losses, updates, _), (others, *_rest) in zip(
-        *(rank["trainers"]["packed"] for rank in ranks), strict=True
-    ):
+    for (ours, losses, updates, _), (others, *_) in zip(*(rank["trainers"]["packed"] for rank in ranks), strict=True):
         assert torch.equal(ours, others)
         theirs, fixed_losses = training.fixed(updates, "sdpa")
         assert losses == pytest.approx(fixed_losses, rel=1e-9)

@@ -1,7 +1,5 @@
 """The two commands: install once from pinned constraints, again only when these change, and never half."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """One envelope for every saved state: what is damaged, mixed or of another run is refused, in words that say what."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

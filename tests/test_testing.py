@@ -1,7 +1,5 @@
 """The laws for users: ours keep them (``tests/laws``), and they are seen to fail of broken loaders."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

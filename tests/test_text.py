@@ -1,7 +1,5 @@
 """The one-liner gives batches that fit, with every text once, the same with worker processes."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -24,9 +22,8 @@ from tests import models
 
 def words(begin: bool = False, kind: type[Any] = PreTrainedTokenizerFast, **special: str) -> PreTrainedTokenizerFast:
     """A token a word, which is a number of two more than the word; one in front with ``begin``."""
-    raw: Any = Tokenizer(
-        WordLevel({"[PAD]": 0, "[UNK]": 1, **{str(n): n + 2 for n in range(60)}, "[BOS]": 62}, "[UNK]")
-    )
+    numbers = {str(n): n + 2 for n in range(60)}
+    raw: Any = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, **numbers, "[BOS]": 62}, "[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if begin:
         raw.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 62)])
@@ -79,18 +76,27 @@ def test_workers_and_containers_change_nothing(tokenizer, texts, workers):
         ([3, 9], TokenBudget(32), {"max_length": 10**30}, [(2, 9)]),  # the limit of a tokenizer that knows none
         ([9, 3, 3], TokenBudget(16, pad_to_multiple_of=8), {}, [(1, 16), (2, 8)]),
         ([5, 1], TokenBudget(10), {"lengths": [9, 9]}, [(1, 5), (1, 1)]),
-        (
-            [5] * 40,
-            TokenBudget(20),
-            {"samples_per_update": 8, "rank": 1, "world_size": 2, "timeout": 0.0},
-            [(4, 5)] * 5,
-        ),
+        ([5] * 40, TokenBudget(20), {"samples_per_update": 8, "rank": 1, "world_size": 2, "timeout": 0}, [(4, 5)] * 5),
     ],
 )
 def test_options_decide_the_shapes(tokenizer, lengths, budget, options, shapes):
     loader = text_dataloader(numbered(lengths), tokenizer, budget, **options)
     assert [tuple(batch["input_ids"].shape) for batch in loader] == shapes
     assert len(loader) == len(shapes)
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 8, "shuffle": True}])
+def test_few_shapes_are_filled_behind_the_texts(tokenizer, options):
+    lengths = [1 + n % 13 for n in range(60)]
+    loader = text_dataloader(numbered(lengths), tokenizer, TokenBudget(40), shapes=3, labels=True, **options)
+    rows, batches = [row for [row] in loader.batch_sampler.plan.rows], list(loader)
+    assert len({tuple(batch["labels"].shape) for batch in batches}) <= 3
+    assert sorted(index for row in rows for index in row) == list(range(60))
+    for row, batch in zip(rows, batches, strict=True):
+        assert batch["attention_mask"][: len(row)].sum(1).tolist() == [lengths[index] for index in row]
+        assert (batch["labels"] != -100).sum(1).tolist() == [lengths[index] for index in row] + [0] * (
+            len(batch["labels"]) - len(row)
+        )
 
 
 def test_labels_leave_out_padding_and_nothing_else():

@@ -1,7 +1,5 @@
 """Real gloo ranks, each a process that ``torchrun`` starts: a script that reports, or a function that returns."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -53,5 +51,5 @@ def started(script: str | Path, *args: str, ranks: int) -> str:
         command += [str(ROOT / "tests" / "ranks" / "__main__.py"), str(script), *args]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment, cwd=ROOT)
         printed = "\n".join(log.read_text() for log in sorted(Path(logs).glob("**/stdout.log")))
-    assert done.returncode == 0, f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-20000:]}"
     return printed

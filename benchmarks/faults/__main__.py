@@ -68,7 +68,7 @@ def campaign(cases: int, first: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print counts; 1 if anything was found."""
     parser = argparse.ArgumentParser(prog="faults", description="Random configurations meet faults.")
-    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--seed", type=int, help="one case, by its seed (and --first of its campaign)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/faults.json")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.run import Layout
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, said
+from dynagroup.shapes import BatchShape, IntArray, Streams, primary, round_up
 from dynagroup.validation import check_int
 
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -60,20 +61,33 @@ class Budget(ABC):
         """The part of it that learns from running out of memory: a :class:`LearningBudget`, or None."""
         return None
 
-    def padded_to(self, tokens: int, /) -> int:
-        """What the collate function makes of a row, or a packed batch, of so many tokens: at most."""
-        return -(-tokens // self.pad_to_multiple_of) * self.pad_to_multiple_of
+    @property
+    def ladder(self) -> Any:
+        """The few shapes to which batches are padded: a :class:`ShapeLadder`, or None."""
+        return None
+
+    def as_run(self, shape: BatchShape, /) -> BatchShape:
+        """These K batches as the model meets them: padded ones with their padding."""
+        if is_packed(self, shape.longest):
+            return shape
+        names, multiple = padded_streams(self, shape.longest), self.pad_to_multiple_of
+        padded = {name: round_up(shape.longest[name], multiple) for name in names}
+        return BatchShape(shape.num_samples, {**shape.longest, **padded}, shape.total)
 
     @abstractmethod
     def fits(self, shape: BatchShape, /) -> BoolArray:
         """Which of these K shapes fit: bool (K,). The numbers of a shape are arrays, one entry a batch."""
 
     def pads(self, stream: str, /) -> bool:
-        """Whether a stream beside ``tokens`` is padded, so that it counts as tokens in orders, predicted times and reports."""
+        """Whether a stream is padded. One beside the primary that is not counts as no tokens in orders, times and reports."""
         return True
 
     def bind(self, lengths: Streams, /) -> Budget:
         """This budget with its limit taken from the lengths of a whole dataset, where it needs that."""
+        return self
+
+    def with_memory(self, known: Callable[[], Any], /) -> Budget:
+        """This budget; where it predicts memory and was given no model, by the one that this function finds."""
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
@@ -95,29 +109,38 @@ class Budget(ABC):
         return AllOf.of(self, other)
 
 
-def padded_streams(budget: Budget, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of these streams whose tokens are padded: ``tokens``, and every other that is not laid end to end.
+def padded_streams(budget: Budget, names: Collection[str]) -> tuple[str, ...]:
+    """Those of these streams that count as tokens: the primary one, and every other that no cap lays end to end.
 
     >>> padded_streams(AdditiveCap("patches", 9), ["tokens", "target", "patches"])
     ('tokens', 'target')
     """
-    return tuple(name for name in names if name == TOKENS or budget.pads(name))
+    first = primary(names)
+    return tuple(name for name in names if name == first or budget.pads(name))
+
+
+def is_packed(budget: Budget, names: Collection[str]) -> bool:
+    """Whether samples are laid end to end: the budget's layout says so, or it is made of caps, one on the primary stream.
+
+    >>> is_packed(AdditiveCap("nodes", 9) & AdditiveCap("edges", 30), ["nodes", "edges"])
+    True
+    """
+    parts = budget.parts if isinstance(budget, AllOf) else (budget,)
+    capped = [part.stream for part in parts if isinstance(part, AdditiveCap)]
+    return budget.layout == "packed" or (len(capped) == len(parts) and primary(names) in capped)
 
 
 def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Tokens that a device multiplies for each shape, of all padded streams: with padding, or packed without. int64 (K,)."""
-    return real_tokens(shape, budget) if budget.layout == "packed" else shape.num_samples * sum(_widths(shape, budget))
+    if is_packed(budget, shape.longest):
+        return real_tokens(shape, budget)
+    run = budget.as_run(shape)
+    return run.num_samples * sum(run.longest[name] for name in padded_streams(budget, run.longest))
 
 
 def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Tokens of each shape's samples, of all padded streams: int64 (K,)."""
     return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)
-
-
-def _widths(shape: BatchShape, budget: Budget) -> list[IntArray]:
-    """Padded length of each padded stream."""
-    names = padded_streams(budget, shape.longest)
-    return [round_up(shape.longest[name], budget.pad_to_multiple_of) for name in names]
 
 
 def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
@@ -133,11 +156,27 @@ def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
 
 def _checked(answer: Any, size: int, kinds: str, asked: str) -> Any:
     if getattr(answer, "shape", None) != (size,) or answer.dtype.kind not in kinds:
-        wanted = "bool" if kinds == "b" else "number"
-        raise ConfigError(
-            f"{asked} must give an array with one {wanted} for each of {size} batches, but gives {answer!r}"
-        )
+        wanted = f"an array with one {'bool' if kinds == 'b' else 'number'} for each of {size} batches"
+        raise ConfigError(f"{asked} must give {wanted}, but gives {answer!r}")
     return answer
+
+
+class Wrapper(Budget):
+    """A budget around another, ``base``, which answers what this one does not."""
+
+    base: Budget
+    layout: Any = property(attrgetter("base.layout"))
+    pad_to_multiple_of: Any = property(attrgetter("base.pad_to_multiple_of"))
+    learner: Any = property(attrgetter("base.learner"))
+
+    def as_run(self, shape: BatchShape, /) -> BatchShape:
+        return self.base.as_run(shape)
+
+    def pads(self, stream: str, /) -> bool:
+        return self.base.pads(stream)
+
+    def cost(self, shape: BatchShape, /) -> FloatArray:
+        return self.base.cost(shape)
 
 
 @dataclass(frozen=True)
@@ -166,10 +205,8 @@ class AdditiveCap(Budget):
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         if self.stream not in shape.total:
-            known = sorted(map(said, shape.total))
-            raise ConfigError(
-                f"AdditiveCap needs the stream {self.stream!r}, but lengths have {known}; add it to `lengths`"
-            )
+            known = f"lengths have {sorted(shape.total)}; add it to `lengths`"
+            raise ConfigError(f"AdditiveCap needs the stream {self.stream!r}, but {known}")
         return shape.total[self.stream] <= self.limit
 
 
@@ -185,6 +222,8 @@ class AllOf(Budget):
             if not isinstance(budget, Budget):
                 raise ConfigError(f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), not {budget!r}")
         combined = cls(tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,))))
+        if any(p.ladder is not None for p in combined.parts):
+            raise ConfigError("a ShapeLadder is a choice within a budget: ShapeLadder(lengths, budget & other)")
         if len({p.layout for p in combined._others}) > 1:
             raise ConfigError("a batch is either padded or packed: budgets of both layouts cannot be combined with `&`")
         return combined
@@ -210,9 +249,6 @@ class AllOf(Budget):
     def learner(self) -> Any:
         return next((p.learner for p in self.parts if p.learner is not None), None)
 
-    def padded_to(self, tokens: int, /) -> int:
-        return max(super().padded_to(tokens), *(p.padded_to(tokens) for p in self.parts))
-
     @property
     def fingerprint(self) -> str:
         return " & ".join(p.fingerprint for p in self.parts)
@@ -234,9 +270,9 @@ class AllOf(Budget):
         if self.layout == "packed":
             tokens = real_tokens(shape, self)
             more = round_up(tokens, self.pad_to_multiple_of) - tokens
-            return BatchShape(shape.num_samples, shape.longest, {**shape.total, TOKENS: shape.total[TOKENS] + more})
-        widths = dict(zip(padded_streams(self, shape.longest), _widths(shape, self), strict=True))
-        return BatchShape(shape.num_samples, {**shape.longest, **widths}, shape.total)
+            first = primary(shape.total)
+            return BatchShape(shape.num_samples, shape.longest, {**shape.total, first: shape.total[first] + more})
+        return self.as_run(shape)
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Of the part that predicts memory, or else of the first that is not a mere cap."""
@@ -244,8 +280,12 @@ class AllOf(Budget):
         return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
     def bind(self, lengths: Streams, /) -> AllOf:
-        padded = {name: values for name, values in lengths.items() if name not in self._end_to_end}
+        kept = (set(lengths) - self._end_to_end) | {primary(lengths)}
+        padded = {name: values for name, values in lengths.items() if name in kept}
         return AllOf(tuple(p.bind(padded if p.counts_every_stream else lengths) for p in self.parts))
+
+    def with_memory(self, known: Callable[[], Any], /) -> AllOf:
+        return AllOf(tuple(p.with_memory(known) for p in self.parts))
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         padded = longest if self.layout == "packed" else round_up(longest, self.pad_to_multiple_of)

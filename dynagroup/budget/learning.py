@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, FloatArray, fits_of, largest_of
+from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, Wrapper, fits_of, largest_of
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
-from dynagroup.memory.run import Layout
+from dynagroup.errors import ConfigError
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
 from dynagroup.state import opened, sealed
 
@@ -50,7 +50,7 @@ class _Lessons:
 
 # A failure at cost c is a wall: nothing of cost c or more is tried again, and the limit falls to a share of it, because costs
 # are predictions. Passes near the limit raise it again by small steps, never to the wall.
-class LearningBudget(Budget):
+class LearningBudget(Wrapper):
     """A budget that no longer allows what has failed. Without a ``budget`` to correct it allows everything that has not.
 
     A batch costs what the budget predicts for it. What is learned guards the run at once: ``allows`` asks it, and
@@ -70,40 +70,32 @@ class LearningBudget(Budget):
     counts_every_stream: ClassVar[bool] = True
 
     def __init__(self, budget: Budget | None = None) -> None:
-        self._base = TokenBudget(UNLIMITED) if budget is None else budget
+        self.base = TokenBudget(UNLIMITED) if budget is None else budget
+        if self.base.ladder is not None:
+            way_out = "ShapeLadder(lengths, LearningBudget(budget))"
+            raise ConfigError(f"a ShapeLadder follows what its budget learns: {way_out}")
         self._lessons = _Lessons()
-
-    @property
-    def layout(self) -> Layout:
-        return self._base.layout
-
-    @property
-    def pad_to_multiple_of(self) -> int:
-        return self._base.pad_to_multiple_of
 
     @property
     def learner(self) -> LearningBudget:
         return self
 
-    def padded_to(self, tokens: int, /) -> int:
-        return self._base.padded_to(tokens)
-
-    def pads(self, stream: str, /) -> bool:
-        return self._base.pads(stream)
-
     def bind(self, lengths: Streams, /) -> LearningBudget:
         """What one learns the other knows."""
-        bound = copy.copy(self)
-        bound._base = self._base.bind(lengths)
-        return bound
+        return self._of(self.base.bind(lengths))
 
-    def cost(self, shape: BatchShape, /) -> FloatArray:
-        return self._base.cost(shape)
+    def with_memory(self, known: Callable[[], Any], /) -> LearningBudget:
+        return self._of(self.base.with_memory(known))
+
+    def _of(self, base: Budget) -> LearningBudget:
+        other = copy.copy(self)
+        other.base = base
+        return other
 
     @property
     def fingerprint(self) -> str:
         applied = self._applied
-        return self._base.fingerprint if math.isinf(applied) else f"{self._base.fingerprint}, cost <= {applied!r}"
+        return self.base.fingerprint if math.isinf(applied) else f"{self.base.fingerprint}, cost <= {applied!r}"
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -120,7 +112,7 @@ class LearningBudget(Budget):
         return not math.isinf(self.limits[0])
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        return fits_of(self._base, shape) & self._within(self._applied, shape)
+        return fits_of(self.base, shape) & self._within(self._applied, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
         """Which shapes nothing learned so far speaks against, whatever the budget says: bool (K,)."""
@@ -130,7 +122,7 @@ class LearningBudget(Budget):
         return np.ones(len(shape), np.bool_) if math.isinf(limit) else self.cost(shape) <= limit
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        most, applied = largest_of(self._base, longest), self._applied
+        most, applied = largest_of(self.base, longest), self._applied
         if most is None or math.isinf(applied):
             return most
         return largest_within(lambda n: self._within(applied, BatchShape.of(n, longest)), len(longest), most)
@@ -194,11 +186,11 @@ class LearningBudget(Budget):
         """What has been learned, for a checkpoint."""
         numbers = [None if math.isinf(n) else float(n) for n in self._lessons.numbers]  # JSON knows no infinity
         fields = {"numbers": numbers, "calm": self._lessons.calm, "report": asdict(self._lessons.report)}
-        return sealed("LearningBudget", {"budget": self._base.fingerprint}, fields)
+        return sealed("LearningBudget", {"budget": self.base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what a run with the same budget had learned. StateError: it was another; nothing has changed then."""
-        [found], lessons = opened(state, "LearningBudget", {"budget": self._base.fingerprint}), self._lessons
+        [found], lessons = opened(state, "LearningBudget", {"budget": self.base.fingerprint}), self._lessons
         for place, number in enumerate(found["numbers"]):  # in place: they may be shared
             lessons.numbers[place] = math.inf if number is None else number
         lessons.calm, lessons.report = found["calm"], OomReport(**found["report"])

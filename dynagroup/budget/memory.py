@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -14,23 +15,28 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.protocols import BytesMemoryModel, LargestTable, MemoryModel, PaddedTokens
 from dynagroup.memory.regressor import MemoryRegressor
-from dynagroup.memory.run import MASK_ALIGNMENT, Layout, Mode
+from dynagroup.memory.run import MASK_ALIGNMENT, Attention, Layout, Mode, Sharding
 from dynagroup.memory.traced import TracedMemory
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, largest_within, round_up, said
-from dynagroup.validation import check_int, check_number
+from dynagroup.memory.workload import Workload
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, largest_within, primary, round_up
+from dynagroup.validation import check_int, check_names, check_number
+
+if TYPE_CHECKING:
+    from dynagroup.memory.measurements import Measurements
+    from dynagroup.memory.trace.program import MakeInputs
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LENGTHS = [2**k for k in range(7, 16)]  # 128 to 32,768: what tables show, as far as a model has positions
 WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, a smaller model, or more memory"
 
 
-def parsed_bytes(memory: str | int) -> int:
+def parsed_bytes(memory: str | float) -> int:
     """Bytes from "80GB", "24 GiB" or a number.
 
-    >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(24 * 10**9)
+    >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(24e9)
     (80000000000, 1610612736, 24000000000)
     """
-    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?I?B?)\s*", str(memory).upper())
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:E\+?\d\d?)?)\s*([KMGT]?I?B?)\s*", str(memory).upper())
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
         raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
     if not found[2] and float(found[1]) < 1e6:
@@ -48,7 +54,7 @@ class MemoryBudget(Budget):
     Args:
         batch_size: samples of the hardest batch.
         longest: tokens (or stream -> units) of its longest sample; default: taken from the dataset's lengths.
-        model: any :class:`~dynagroup.memory.MemoryModel`; default: the pretrained regressor.
+        model: any :class:`~dynagroup.memory.MemoryModel`; default: that of the model in a Trainer or a job, else a careful one.
         headroom: share of the limit's memory that a batch may be predicted to take, in (0, 1].
         pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream.
 
@@ -63,6 +69,7 @@ class MemoryBudget(Budget):
     model: Any
     """What predicts memory: a :class:`~dynagroup.memory.MemoryModel`."""
     _lengths: Sequence[int] = ()
+    _assumed = False  # whether nobody said a model
 
     def __init__(
         self,
@@ -83,6 +90,7 @@ class MemoryBudget(Budget):
                 f"`model` must predict memory, but is {type(model).__name__}; for a model of transformers: "
                 "MemoryBudget.from_model(model), or MemoryRegressor.pretrained(Workload.from_model(model))"
             )
+        self._assumed = model is None
         self._set(model or MemoryRegressor.pretrained(), headroom, pad_to_multiple_of)
 
     def _set(self, model: Any, headroom: float, pad_to_multiple_of: int) -> None:
@@ -92,35 +100,43 @@ class MemoryBudget(Budget):
 
     @classmethod
     def from_bytes(
-        cls, limit_bytes: int, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
+        cls, limit_bytes: str | float, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
     ) -> MemoryBudget:
         """A budget held against the bytes that a device has; a BudgetError where static memory alone exceeds them."""
         return _DeviceBudget(limit_bytes, model, headroom, pad_to_multiple_of)
 
     @classmethod
     def from_model(
-        cls,
-        model_or_config: Any,
-        memory: str | int | None = None,
-        *,
-        mode: Mode = "train",
-        headroom: float = 0.9,
-        pad_to_multiple_of: int = 1,
-        **how: Any,
-    ) -> MemoryBudget:
+        cls, model_or_config: Any, memory: str | float | None = None, *,
+        mode: Mode = "train", headroom: float = 0.9, layout: Layout | None = None, pad_to_multiple_of: int = 1,
+        dtype: Any = None, autocast: Any = None, attention: Attention | None = None,
+        gradient_checkpointing: bool | None = None, lora: Any = None, optimizer: str | float | None = None,
+        sharding: Sharding | None = None, num_ranks: int | None = None, max_new_tokens: int | None = None,
+        inputs: MakeInputs | None = None, measured: Measurements | None = None, **sizes: Any,
+    ) -> MemoryBudget:  # fmt: skip
         """What fits a device, from the model alone: it is traced for a few seconds on the CPU, no weights are read.
 
         Args:
             model_or_config: a torch model, a transformers config or its name.
-            memory: of the device: "24GB", bytes, or None: what this process can have of the device here.
+            memory: of the device: "24GB", 24e9 bytes, or None: what this process can have of the device here.
             mode: "train", "forward" or "generate".
             headroom: share of ``memory`` that may be used; the rest is for the CUDA context and fragmentation.
+            layout: "padded" (the default) or "packed": samples end to end in one row.
             pad_to_multiple_of: as above. With 16 (or 32, ...) masks need no padding for their kernel, and more fits.
-            how: how it is run, as in :meth:`~dynagroup.memory.TracedMemory.of`: ``dtype``, ``attention``, ``layout``,
-                ``max_new_tokens``, ``lora``, ``optimizer``, ``measured``, ... ``print`` the budget to check it.
+            dtype: of the parameters, such as "bf16"; default: the model's. ``autocast``: the lower one of ``torch.autocast``.
+            attention: "eager", "sdpa" or "flash"; default: the model's.
+            gradient_checkpointing: whether activations are computed again; default: as the model is set.
+            lora: train adapters only: True, their rank, or a config of peft.
+            optimizer: "adamw" (the default), "adamw_8bit", "sgd", ... or its bytes of state per parameter.
+            sharding: what ranks divide: "ddp" (nothing), "zero1", "zero2", "zero3" or "fsdp", over ``num_ranks``.
+            max_new_tokens: of every prompt, with mode "generate"; default: the generation config's.
+            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take more than text.
+            measured: rows of :func:`~dynagroup.memory.measure` on a device, to correct the trace by.
+            sizes: further fields of :class:`~dynagroup.memory.Workload`. ``print`` the budget to check what was assumed.
 
         Raises:
-            ConfigError: the model can neither be traced nor simulated. BudgetError: static memory alone does not fit.
+            ConfigError: the model can neither be traced nor simulated, or an option is none (names the closest one).
+            BudgetError: static memory alone does not fit.
 
         >>> from transformers import GPT2Config
         >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
@@ -131,11 +147,15 @@ class MemoryBudget(Budget):
         from dynagroup.device import free_bytes
 
         padding = {"headroom": headroom, "pad_to_multiple_of": pad_to_multiple_of}
+        how = {"layout": layout, "dtype": dtype, "autocast": autocast, "attention": attention, "lora": lora,
+               "gradient_checkpointing": gradient_checkpointing, "optimizer": optimizer, "sharding": sharding,
+               "num_ranks": num_ranks, "max_new_tokens": max_new_tokens, "inputs": inputs, "measured": measured}  # fmt: skip
+        check_names("MemoryBudget.from_model", sizes, [*how, *padding, "mode", *(f.name for f in fields(Workload))])
         MemoryBudget(1, model=PaddedTokens(), **padding)  # what is wrong is refused before a model is traced
         limit = free_bytes() if memory is None else parsed_bytes(memory)
-        traced = TracedMemory.of(model_or_config, mode, **how)
-        traced = replace(traced, pads_masks=pad_to_multiple_of % MASK_ALIGNMENT != 0)
-        return cls.from_bytes(limit, model=traced, **padding)
+        said = {name: value for name, value in (how | sizes).items() if value is not None}
+        masks = {"pads_masks": pad_to_multiple_of % MASK_ALIGNMENT != 0}
+        return cls.from_bytes(limit, model=replace(TracedMemory.of(model_or_config, mode, **said), **masks), **padding)
 
     @property
     def pad_to_multiple_of(self) -> int:
@@ -146,11 +166,19 @@ class MemoryBudget(Budget):
         return getattr(self.model, "layout", "padded")
 
     def bind(self, lengths: Streams, /) -> MemoryBudget:
-        if all(name in self._longest for name in lengths):
+        given = _of_first_batch(self._longest, lengths)
+        if all(name in given for name in lengths):
             return self
-        longest = {name: max(int(values.max(initial=1)), 1) for name, values in lengths.items()} | self._longest
-        how = {"headroom": self.headroom, "pad_to_multiple_of": self._multiple}
-        return MemoryBudget(self._batch_size, longest=longest, model=self.model, **how)
+        found = {name: max(int(values.max(initial=1)), 1) for name, values in lengths.items()}
+        return self._changed(_longest=found | given)
+
+    def with_memory(self, known: Callable[[], MemoryModel], /) -> MemoryBudget:
+        return self._changed(model=known(), _assumed=False) if self._assumed else self
+
+    def _changed(self, **attributes: Any) -> MemoryBudget:
+        changed = copy.copy(self)
+        vars(changed).update(attributes, _tables={})
+        return changed
 
     def predicted(self, shape: BatchShape, /) -> FloatArray:
         """Predicted memory as a share of the limit (a device's bytes, or what the hardest batch takes): float64 (K,)."""
@@ -236,23 +264,17 @@ class MemoryBudget(Budget):
         if not self._lengths:
             return self.about
         found, new = self.figures(), self._new_tokens
-        lines = [
-            self.about,
-            f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}",
-        ]
+        head = f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}"
+        lines = [self.about, head]
         for row in zip(*(found[name] for name in ("longest", "samples", "tokens", "share")), strict=True):
             lines.append("{:>8}  {:>8}  {:>10}  {:>12.1%}".format(*row))
         if not found["reach"]:
             return "\n".join([*lines, f"not even one sample fits; {WAY_OUT}"])
-        counted = (
-            f"of lengths + {new} (prompts with what is generated) that is safe for prompts of"
-            if new
-            else "that is safe"
-        )
+        what, of = (f"of lengths + {new} (prompts with what is generated) ", "for prompts of ") if new else ("", "")
         options = "" if self._multiple == 1 else f", pad_to_multiple_of={self._multiple}"
         options += ', layout="packed"' if self.layout == "packed" else ""
         budget = f"TokenBudget({found['max_tokens']}{options})"
-        return "\n".join([*lines, f"a token budget {counted} up to {found['reach']} tokens: {budget}"])
+        return "\n".join([*lines, f"a token budget {what}that is safe {of}up to {found['reach']} tokens: {budget}"])
 
     @property
     def about(self) -> str:
@@ -261,7 +283,7 @@ class MemoryBudget(Budget):
 
     @property
     def _limit_told(self) -> str:
-        units = " and ".join(f"{value:,} {said(name)}" for name, value in self._longest.items())
+        units = " and ".join(f"{value:,} {name}" for name, value in self._longest.items())
         long = f" of {units}" if units else ", however long the longest prove to be"
         return f"the memory of the hardest batch, {self._batch_size:,} samples{long}"
 
@@ -276,15 +298,24 @@ class MemoryBudget(Budget):
         return shape if self._multiple == 1 else BatchShape(shape.num_samples, longest, shape.total)
 
     def _first(self, padded: BatchShape) -> BatchShape:
-        missing = sorted(set(padded.longest) - set(self._longest))
+        given = _of_first_batch(self._longest, padded.longest)
+        missing = sorted(set(padded.longest) - set(given))
         if missing:
             which = "`longest`" if not self._longest else f"how long the first batch is in {missing[0]!r}"
             raise ConfigError(
                 f"{which} is not known: give MemoryBudget(..., longest={{{missing[0]!r}: units of your longest sample}}), or, "
                 f"where a stream is not padded, & AdditiveCap({missing[0]!r}, limit)"
             )
-        known = {name: round_up(np.array([self._longest[name]]), self._multiple) for name in padded.longest}
+        known = {name: round_up(np.array([given[name]]), self._multiple) for name in padded.longest}
         return BatchShape.of(self._batch_size, known)
+
+
+def _of_first_batch(longest: Mapping[str, int], names: Collection[str]) -> dict[str, int]:
+    """How long the first batch is in these streams, as far as that was said, the primary one under any name."""
+    given, first = dict(longest), primary(names)
+    if given and first not in given and primary(given) not in names:
+        given[first] = given.pop(primary(given))
+    return given
 
 
 class _DeviceBudget(MemoryBudget):
@@ -292,7 +323,8 @@ class _DeviceBudget(MemoryBudget):
 
     model: BytesMemoryModel
 
-    def __init__(self, limit_bytes: int, model: BytesMemoryModel, headroom: float, pad_to_multiple_of: int) -> None:
+    def __init__(self, limit: str | float, model: BytesMemoryModel, headroom: float, pad_to_multiple_of: int) -> None:
+        limit_bytes = parsed_bytes(limit) if isinstance(limit, (str, float)) else limit
         self._limit_bytes, self._longest = check_int("limit_bytes", limit_bytes), {}
         if not isinstance(model, BytesMemoryModel):
             raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")

@@ -87,7 +87,6 @@ def as_budget(budget: Budget | int) -> Budget:
     if isinstance(budget, (int, np.integer)) and not isinstance(budget, bool):
         return TokenBudget(int(budget))
     if not isinstance(budget, Budget):
-        raise ConfigError(
-            f"`budget` must be a Budget such as TokenBudget(4096), or a number of tokens, but is {budget!r}"
-        )
+        wanted = "a Budget such as TokenBudget(4096), or a number of tokens"
+        raise ConfigError(f"`budget` must be {wanted}, but is {budget!r}")
     return budget

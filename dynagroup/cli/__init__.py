@@ -1,4 +1,4 @@
-"""The command line: its commands and options. ``commands`` finds what they ask for, ``inputs`` reads; both when one runs."""
+"""The command line: its commands and options. ``commands`` finds what they ask for, when one runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ QUIET = ("huggingface_hub.utils._http", "transformers.tokenization_utils_base")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's exit status.
-
-    A user's mistake is printed as one line, with status 2.
-    """
+    """Run one command; returns the process's exit status. A user's mistake is printed as one line, with status 2."""
     args = _parser().parse_args(arguments)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -61,32 +58,32 @@ def tokens(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 16384 or 16k, but is {text!r}") from None
 
 
-DATA = "data --column --tokenizer --max-length --world-size --layout --pad-to-multiple-of --json"
+DATA = "data --column --kinds --tokenizer --max-length --world-size --layout --pad-to-multiple-of --json"
 TODAY = f"{DATA} --batch-size! --max-tokens --accumulation --model"
+MEASURE = "data --column --tokenizer --max-length --output! --processes --json"
+PLAN = f"{DATA} --max-tokens! --shuffle --window --samples-per-update --picture --html"
+DOCTOR = f"{TODAY} --gpu-memory --dtype --gradient-checkpointing --html"
+DEMO = "--texts --tokenizer --model --device --budget --max-length --samples --seconds"
+FOR = "verl|trl|llamafactory|nemo|megatron"
+FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, a folder of datasets, or a pattern"
 FIT = (
-    "model --gpu-memory! --headroom --mode --max-new-tokens --dtype --autocast --gradient-checkpointing --lora --fsdp --layout "
-    "--pad-to-multiple-of --picture --json"
+    "model --gpu-memory! --headroom --mode --max-new-tokens --dtype --autocast --attention --gradient-checkpointing --lora "
+    "--fsdp --layout --pad-to-multiple-of --for --max-length --picture --json"
 )
 COMMANDS = {  # command -> what it finds, and its options; those with ! must be given
-    "plan": (
-        "plan an epoch and show its figures",
-        f"{DATA} --max-tokens! --shuffle --window --samples-per-update --picture",
-    ),
-    "compare": ("fixed batches, group_by_length and dynagroup on your lengths", f"{TODAY} --picture"),
-    "doctor": (
-        "what your batches waste, and what to change, in five lines",
-        f"{TODAY} --gpu-memory --dtype --gradient-checkpointing",
-    ),
+    "lengths": ("measure files on all cores, once", MEASURE),
+    "plan": ("plan an epoch and show its figures", PLAN),
+    "compare": ("fixed batches, group_by_length and dynagroup on your lengths", f"{TODAY} --picture --html"),
+    "doctor": ("what your batches waste, and what to change, in five lines", DOCTOR),
     "fit": ("how much of a model fits a device, and the line of code for it", FIT),
     "profile": ("the same, or measured on a device", f"{FIT} --measure"),
-    "demo": (
-        "train a small model with fixed batches and with dynagroup",
-        "--texts --tokenizer --model --device --budget --max-length --samples --seconds",
-    ),
-}
+    "check": ("what a model makes of padding and of packed samples, whether its loss is a mean over tokens", "model --json"),
+    "demo": ("train a small model with fixed batches and with dynagroup", DEMO),
+}  # fmt: skip
 OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> what stands for its value, what it means, and its default
-    "data": ("DATA", "lengths, ids or texts: npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of datasets"),
+    "data": ("DATA", f"lengths, ids or texts: {FILES}"),
     "--column": ("C[,C]", "of a table or .npz: lengths, ids or (with --tokenizer) texts; several are streams"),
+    "--kinds": ("C", "column of labels: all batches of a step are of one kind"),
     "--tokenizer": ("NAME", "transformers tokenizer: DATA then holds texts"),
     "--max-length": ("T", "tokens that longer samples are truncated to"),
     "--max-tokens": ("T", "tokens a batch may have, padding counted: 16k; default: --batch-size times the longest"),
@@ -105,13 +102,18 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> what stands for its value, wh
     "--mode": ("train|forward|generate", "what the model is run for", "train"),
     "--dtype": ("TYPE", "of the parameters, e.g. bfloat16; default: the model's"),
     "--autocast": ("TYPE", "lower precision of torch.autocast, e.g. bfloat16; default: not used"),
+    "--attention": ("eager|sdpa|flash", "what the model is run with; default: the model's"),
+    "--for": (FOR, "also the setting of this framework; packed with flash attention, if you do not say"),
     "--max-new-tokens": ("N", "with --mode generate", 256),
     "--gradient-checkpointing": ("", "activations are computed again"),
     "--lora": ("", "adapters are trained, the model is frozen"),
     "--fsdp": ("R", "parameters, gradients and optimizer spread over R ranks"),
     "--measure": ("", "run random weights on the CUDA device here; default: simulate"),
     "--picture": ("PNG", "also save a picture"),
+    "--html": ("FILE", "also save a page with the table and pictures"),
     "--json": ("", "print the figures as JSON"),
+    "--output": ("FILE", "lengths.npy, or .npz for several columns; a run that was killed goes on"),
+    "--processes": ("N", "that measure; default: one a core"),
     "--texts": ("FILE", "one text a line; default: docstrings found on this machine"),
     "--budget": ("T", "tokens a batch may have, padding counted"),
     "--device": ("NAME", "cpu, cuda, ...; default: cuda if there is one"),
@@ -135,9 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, (does, options) in COMMANDS.items():
         made = commands.add_parser(name, help=does, description=f"{does.capitalize()}.")
         for option in options.split():
-            made.add_argument(
-                option.rstrip("!"), **_settings(*OPTIONS[option.rstrip("!")], required=option.endswith("!"))
-            )
+            settings = _settings(*OPTIONS[option.rstrip("!")], required=option.endswith("!"))
+            made.add_argument(option.rstrip("!"), **settings)
     return parser
 
 

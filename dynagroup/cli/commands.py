@@ -1,4 +1,4 @@
-"""What the six commands find; their names and options are the package's."""
+"""What the commands find; their names and options are the package's."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dynagroup.budget.memory import LENGTHS, MemoryBudget, parsed_bytes
+from dynagroup.budget.memory import LENGTHS, WAY_OUT, MemoryBudget, parsed_bytes
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.cli.inputs import lengths_of
 from dynagroup.device import CudaDevice
-from dynagroup.errors import ConfigError
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.files import measure_files, read_column
+from dynagroup.lengths import as_streams, limit_of
 from dynagroup.memory import ProfiledMemory, Workload, measure
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.plan.cost import Work
-from dynagroup.plan.plots import new_figure, save_picture
-from dynagroup.plan.report import MEGA_BATCHES, Comparison
+from dynagroup.plan.plots import new_figure, page, plot_plan, save_picture
+from dynagroup.plan.report import MEGA_BATCHES, Comparison, most_units
 from dynagroup.plan.report import compare as compared
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import said
+from dynagroup.shapes import Streams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,20 +38,55 @@ def run(args: argparse.Namespace) -> None:
     """Run a command and print what it found."""
     if args.command == "demo":  # prints as it goes
         return demo(args)
-    find = {"plan": plan, "compare": compare, "doctor": doctor}.get(args.command, fit)
-    figures, text, draw = find(args)
+    known = {"lengths": lengths, "plan": plan, "compare": compare, "doctor": doctor, "check": check}
+    figures, text, draw = known.get(args.command, fit)(args)
     print(json.dumps(figures, indent=1) if args.json else text)
     if vars(args).get("picture"):
         save_picture(draw(), args.picture)
         print(f"picture: {args.picture}", file=sys.stderr if args.json else sys.stdout)
+    if vars(args).get("html"):
+        Path(args.html).write_text(page(f"dynagroup {args.command}", str(text), draw()), encoding="utf-8")
+
+
+def lengths(args: argparse.Namespace) -> Found:
+    """Measured on all cores and written."""
+    found = _lengths(args, num_proc=args.processes, output=args.output)
+    sums = {name: (len(n), int(n.sum(dtype="int64")), int(n.max())) for name, n in found.items()}
+    told = {name: dict(zip(("num_samples", "sum", "longest"), row, strict=True)) for name, row in sums.items()}
+    lines = ["{}: {:,} samples, {:,} in all, the longest {:,}".format(name, *row) for name, row in sums.items()]
+    return told, "\n".join([*lines, f"written: {args.output}"]), lambda: new_figure(1, 1)
+
+
+def _lengths(args: argparse.Namespace, **how: Any) -> Streams:
+    tokenizer = None
+    if args.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    how["kinds"] = vars(args).get("kinds")
+    return as_streams(measure_files(args.data, tokenizer, args.column, args.max_length, **how))
+
+
+def kinds_of(args: argparse.Namespace) -> list[Any] | None:
+    return None if args.kinds is None else read_column(args.data, args.kinds, "--kinds")
+
+
+def lengths_of(args: argparse.Namespace) -> Streams:
+    """Lengths by stream: read, counted from token ids, or measured with a tokenizer. Several streams are named."""
+    streams = _lengths(args, num_proc=1, progress=False)
+    if len(streams) > 1:  # beside the output where machines read that
+        line = f"streams: {', '.join(streams)} (a batch holds the tokens of all; to take others: --column A[,B])"
+        print(line, file=sys.stderr if args.json else sys.stdout)
+    return streams
 
 
 def plan(args: argparse.Namespace) -> Found:
     lengths = lengths_of(args)
     budget = TokenBudget(args.max_tokens, pad_to_multiple_of=args.pad_to_multiple_of, layout=args.layout)
     options = {name: getattr(args, name) for name in ("shuffle", "window", "samples_per_update", "world_size")}
-    found = LengthAwareBatchSampler(lengths, budget, rank=0, **options).plan
-    return {**found.statistics, "fingerprint": found.fingerprint}, found.report(), found.plot
+    found = LengthAwareBatchSampler(lengths, budget, kinds=kinds_of(args), rank=0, work=Work(), **options).plan
+    figures = {**found.statistics, "fingerprint": found.fingerprint}
+    return figures, found.report(), lambda: plot_plan(found) if args.html else found.plot()
 
 
 def compare(args: argparse.Namespace) -> Found:
@@ -58,11 +96,10 @@ def compare(args: argparse.Namespace) -> Found:
 
 def _comparison(args: argparse.Namespace) -> Comparison:
     lengths = lengths_of(args)
-    longest = max(sum(int(values.max()) for values in lengths.values()), 1)
-    most = args.batch_size * longest if args.max_tokens is None else args.max_tokens
+    most = args.batch_size * most_units(lengths) if args.max_tokens is None else args.max_tokens
     budget = TokenBudget(most, layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
     work = None if args.model is None else Work.of(as_config(args.model))
-    options = {"world_size": args.world_size, "accumulation": args.accumulation}
+    options = {"world_size": args.world_size, "accumulation": args.accumulation, "kinds": kinds_of(args)}
     return compared(lengths, args.batch_size, budget=budget, work=work, **options)
 
 
@@ -112,7 +149,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
     longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
     budget = MemoryBudget.from_model(args.model, args.gpu_memory, **{**_workload(args), "layout": "padded"})
     most, safe = int(budget.most_samples(longest)[0]), budget.max_tokens(max(longest.values()))
-    what = " and ".join(f"{units:,} {said(name)}" for name, units in longest.items())
+    what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
     fits, end = ("fit", f", and {most} would") if most >= found.batch_size else ("do not fit", f": {most} do")
     answer = f"{found.batch_size} samples of {what} {fits} {args.gpu_memory}{end} ({budget.model})"
     return f"{answer}; a budget that is safe: {safe:,} tokens", safe
@@ -121,7 +158,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
     """What was said about the work and differs from what is usual, as arguments of ``MemoryBudget.from_model``."""
     usual = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1, "layout": "padded"}
-    names = (*usual, "dtype", "autocast", "gradient_checkpointing", "lora")
+    names = (*usual, "dtype", "autocast", "attention", "gradient_checkpointing", "lora")
     told = {name: value for name in names if (value := vars(args).get(name)) and value != usual.get(name)}
     told |= {"max_new_tokens": args.max_new_tokens} if told.get("mode") == "generate" else {}
     return told | ({"sharding": "fsdp", "num_ranks": args.fsdp} if vars(args).get("fsdp") else {})
@@ -129,6 +166,8 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 def fit(args: argparse.Namespace) -> Found:
     """What fits by the traced model, or by rows that are measured."""
+    if vars(args)["for"] is not None:  # their micro-batches are packed, and need an attention that keeps samples apart
+        args.layout, args.attention = "packed", args.attention or "flash"
     if vars(args).get("measure"):
         budget, code = _measured(args)
     else:
@@ -137,15 +176,52 @@ def fit(args: argparse.Namespace) -> Found:
         told = "".join(f", {name}={value!r}" for name, value in how.items())
         code = f"MemoryBudget.from_model({args.model!r}, {args.gpu_memory!r}{told})"
     found = budget.figures()
-    return {**found, "code": code}, f"{budget}\n{code}", lambda: _curve(found, budget)
+    setting = None if vars(args)["for"] is None else setting_for(args, found["max_tokens"], found["longest"][-1])
+    told = {"code": code, **({"setting": setting} if setting else {})}
+    return {**found, **told}, "\n".join([str(budget), *told.values()]), lambda: _curve(found, budget)
+
+
+# What caps the tokens of a packed micro-batch, T, when a framework trains or runs forward (log-probabilities). L: the longest
+# sample; N: samples of L tokens that T holds, where a framework counts those. As verl, TRL 1.16, LLaMA-Factory, NeMo-RL and
+# Megatron Core call them in 2026.
+SETTINGS = {
+    ("verl", "train"): "actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.use_dynamic_bsz=True "
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}",
+    ("verl", "forward"): "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True "
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu={T} actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True "
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={T}",
+    ("trl", "train"): "SFTConfig(packing=True, max_length={L}, per_device_train_batch_size={N})",
+    ("llamafactory", "train"): "flash_attn=fa2 neat_packing=true cutoff_len={L} per_device_train_batch_size={N}",
+    ("nemo", "train"): "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens={T}",
+    ("nemo", "forward"): "policy.sequence_packing.enabled=true policy.sequence_packing.logprob_mb_tokens={T}",
+    ("megatron", "train"): "--micro-batch-size 1 --sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}",
+}  # fmt: skip
+
+
+def setting_for(args: argparse.Namespace, most: int, positions: int) -> str:
+    """The setting of a framework that lets no packed batch have more than ``most`` tokens."""
+    framework = vars(args)["for"]
+    if (framework, args.mode) not in SETTINGS:
+        modes = " or ".join(mode for name, mode in SETTINGS if name == framework)
+        raise ConfigError(f"`--for {framework}` goes with `--mode {modes}`, not {args.mode}")
+    longest = limit_of(args.max_length) or min(most, positions)
+    if not 0 < longest <= most:
+        told = f"`--max-length {longest}` is more than fits" if longest else "not one token fits"
+        raise BudgetError(f"{told}: a packed batch may have {most:,} tokens; {WAY_OUT}")
+    return SETTINGS[framework, args.mode].format(T=most, L=longest, N=most // longest)
 
 
 def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
     """Most samples over length, on log scales."""
-    figure = new_figure(6, 3.6)
+    figure = new_figure(6, 4)
     axes = figure.subplots()
     axes.loglog(found["longest"], found["samples"], marker="o", nonpositive="mask")
-    axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit", title=budget.about.replace(" (", "\n("))
+    axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit")
+    axes.set_title("\n".join(line for part in budget.about.split("\n") for line in wrap(part, 80)), fontsize=9)
+    few = [samples for samples in dict.fromkeys(found["samples"]) if samples]
+    for axis, marks in ((axes.xaxis, found["longest"]), (axes.yaxis, few)):
+        axis.set_ticks(marks, [f"{mark:,}" for mark in marks])
+        axis.set_ticks([], minor=True)
     return figure
 
 
@@ -160,6 +236,13 @@ def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
     profile = ProfiledMemory.fit(measure(as_random_model(config, workload, device.device), workload, shapes))
     code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit(rows), headroom={args.headroom})"
     return MemoryBudget.from_bytes(limit, model=profile, headroom=args.headroom), code
+
+
+def check(args: argparse.Namespace) -> Found:
+    from dynagroup.integrations.check import check_model
+
+    found = check_model(args.model)
+    return found, "\n".join(f"{name:7}  {text}" for name, text in found.items()), lambda: new_figure(1, 1)
 
 
 def demo(args: argparse.Namespace) -> None:

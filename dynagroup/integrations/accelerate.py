@@ -66,7 +66,6 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
         if getattr(accelerator.dataloader_config, setting):
             raise ConfigError(f"{setting}=True cuts batches of one fixed size; set it to False")
     if len(sampler) % (size := accelerator.num_processes):
-        raise ConfigError(
-            f"{len(sampler)} batches for {size} ranks: build the sampler with world_size={size}, rank=None"
-        )
+        way_out = f"build the sampler with world_size={size}, rank=None"
+        raise ConfigError(f"{len(sampler)} batches for {size} ranks: {way_out}")
     return accelerator.prepare(loader)

@@ -37,6 +37,11 @@ class DynagroupConfig:
             per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks. Not with updates="free".
         grouping: of so many updates the samples are sorted by length and dealt into as many updates of the same size, so that
             small updates hardly pad either. Only with mode="offline" and updates="preserved".
+        kinds: a label of each training sample, or the name of the column that holds them. Of training, not of evaluation.
+        kind_of: with mode="online", instead of ``kinds``: processed sample -> label.
+        one_kind: with either, all batches of a "step", on all ranks, are of one kind; or each "batch" is.
+        shapes: a compiled model meets at most so many (samples, tokens) in training: batches are filled to them, with padding
+            and with rows of weight 0. Evaluation has other shapes. Needs ``lengths``, measured or given.
         lengths: tokens of each training sample (int, shape (num_samples,)), or a dict of streams such as
             ``{"tokens": ..., "target": ...}``. None: the length column, else counted from the model's first input;
             encoder-decoders' labels are counted as ``target``.
@@ -46,7 +51,8 @@ class DynagroupConfig:
         out_of_memory: a batch that runs out of memory is run in parts ("retry", the same gradient), or an error (None).
         splitter: how such a batch is cut; names the batch dimension of inputs that are not text.
         plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even alone);
-            ``{"work": Work(...)}``: predicted time of a batch, otherwise ``Work.of`` the Trainer's model on its device.
+            ``{"work": Work(...)}``: predicted time of a batch, otherwise ``Work.of`` the Trainer's model on its device;
+            ``{"work": "measure"}`` times the first epoch's steps, and plans the next epochs by them.
         world: the data-parallel ranks, where they are not all ranks; needed with tensor, context or sequence parallelism.
 
     Raises:
@@ -62,6 +68,10 @@ class DynagroupConfig:
     updates: Literal["preserved", "free"] = "preserved"
     samples_per_update: int | BatchSizeSchedule | None = None
     grouping: int | None = None
+    kinds: Any = None
+    kind_of: Callable[[Any], Any] | None = None
+    one_kind: Literal["step", "batch"] = "step"
+    shapes: int | None = None
     lengths: Any = None
     length_of: Callable[[Any], Any] | None = None
     weigh: Literal["auto", "samples"] | Callable[[Any], float] = "auto"
@@ -77,10 +87,14 @@ class DynagroupConfig:
         check_choice("out_of_memory", self.out_of_memory, ("retry", None))
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError("`samples_per_update` needs updates='preserved': free updates are as large as they come")
+        if self.kind_of is not None and self.mode == "offline":
+            way_out = "with mode='offline' pass `kinds`, labels known beforehand"
+            raise ConfigError(f"`kind_of` needs mode='online': {way_out}")
+        if self.plan.get("work") == "measure" and self.mode == "online":
+            raise ConfigError("`work`='measure' needs mode='offline': lengths known beforehand")
         if self.grouping is not None and (self.mode, self.updates) != ("offline", "preserved"):
-            raise ConfigError(
-                "`grouping` needs mode='offline' and updates='preserved': lengths and updates known beforehand"
-            )
+            needs = "mode='offline' and updates='preserved': lengths and updates known beforehand"
+            raise ConfigError(f"`grouping` needs {needs}")
 
 
 def trl_classes(trainer: Any) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 try:
@@ -49,6 +49,9 @@ class DynagroupTrainerMixin(Evaluator):
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
         evaluation = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         refuse_unsupported(self, config)
+        config = replace(config, budget=config.budget.with_memory(partial(hf_data.memory_of, self, "train")))
+        if isinstance(evaluation, Budget):
+            evaluation = evaluation.with_memory(partial(hf_data.memory_of, self, "forward"))
         if config.out_of_memory is not None and config.budget.learner is None:
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval = config, evaluation
@@ -94,8 +97,13 @@ class DynagroupTrainerMixin(Evaluator):
             **config.plan,
             "work": hf_data.work_of(self),
         }
+        ids = getattr(self.processing_class, "pad_token_id", None)
+        pad = None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids)
+        settings = {"shapes": config.shapes, "pad": pad, **settings}
+        kinds = config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds)
+        settings = {"kinds": kinds, "one_kind": config.one_kind, **settings}
         if config.mode == "online":
-            measured = {"length_of": config.length_of, "length_hint": config.lengths}
+            measured = {"length_of": config.length_of, "length_hint": config.lengths, "kind_of": config.kind_of}
             order = None if stream else hf_data.host_order(host)
             return OnlineDataLoader(dataset, config.budget, sampler=order, **settings, **measured)
         lengths, order = config.lengths, None if free else hf_data.host_order(host)

@@ -13,7 +13,9 @@ from accelerate.utils import gather_object
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import count_ids, measure_lengths
-from dynagroup.plan.cost import Work
+from dynagroup.memory import MemoryRegressor
+from dynagroup.memory.run import Mode
+from dynagroup.plan.cost import MeasuredWork, Work
 from dynagroup.shapes import TOKENS, IntArray
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
@@ -69,7 +71,16 @@ def is_stream(dataset: Any) -> bool:
 def work_of(trainer: Any) -> Work:
     """What a step of this Trainer is predicted to take: ``plan["work"]``, or else what its model's config and device say."""
     own = trainer.dynagroup.plan.get("work")
-    return Work.of_known(trainer.model, device=trainer.args.device) if own is None else own
+    guess = MeasuredWork if own == "measure" else Work
+    return own if isinstance(own, Work) else guess.of_known(trainer.model, device=trainer.args.device)
+
+
+def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
+    """What is known of the memory of this Trainer's model, as it runs it."""
+    args = trainer.args
+    lower = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    how = {"autocast": lower, "gradient_checkpointing": args.gradient_checkpointing and mode == "train"}
+    return MemoryRegressor.of_model(trainer.model, mode, **{name: value for name, value in how.items() if value})
 
 
 def write_states(folder: str, loader: StepLoader[Any]) -> None:
@@ -122,6 +133,16 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     if both and "labels" in columns and len(dataset) and hasattr(dataset[0]["labels"], "__len__"):
         streams[TARGET] = measure_lengths(dataset, column="labels")
     return {stream: np.asarray(values, np.int64) for stream, values in streams.items()}
+
+
+def sample_kinds(dataset: Any, kinds: Any) -> Any:
+    """Labels of the samples: as they are given, or of the column that is named."""
+    if not isinstance(kinds, str):
+        return kinds
+    try:
+        return list(dataset[kinds]) if hasattr(dataset, "column_names") else [row[kinds] for row in dataset]
+    except (KeyError, TypeError, IndexError) as error:
+        raise ConfigError(f"`kinds` names the column {kinds!r}, but train_dataset has none of that name") from error
 
 
 def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> Any:

@@ -19,7 +19,7 @@ from dynagroup.integrations.hf_data import is_stream, loader_kwargs, sample_leng
 from dynagroup.integrations.hf_step import UpdateRunner, trl_figures
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.shapes import IntArray, primary
 from dynagroup.validation import warn_user
 
 
@@ -37,7 +37,7 @@ class EvaluationRows:
     """
 
     def __init__(self, lengths: Mapping[str, Any], budget: Budget, num_ranks: int, work: Work = DEFAULT_WORK) -> None:
-        order = np.argsort(-lengths[TOKENS], kind="stable")
+        order = np.argsort(-lengths[primary(lengths)], kind="stable")
         num_groups, self.num_left = divmod(len(order), num_ranks)
         self.num_ranks = num_ranks
         groups = order[: num_groups * num_ranks].reshape(num_groups, num_ranks)
@@ -124,6 +124,7 @@ class Evaluator(UpdateRunner):
         if not whole or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
             return host
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
+        budget = budget if budget.ladder is None else budget.ladder.base  # shapes are training's
         key = (id(dataset), budget.fingerprint)
         if key not in self._planned_rows:
             self._planned_rows[key] = dataset, self._plan_rows(dataset, budget)

@@ -81,14 +81,16 @@ class UpdateRunner(Progress):
         total: Any = 0.0
         mean = self._loss_is_a_mean(model, inputs, num_items_in_batch)
         items = None if mean else num_items_in_batch
+        loader = cast("StepLoader[Any]", self.update_loader)
         for number, step in enumerate(inputs):
             if number:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
             if self.dynagroup.out_of_memory is not None:
-                total = total + self._run_protected(model, step, mean, items)
+                with loader.timed(step):
+                    total = total + self._run_protected(model, step, mean, items)
                 continue
             weighed, figures = self._weighed(step, mean, len(inputs)), trl_figures(self, idle=step.idle)
-            with self._local_gradients(model, step), weighed, figures:
+            with self._local_gradients(model, step), loader.timed(step), weighed, figures:
                 total = total + super().training_step(model, step.batch, items)
         return total
 

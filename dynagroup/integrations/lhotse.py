@@ -59,7 +59,6 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 
 def _num_frames(cut: Any) -> float:
     if cut.num_frames is None:
-        raise ConfigError(
-            f"cut {cut.id!r} has no features, so no `num_frames`; give length_of=lambda cut: cut.num_samples"
-        )
+        way_out = "give length_of=lambda cut: cut.num_samples"
+        raise ConfigError(f"cut {cut.id!r} has no features, so no `num_frames`; {way_out}")
     return cut.num_frames

@@ -28,6 +28,7 @@ class LightningStep(NamedTuple):
     loss_scale: float
     ends_update: bool
     idle: bool
+    kind: Any
 
 
 class _EpochHandle:
@@ -74,7 +75,7 @@ class LightningSteps(Callback):
         for update in self.loader.updates():
             self._ahead.append(self.loader.state_dict())
             for step in update:
-                weighed = step.loss_scale, step.ends_update, step.idle
+                weighed = step.loss_scale, step.ends_update, step.idle, step.kind
                 yield LightningStep(step.batch, list(step.indices), int(step.samples.local), *weighed)
         if self._ahead:  # training has yet to use the last update: after it comes the next epoch
             self._ahead[-1] = self.loader.state_dict()

@@ -210,12 +210,13 @@ def one_by_one(
 ) -> torch.Tensor:  # fmt: skip
     """(T, H, D) -> (T, H, D), a sample at a time: exact on any device and dtype; its cost is one call a sample and layer.
     A query scores keys before it only (``causal``), times ``scale``, fewer than ``window`` tokens away."""
-    parts, marks = [], borders.tolist()
+    parts, sizes = [], borders.diff().tolist()
     grouped = query.shape[1] != key.shape[1]
-    for start, stop in zip(marks[:-1], marks[1:], strict=True):
-        q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
-        long = window is not None and stop - start > window
-        near = _near(torch.arange(stop - start, device=q.device), window, causal) if long else None
-        how = {"is_causal": causal and near is None and stop - start > 1, "scale": scale, "enable_gqa": grouped}
+    # Split at once: the gradient of each slice by itself would be as large as the batch.
+    samples = zip(sizes, *(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (query, key, value)), strict=True)
+    for size, q, k, v in samples:
+        long = window is not None and size > window
+        near = _near(torch.arange(size, device=q.device), window, causal) if long else None
+        how = {"is_causal": causal and near is None and size > 1, "scale": scale, "enable_gqa": grouped}
         parts.append(scaled_dot_product_attention(q, k, v, attn_mask=near, dropout_p=dropout, **how)[0].transpose(0, 1))
     return torch.cat(parts)

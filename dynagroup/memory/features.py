@@ -14,7 +14,7 @@ from dynagroup.memory.formula import COMPONENTS, ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, needed
 from dynagroup.memory.workload import Workload
-from dynagroup.shapes import TOKENS, BatchShape, target_tokens
+from dynagroup.shapes import BatchShape, primary, target_tokens
 
 if TYPE_CHECKING:
     import xgboost
@@ -88,7 +88,7 @@ def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: 
 
 
 def _logs(shape: BatchShape) -> list[FloatArray]:
-    values = (shape.num_samples, shape.longest[TOKENS], target_tokens(shape))
+    values = (shape.num_samples, shape.longest[primary(shape.longest)], target_tokens(shape))
     return [np.log(np.maximum(v, 1).astype(np.float64)) for v in values]
 
 

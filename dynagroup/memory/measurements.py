@@ -111,6 +111,4 @@ class Measurements:
             workload = Workload.from_json(about["workload"])
             return cls(tuple(rows), workload, about["source"], json.loads(about["about"]))
         except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(
-                f"{path} is damaged, or no file of measurements ({error!r:.200}); measure again"
-            ) from error
+            raise StateError(f"{path} is damaged or no file of measurements ({error!r:.200}); measure again") from error

@@ -11,7 +11,7 @@ import numpy as np
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import MONOMIALS, FloatArray, Phases, columns, max_affine
-from dynagroup.shapes import TOKENS, BatchShape
+from dynagroup.shapes import TOKENS, BatchShape, primary
 from dynagroup.validation import warn_user
 
 FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2", "nLT")]
@@ -45,13 +45,10 @@ class ProfiledMemory:
         streams = sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name))
         least = 4 if len(streams) < 2 else 8
         if len(rows) < least:
-            raise ConfigError(
-                f"ProfiledMemory.fit needs at least {least} rows of batches that ran, but got {len(rows)}"
-            )
+            raise ConfigError(f"ProfiledMemory.fit needs at least {least} rows of batches that ran but got {len(rows)}")
         factors = FACTORS[: 4 if len(streams) < 2 else None]
-        found, error = max_affine(
-            columns(measurements.shapes())[:, factors], np.maximum(measurements.batch_bytes(), 1.0)
-        )
+        shapes, sizes = columns(measurements.shapes())[:, factors], np.maximum(measurements.batch_bytes(), 1.0)
+        found, error = max_affine(shapes, sizes)
         static = max(row.static_bytes for row in rows)
         reach = {name: max(row.longest.get(name, 0) for row in rows) for name in streams}
         return cls(int(static), Phases.of(factors, found), float(error), reach)
@@ -67,7 +64,8 @@ class ProfiledMemory:
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         for name, reach in self.reach.items():
-            asked = int(np.max(shape.longest.get(name, 0), initial=0))
+            of = primary(shape.longest) if name == primary(self.reach) else name
+            asked = int(np.max(shape.longest.get(of, 0), initial=0))
             if asked > 2 * reach and not self.__dict__.get("_warned"):
                 self.__dict__["_warned"] = True
                 warn_user(

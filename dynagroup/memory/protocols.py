@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, largest_within
+from dynagroup.shapes import BatchShape, IntArray, largest_within, primary
 
 FloatArray = NDArray[np.float64]
 
@@ -85,7 +85,7 @@ class LargestTable:
         mesh = np.meshgrid(*grids.values(), indexing="ij")
         longest = {name: m.ravel() for name, m in zip(grids, mesh, strict=True)}
         fits = lambda count: model.relative(BatchShape.of(count, longest), baseline) <= headroom  # noqa: E731
-        reach = REACH * int(baseline.num_samples[0]) * top[TOKENS] // np.maximum(longest[TOKENS], 1) + 1
+        reach = REACH * int(baseline.num_samples[0]) * top[primary(top)] // np.maximum(longest[primary(longest)], 1) + 1
         return cls(grids, largest_within(fits, mesh[0].size, reach).reshape(mesh[0].shape))
 
     def largest(self, longest: Mapping[str, IntArray]) -> IntArray:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from dynagroup.memory.features import (
 from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
-from dynagroup.memory.run import MONOMIALS, FloatArray, Layout, Phases, columns, needed
+from dynagroup.memory.run import MONOMIALS, FloatArray, Layout, Mode, Phases, columns, needed
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
@@ -40,6 +41,7 @@ PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 FORMAT = 2
 MIN_ROWS = 8
 MOST_LIFT = 5.0  # of a log ratio: no limit
+_known: WeakKeyDictionary[Any, dict[Any, MemoryRegressor]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,16 @@ class MemoryRegressor:
     def pretrained(cls, workload: Workload | None = None) -> MemoryRegressor:
         """The regressor that comes with the package, for this workload; None: nothing is known, and it is careful."""
         return replace(_pretrained(), workload=workload) if workload else _pretrained()
+
+    @classmethod
+    def of_model(cls, model: Any, mode: Mode, **known: Any) -> MemoryRegressor:
+        """The pretrained one, for this torch model as it is run. Looking takes seconds, so it is done once a model. Of one that
+        says nothing of itself, without a config, only the mode is known. ``known``: fields of a :class:`Workload`."""
+        found, key = _known.setdefault(model, {}), (mode, *sorted(known.items()))
+        if key not in found:
+            tells = getattr(model, "config", None) is not None
+            found[key] = cls.pretrained(Workload.from_model(model, mode, **known) if tells else Workload(mode=mode))
+        return found[key]
 
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> MemoryRegressor:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.shapes import TOKENS, BatchShape, target_tokens
+from dynagroup.shapes import BatchShape, primary, target_tokens
 
 FloatArray: TypeAlias = NDArray[np.float64]
 Mode: TypeAlias = Literal["train", "forward", "generate"]
@@ -46,9 +46,11 @@ def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> Fl
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
     """The monomials of a shape; packed, of one sample as long as all of its samples together. float64 (K, 12)."""
     if packed:
-        total = np.maximum(shape.total[TOKENS], 1)
+        total = np.maximum(shape.total[primary(shape.total)], 1)
         return monomials(np.ones_like(total), total, total)
-    return monomials(shape.num_samples, np.maximum(shape.longest[TOKENS], 1), np.maximum(target_tokens(shape), 1))
+    return monomials(
+        shape.num_samples, np.maximum(shape.longest[primary(shape.longest)], 1), np.maximum(target_tokens(shape), 1)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,12 @@ class Phases:
         """Bytes that grow with each batch, at least one: float64 (K,). Memory rises with the length beyond ``until``, too."""
         if self.until is None:
             return _largest(self.rows, columns(shape, packed))
-        inside = {**shape.longest, TOKENS: np.minimum(shape.longest[TOKENS], self.until)}
+        inside = {
+            **shape.longest,
+            primary(shape.longest): np.minimum(shape.longest[primary(shape.longest)], self.until),
+        }
         within = _largest(self.rows, columns(BatchShape.of(shape.num_samples, inside)))
-        beyond = np.where(shape.longest[TOKENS] > self.until, _largest(self.after, columns(shape)), 0.0)
+        beyond = np.where(shape.longest[primary(shape.longest)] > self.until, _largest(self.after, columns(shape)), 0.0)
         return np.maximum(within, beyond)
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
@@ -95,7 +100,9 @@ class Phases:
         least = self.bytes(baseline, packed)
         if self.aligned is None:
             return least
-        spared = (baseline.longest[TOKENS] % MASK_ALIGNMENT == 0) | (target_tokens(baseline) % MASK_ALIGNMENT == 0)
+        spared = (baseline.longest[primary(baseline.longest)] % MASK_ALIGNMENT == 0) | (
+            target_tokens(baseline) % MASK_ALIGNMENT == 0
+        )
         return np.where(spared, self.aligned.bytes(baseline, packed), least)
 
 

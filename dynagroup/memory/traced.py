@@ -14,7 +14,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, Layout, Mode, Phases
 from dynagroup.memory.workload import Workload, assumed
-from dynagroup.shapes import TOKENS, BatchShape, said
+from dynagroup.shapes import TOKENS, BatchShape, primary
 
 if TYPE_CHECKING:
     from dynagroup.memory.trace.program import MakeInputs
@@ -152,7 +152,7 @@ class TracedMemory:
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         """Bytes that grow with the batch, at the peak: float64 (K,)."""
-        others = [said(name) for name in shape.longest if name != TOKENS]
+        others = [name for name in shape.longest if name != primary(shape.longest)]
         if others and not self._knows_targets:
             raise ConfigError(
                 f"the model was traced with one stream of tokens, but batches have {others[0]!r} beside it; give each sample one "

@@ -77,9 +77,8 @@ class Workload:
     def __post_init__(self) -> None:
         for known in fields(self):
             if (value := getattr(self, known.name)) is not None:
-                object.__setattr__(
-                    self, known.name, _checked(known.name, str(known.type).removesuffix(" | None"), value)
-                )
+                kind = str(known.type).removesuffix(" | None")
+                object.__setattr__(self, known.name, _checked(known.name, kind, value))
         if self.layout == "packed" and self.mode == "generate":
             raise ConfigError("`layout` 'packed' is for training and forward passes; generate() pads its prompts")
         if self.layout == "packed" and self.encoder_decoder:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -12,14 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.lengths import LONGEST, with_tokens
-from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, shorten
+from dynagroup.lengths import LONGEST, Kinds, check_names
+from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of, shorten
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of
-from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
-from dynagroup.plan.ranks import cut
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said, units_of
+from dynagroup.plan.cost import Work, check_work
+from dynagroup.plan.planner import OneKind
+from dynagroup.plan.ranks import cut_kinds
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
+from dynagroup.update.filling import FillingCollator, Pad, Shape
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import total_of, width_of
 from dynagroup.validation import check_choice, check_function, warn_user
@@ -37,13 +39,10 @@ def measure_sample(sample: Any) -> int:
     >>> measure_sample({"input_ids": [5, 6, 7]})
     3
     """
-    try:
-        ids = sample["input_ids"]
-    except (TypeError, KeyError, IndexError):
+    ids = _ids_of(sample)
+    if ids is None:
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ConfigError(
-            f"a sample has no 'input_ids' to measure (it is {found}); pass length_of=, e.g. len"
-        ) from None
+        raise ConfigError(f"a sample has no 'input_ids' to measure (it is {found}); pass length_of=, e.g. len")
     shape = getattr(ids, "shape", None)
     length = int(shape[-1]) if shape else len(ids)
     mask = sample.get("attention_mask") if isinstance(sample, Mapping) else None
@@ -52,9 +51,7 @@ def measure_sample(sample: Any) -> int:
     mask = mask[0] if getattr(mask, "ndim", 1) > 1 else mask
     if mask[0] and mask[-1]:
         return length
-    warn_user(
-        "samples come padded already: lengths are taken from attention_mask; pad in collate_fn, or batches stay as wide"
-    )
+    warn_user("samples come padded: lengths are taken from attention_mask; pad in collate_fn, or batches stay as wide")
     return int(sum(mask))
 
 
@@ -73,6 +70,9 @@ class RefinementCollator:
         weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
         oversize: a sample that does not fit even alone: "alone" or "error".
         work: predicted time of a batch.
+        pad: what fills batches to the shapes of a budget that is a :class:`~dynagroup.ShapeLadder`, as there.
+        kind_of: sample -> label that can be hashed; a batch then holds samples of one kind. ``kinds``: labels by dataset index.
+        one_kind: whether ranks take batches of one kind in a "step", or each "batch" may be of any.
 
     Raises:
         BudgetError: a collated batch is wider than measured and does not fit; or ``oversize="error"`` and one does not fit.
@@ -89,17 +89,29 @@ class RefinementCollator:
     _: KW_ONLY
     weigh: Weigh = "tokens"
     oversize: Oversize = "alone"
-    work: Work = DEFAULT_WORK
+    work: Work = field(default_factory=check_work)
+    pad: Pad | None = None
+    kind_of: Callable[[Any], Hashable] | None = None
+    kinds: Kinds | None = None
+    one_kind: OneKind = "step"
 
     def __post_init__(self) -> None:
-        if self.collate_fn is not None:
-            check_function("collate_fn", self.collate_fn, "from samples to a batch")
-        if self.length_of is not None:
-            check_function("length_of", self.length_of, "from a sample to its tokens")
+        sample, batch = "from a sample to its", "from samples to a batch"
+        for name, what in {"collate_fn": batch, "length_of": f"{sample} tokens", "kind_of": f"{sample} label"}.items():
+            if getattr(self, name) is not None:
+                check_function(name, getattr(self, name), what)
+        if self.kinds is not None and self.kind_of is not None:
+            raise ConfigError("`kinds` and `kind_of` exclude each other: both label the samples")
+        if check_choice("one_kind", self.one_kind, ("step", "batch")) == "batch" and not self.has_kinds:
+            raise ConfigError("`one_kind` ('batch') needs `kind_of`, or `kinds`: a label for each sample")
         check_choice("oversize", self.oversize, ("alone", "error"))
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
         self._warned_wide = self._collates_to_measure = False
+
+    @property
+    def has_kinds(self) -> bool:
+        return self.kind_of is not None or self.kinds is not None
 
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
@@ -110,9 +122,8 @@ class RefinementCollator:
         except _WiderThanMeasured as wider:
             self._collates_to_measure = True
             warn_user(
-                f"{wider}: `collate_fn` changes lengths, so every sample is collated by itself to be measured, which takes "
-                "about as long again; to save that, pass `length_of`, or give the budget the collate function's "
-                "`pad_to_multiple_of`"
+                f"{wider}: `collate_fn` changes lengths, so every sample is collated by itself to be measured, which takes about "
+                "as long again; to save that, pass `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
             )
             refined = self._refine(window)
         return RefinedWindow(window.request.number, refined, window.place)
@@ -122,8 +133,9 @@ class RefinementCollator:
         assert refined.samples is not None
         bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
-        groups = [refined.group] * parts
-        return self._collate_all(_neighbours(np.diff(bounds)), groups, refined.lengths, request, refined.samples)
+        groups, labels = [refined.group] * parts, [refined.label] * len(refined)
+        window = WindowSamples(request, refined.samples)
+        return self._collate_all(_neighbours(np.diff(bounds)), groups, refined.lengths, labels, window)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """True lengths of these samples: stream -> int32 (N,)."""
@@ -131,14 +143,15 @@ class RefinementCollator:
         measured = [_asked(name, length_of, sample, of=index) for sample, index in zip(samples, indices, strict=True)]
         columns: Mapping[str, Any] = {TOKENS: measured}
         if isinstance(measured[0], Mapping):
-            columns = with_tokens({stream: [m[stream] for m in measured] for stream in measured[0]})  # type: ignore[index]
+            check_names(measured[0])
+            columns = {stream: [m[stream] for m in measured] for stream in measured[0]}  # type: ignore[index]
         return {stream: _whole_numbers(name, values, indices) for stream, values in columns.items()}
 
     def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:
         if self.length_of is not None:
             return "length_of", self.length_of
         collate = self.collate_fn
-        if collate is None or (not self._collates_to_measure and _has_ids(sample)):
+        if collate is None or (not self._collates_to_measure and _ids_of(sample) is not None):
             return "length_of", measure_sample
         return "collate_fn", lambda sample: _collated_length(collate, sample)
 
@@ -146,36 +159,54 @@ class RefinementCollator:
         request, samples = window.request, window.samples
         if not samples:
             return []
-        lengths = self.measure(samples, request.indices)
-        return self._collate_all(*self._divide(lengths, request), lengths, request, samples)
+        lengths, labels = self.measure(samples, request.indices), self._labels(samples, request.indices)
+        return self._collate_all(*self._divide(lengths, labels, request), lengths, labels, window)
 
-    def _divide(self, lengths: Streams, request: Request) -> tuple[Batches, list[int]]:
-        """Planned batches that fit stay, all others are cut. With which planned batch each comes from."""
-        make = partial(cut, budget=self.budget, work=self.work)
+    def _labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+        if self.kinds is not None:
+            return [self.kinds.labels[code] for code in self.kinds.codes[indices].tolist()]
+        if self.kind_of is None:
+            return [None] * len(samples)
+        return [self._label(sample, index) for sample, index in zip(samples, indices, strict=True)]
+
+    def _label(self, sample: Any, index: int) -> Any:
+        label = _asked("kind_of", self.kind_of or number_of, sample, of=index)
+        try:
+            number_of(label)
+        except TypeError:
+            way_out = f"but gives {label!r:.80} for sample {index}; give a text, or a tuple"
+            raise ConfigError(f"`kind_of` must give a label that can be hashed, {way_out}") from None
+        return label
+
+    def _divide(self, lengths: Streams, labels: Sequence[Any], request: Request) -> tuple[Batches, list[int]]:
+        """Planned batches that fit and are of one kind stay, all others are cut. With which planned batch each comes from."""
+        kinds = np.array([number_of(label) for label in labels]) if self.has_kinds else np.zeros(len(labels), np.int64)
+        make = partial(cut_kinds, budget=self.budget, num_ranks=1, together=False, work=self.work)
         if request.groups is None:
-            batches = make(lengths)
+            batches = Batches.concatenate(make(lengths, kinds))
             return batches, [*range(len(batches))]
         planned = _neighbours(np.asarray(request.groups))
         fits = self.budget.fits(shapes_of(planned, lengths))
         parts = []
-        for members, stays in zip(planned, fits.tolist(), strict=True):
-            cuts = not stays and len(members) > 1
-            parts.append(
-                make({n: v[members] for n, v in lengths.items()}).map(members) if cuts else Batches.of([members])
-            )
+        for members, fit in zip(planned, fits.tolist(), strict=True):
+            own, of_own = kinds[members], {name: values[members] for name, values in lengths.items()}
+            stays = len(members) == 1 or (fit and (own == own[0]).all())
+            made = [Batches.of([members])] if stays else [part.map(members) for part in make(of_own, own)]
+            parts.append(Batches.concatenate(made))
         return Batches.concatenate(parts), [number for number, part in enumerate(parts) for _ in part]
 
     def _collate_all(
-        self, batches: Batches, groups: Sequence[int], lengths: Streams, request: Request, samples: list[Any]
+        self, batches: Batches, groups: Sequence[int], lengths: Streams, labels: Sequence[Any], window: WindowSamples
     ) -> list[Refined]:
-        shapes = shapes_of(batches, lengths)
+        request, samples, shapes = window.request, window.samples, shapes_of(batches, lengths)
+        agrees = self.has_kinds and self.one_kind == "step"
         counted = _rows(
             oversize=~self.budget.fits(shapes),
             padded=padded_tokens(shapes, self.budget),
             work=self.work.of_batches(batches, lengths, self.budget),
             real=real_tokens(shapes, self.budget),
         )
-        shown = shapes.total if self.budget.layout == "packed" else shapes.longest
+        shown = shapes.total if is_packed(self.budget, lengths) else shapes.longest
         widths = _rows(**{name: shown[name] for name in padded_streams(self.budget, lengths)})
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist())
         made = []
@@ -189,42 +220,48 @@ class RefinementCollator:
             else:
                 self._check_width(batch, indices, measured, widths[number])
             weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
+            batch = batch if self.budget.ladder is None else self._filling.fill(batch, len(places))
             facts = {"samples": chosen if number in kept else None, "group": groups[number], **counted[number]}
+            facts |= {"label": labels[places[0]], "kind": agrees * number_of(labels[places[0]])}
             positions = tuple(request.positions[members].tolist())
             made.append(Refined(batch, indices, positions, measured, weight, **facts))
         return made
+
+    def collate(self, samples: list[Any], shape: Shape) -> Any:
+        """One batch, as models are given it; filled to this shape where there are few."""
+        return self._filling(samples, shape)
+
+    @property
+    def _filling(self) -> FillingCollator:
+        return FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
 
     def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
         if len(indices) > 1:
             raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
         if self.oversize == "error":
-            raise BudgetError(
-                f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; "
-                "truncate it, filter it out, raise the budget, or pass oversize='alone'"
-            )
+            way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
+            raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")
 
     def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
         """A batch is as wide as its longest sample, or as long as all of them, or lengths were measured wrong."""
-        packed, wide = self.budget.layout == "packed", {}
+        packed, wide = is_packed(self.budget, lengths), {}
         for name, width in widths.items():
-            tokens = total_of(batch, name) if packed else width_of(batch, len(indices), name)
+            tokens = total_of(batch, name, widths) if packed else width_of(batch, len(indices), name, widths)
             if tokens is not None and tokens > width + -width % self.budget.pad_to_multiple_of:
                 wide[name] = tokens
         if not wide:
             return
-        came = " and ".join(f"{tokens} {said(name)}" for name, tokens in wide.items())
+        came = " and ".join(f"{tokens} {name}" for name, tokens in wide.items())
         form, whose = ("long", "which measure") if packed else ("wide", "whose longest sample measures")
-        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} " + " and ".join(
-            str(widths[name]) for name in wide
-        )
+        measured = " and ".join(str(widths[name]) for name in wide)
+        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {measured}"
         if self.length_of is None and not self._collates_to_measure:
             raise _WiderThanMeasured(told)
-        shape, true = BatchShape.of_samples(lengths), {name: np.array([tokens]) for name, tokens in wide.items()}
-        longest, total = (
-            (shape.longest, {**shape.total, **true}) if packed else ({**shape.longest, **true}, shape.total)
-        )
+        shape = BatchShape.of_samples(lengths)
+        true = {name: np.array([tokens]) for name, tokens in wide.items()}
+        wider: Any = {"total": {**shape.total, **true}} if packed else {"longest": {**shape.longest, **true}}
         way_out = "correct `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
-        if not self.budget.fits(BatchShape(shape.num_samples, longest, total))[0]:
+        if not self.budget.fits(replace(shape, **wider))[0]:
             raise BudgetError(f"{told}: the batch does not fit; {way_out}")
         if not self._warned_wide:
             self._warned_wide = True
@@ -240,11 +277,11 @@ def _rows(**columns: NDArray[Any]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
 
 
-def _has_ids(sample: Any) -> bool:
+def _ids_of(sample: Any) -> Any:
     try:
-        return sample["input_ids"] is not None
+        return sample["input_ids"]
     except (TypeError, KeyError, IndexError):
-        return False
+        return None
 
 
 def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:

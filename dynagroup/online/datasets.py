@@ -140,10 +140,8 @@ def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     except Exception as error:
         raise RuntimeError(f"dataset items {shorten(asked)} raised {type(error).__name__}: {error}") from error
     if len(samples) != len(indices):
-        raise RuntimeError(
-            f"the dataset's __getitems__ gave {len(samples)} samples for {len(indices)} indices "
-            f"{shorten(indices)}; it must give one for each, in their order"
-        )
+        told = f"the dataset's __getitems__ gave {len(samples)} samples for {len(indices)} indices {shorten(indices)}"
+        raise RuntimeError(f"{told}; it must give one for each, in their order")
     return samples
 
 

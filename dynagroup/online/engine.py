@@ -4,65 +4,67 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dynagroup.errors import AlignmentError
 from dynagroup.online.feeds import IterableFeed, MapFeed, Workers
-from dynagroup.online.messages import Refined, RefinedWindow
+from dynagroup.online.messages import Refined, RefinedWindow, by_kind, number_of
 from dynagroup.online.plans import Source, behind, handed_out
-from dynagroup.online.protocol import Agreement, Exchange, agree, even_parts, offer, placed, quantile
-from dynagroup.online.state import LearnedLengths, pack
+from dynagroup.online.protocol import Agreement, Exchange, agree, even_parts, offer, placed, quantiles, spread
+from dynagroup.online.state import LearnedLengths, pack, unpack
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import units_of
 from dynagroup.update.loss_weight import Share, loss_scale
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import warn_user
 
-LOW_WATER = 32  # batches that a rank wants queued before an exchange: so many steps follow one
+LOW_WATER, OF_EACH = 32, 2  # batches that a rank wants queued before an exchange, and more for each further kind
 
 
 class Take(NamedTuple):
-    """One step on this rank: a batch, or None to idle, and what it weighs."""
+    """One step on this rank: a batch, an empty one to idle, and what it weighs."""
 
-    batch: Refined | None
+    batch: Refined
     samples: Share
     weight: Share
     ends_update: bool
 
 
+@dataclass(eq=False)
 class Runner(ABC):
     """One epoch, fresh or resumed; what both ways of running share. It stands at a cursor whose ``begun_samples`` and
     ``begun_weight`` are this rank's; ``under_way`` are the update's samples over all ranks; from a saved place of this rank it
     goes on with the very batches that were queued. ``identity`` is what all ranks must have alike."""
 
-    def __init__(
-        self,
-        source: Source,
-        workers: Workers,
-        stands: Cursor,
-        place: Mapping[str, Any] | None,
-        under_way: int,
-        identity: Mapping[str, Any],
-        stats: LoaderStats,
-        learned: LearnedLengths | None,
-    ) -> None:
-        self.source, self.config, self.world, self._workers = source, source.config, source.world, workers
-        self.exchange = Exchange(self.world, stands.epoch)
-        self.stats, self._learned, self._identity, self._place = stats, learned, identity, place
-        self.feed: Any = (IterableFeed if source.iterable else MapFeed)(source, workers, place and place["feed"])
-        self.stands, self._under_way = stands, under_way
+    source: Source
+    workers: Workers
+    stands: Cursor
+    place: Mapping[str, Any] | None
+    under_way: int
+    identity: Mapping[str, Any]
+    stats: LoaderStats
+    learned: LearnedLengths | None
+
+    def __post_init__(self) -> None:
+        source, place = self.source, self.place
+        self.config, self.world, self.exchange = source.config, source.world, Exchange(source.world, self.stands.epoch)
+        self.feed: Any = (IterableFeed if source.iterable else MapFeed)(source, self.workers, place and place["feed"])
         self.queue: list[Refined] = []  # batches that wait for an agreement
-        self.agreed: list[Refined | None] = []  # steps that wait for the rest of their update
+        self.agreed: list[Refined] = []  # steps that wait for the rest of their update; an empty batch idles
         self.due: deque[Take] = deque()  # steps whose update's totals are known
         self.ended = False  # the steps that are agreed are the epoch's last
         self.split: bool = place is not None and place["split"]  # a planned batch had to be, on some rank
-        self._smallest: Refined | None = None  # to idle on: a copy of the smallest batch that it had, or was lent
+        self.kinds = [0]  # that some rank has had, in one order on all
+        # To idle on: copies of each kind's smallest batch that it had, or was lent.
+        self._smallest: dict[int, Refined] = {}
 
     @abstractmethod
-    def _steps(self) -> Iterator[Step[Any]]: ...
+    def _more(self) -> None:
+        """Make further steps due; what was agreed when the place was saved comes first."""
 
     @property
     @abstractmethod
@@ -71,44 +73,50 @@ class Runner(ABC):
 
     @property
     def cursor(self) -> Cursor:
-        return handed_out(self.stands, self._under_way, self.source.sizes)
+        return handed_out(self.stands, self.under_way, self.source.sizes)
 
     def state(self) -> dict[str, Any] | None:
         """Its place, JSON-able; None once the epoch is over."""
         if self.over:
             return None
         base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
-        place = {"under_way": self._under_way, "ended": self.ended, "split": self.split, "feed": feed}
-        return {**place, "base": base if base is None else pack(base)}
+        place = {"under_way": self.under_way, "ended": self.ended, "split": self.split, "feed": feed}
+        return {**place, "base": base if base is None else pack(base), "kinds": pack(self.kinds)}
 
     def close(self) -> None:
         """Let go of the workers, also when the loop was left early."""
         self.feed.close()
 
     def __iter__(self) -> Iterator[Step[Any]]:
-        failure, place = None, self._place
+        failure, place = None, self.place
         try:
             self.agreed, self.queue = self.feed.reload()
-            self._note([batch for batch in self.agreed if batch] + self.queue)
+            self._note([*filter(len, self.agreed), *self.queue])
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
-        self.exchange.compare(self._identity, failure)
+        self.exchange.compare(self.identity, failure)
         if place is not None:
             # What was the end is none if some batch had to be split and waits again, or if an iterable is read again.
             waits = len(self.queue) or int(place["ended"] and self.feed.receiving)
-            waits, lacking = self.exchange.highest([waits, int(self._smallest is None)])
-            self.ended = place["ended"] and not waits
-            self._lend(lacking and self.agreed)
+            self.kinds, before = unpack(place["kinds"]).tolist(), self.feed.kinds_before
+            changed = [batch.kind for batch in self.agreed] != before
+            waits, changed, *lacking = self.exchange.highest([waits, int(changed), *self._lacking])
+            if changed and self.source.sizes is None:  # by processing; what is left of an update is agreed anew anyway
+                self.agreed, self.queue = [], [*filter(len, self.agreed), *self.queue]
+            self.ended = place["ended"] and not (waits or changed)
+            self._lend(lacking, [0 if changed else before.count(kind) for kind in self.kinds])
         elif self.feed.shares:
             self.feed.share([0] * self.world.size, 0)
-        yield from self._steps()
+        while not self.over:
+            if self.due:
+                yield self._emit()
+            else:
+                self._more()
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
         """Split batches whose samples were kept, until there are ``steps`` or none can be split."""
-        if len(batches) >= steps:
-            return list(batches)
         sizes = [1 if batch.samples is None else len(batch) for batch in batches]
-        split = self._workers.collator.split
+        split = self.workers.collator.split
         pairs = zip(batches, even_parts(sizes, steps), strict=True)
         return [part for batch, parts in pairs for part in ([batch] if parts == 1 else split(batch, parts))]
 
@@ -126,70 +134,81 @@ class Runner(ABC):
 
     def _note(self, batches: Sequence[Refined]) -> None:
         self.split |= len({batch.group for batch in batches}) < len(batches)
-        if self.world.size > 1 and batches:
-            smallest = min(batches, key=lambda batch: batch.size_key)
-            if self._smallest is None or smallest.size_key < self._smallest.size_key:
-                self._smallest = smallest.copied()
+        for kind, alike in by_kind(batches).items() if self.world.size > 1 else ():
+            smallest = min(alike, key=lambda batch: batch.size_key)
+            if kind not in self._smallest or smallest.size_key < self._smallest[kind].size_key:
+                self._smallest[kind] = smallest.copied()
 
-    def _agree(self, queued: int, receiving: bool, failure: BaseException | None) -> Agreement:
-        opening = self.feed.opening
-        values = [*offer(queued, receiving), opening, -opening, int(self._smallest is None), int(self.split)]
-        *highest, first, last, lacking, split = self.exchange.highest(values, failure)
+    @property
+    def _lacking(self) -> list[int]:
+        """Of each kind, whether this rank has had none to idle on."""
+        return [int(kind not in self._smallest) for kind in self.kinds]
+
+    def _agree(self, batches: Sequence[Refined], receiving: bool, failure: BaseException | None) -> Agreement:
+        """What all take next, of each of ``kinds``; kinds that are new to a rank are told to all before."""
+        opening, counts = self.feed.opening, Counter(batch.kind for batch in batches)
+        new = sorted(counts.keys() - {*self.kinds})
+        flags, offered = [opening, -opening, int(self.split), len(new)], [counts[kind] for kind in self.kinds]
+        found = self.exchange.highest([*flags, *offer(offered, receiving), *self._lacking], failure)
+        (first, last, split, most), highest, lacking = found[:4], found[4 : -len(offered)], found[-len(offered) :]
+        if most:
+            self.kinds = sorted({*self.kinds, *self.exchange.gathered(new, most)} - {0})
+            return self._agree(batches, receiving, None)
         agreement, self.split = agree(highest), bool(split)
+        self.stats.kind_steps += agreement.further
         if self.world.size > 1 and first and first == -last:
             if not self.source.iterable:
                 raise AlignmentError(
                     "every rank's `batch_sampler` gives the same batches, so every sample would be used on every rank; give "
                     "each rank its own (LengthAwareBatchSampler does), or pass `sampler` and let the loader divide"
                 )
-            self._workers.tell_of_sharing(f"all {self.world.size} ranks")
-        self._lend(lacking and agreement.steps)
+            self.workers.tell_of_sharing(f"all {self.world.size} ranks")
+        self._lend(lacking, agreement.steps)
         return agreement
 
-    def _lend(self, needed: Any) -> None:
-        """Some rank had no batch so far: it idles on a copy of another rank's smallest one."""
-        if needed and self.world.size > 1:
-            lent = self.exchange.lend(self._smallest and RefinedWindow(-1, [self._smallest]))
-            self._smallest = self._smallest or lent.batches[0]
+    def _lend(self, lacking: Sequence[int], steps: Sequence[int]) -> None:
+        """Some rank had no batch of a kind so far: it idles on a copy of another rank's smallest one."""
+        for kind, lacks, needed in zip(self.kinds, lacking, steps, strict=True):
+            if lacks and needed and self.world.size > 1:
+                own = self._smallest.get(kind)
+                lent = self.exchange.lend(own and RefinedWindow(-1, [own]))
+                self._smallest[kind] = own or lent.batches[0]
 
-    def _total(self, updates: list[list[Refined | None]], extra: Sequence[int] = ()) -> list[float]:
+    def _total(self, updates: list[list[Refined]], extra: Sequence[int] = ()) -> list[float]:
         """Make these updates due, with their totals over ranks; gives back ``extra``, summed too."""
-        weights = [float(sum(batch.weight for batch in update if batch)) for update in updates]
-        samples = [sum(len(batch) for batch in update if batch) for update in updates]
+        weights = [float(sum(batch.weight for batch in update)) for update in updates]
+        samples = [sum(map(len, update)) for update in updates]
         if updates:
             weights[0] += self.stands.begun_weight
             samples[0] += self.stands.begun_samples
         values = [*weights, *samples, *extra]
-        found = self.exchange.total(values) if values else []
+        found = self.exchange.world.all_sum(values) if values else []  # may follow a MAX only
         for number, update in enumerate(updates):
             total, count = found[number], round(found[len(updates) + number])
             for place, batch in enumerate(update):
-                local = (batch.weight, len(batch)) if batch else (0, 0)
-                shares = Share(local[1], count), Share(local[0], total)
+                shares = Share(len(batch), count), Share(batch.weight, total)
                 self.due.append(Take(batch, *shares, ends_update=place == len(update) - 1))
         return found[2 * len(updates) :]
 
     def _emit(self) -> Step[Any]:
         """A step, counted as used before the training loop gets it."""
         take, cursor = self.due.popleft(), self.stands
-        batch, self._under_way = take.batch, round(take.samples.total)
+        batch, self.under_way = take.batch, round(take.samples.total)
         begun: dict[str, Any] = {"steps": cursor.steps + 1}
         if take.ends_update:
-            cursor = behind(cursor, self._under_way, self.source.sizes)
-            self.stats.count_update(self._under_way)
+            cursor = behind(cursor, self.under_way, self.source.sizes)
+            self.stats.count_update(self.under_way)
         else:
             begun |= {"begun_rows": cursor.begun_rows + 1, "begun_weight": cursor.begun_weight + take.weight.local}
             begun["begun_samples"] = cursor.begun_samples + int(take.samples.local)
         self.stands = replace(cursor, **begun)
-        if batch is None:
-            self.stats.count_step(idle=True)
-            assert self._smallest is not None, "a rank idles with no batch to idle on"
-            shown = self._smallest.copied()
-        else:
+        shown = batch or self._smallest[batch.kind].copied()
+        if batch:
             self._count(batch)
-            shown = batch
-        scale = loss_scale(take.weight, self.world.size)
-        return Step(shown.batch, [*shown.indices], take.samples, take.weight, scale, take.ends_update, batch is None)
+        else:
+            self.stats.count_step(0, shown.real, shown.padded, idle=True)
+        shares = take.samples, take.weight, loss_scale(take.weight, self.world.size)
+        return Step(shown.batch, [*shown.indices], *shares, take.ends_update, not batch, shown.label)
 
     def _count(self, batch: Refined) -> None:
         self.stats.count_step(len(batch), batch.real, batch.padded)
@@ -199,78 +218,83 @@ class Runner(ABC):
                 "alone, as others may be (stats.oversize counts them); truncate it, raise the budget, or pass oversize='error'"
             )
         self.stats.oversize += batch.oversize
-        if self._learned is not None:
-            self._learned.observe(batch.indices, batch.lengths)
+        if self.learned is not None:
+            labelled = self.workers.collator.has_kinds
+            self.learned.observe(batch.indices, batch.lengths, number_of(batch.label) if labelled else None)
 
 
 class FreeRunner(Runner):
     """Steps without update boundaries: as many as the rank with most batches needs. A rank loads windows until it has
-    ``LOW_WATER`` batches, then all :func:`agree` on a number of steps and take so many from their queues. An update's steps are
-    emitted once all are agreed: its totals are sums over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps."""
+    ``LOW_WATER`` batches, and ``OF_EACH`` for every further kind, of which some wait for other ranks; then all :func:`agree` on
+    numbers of steps and take so many from their queues. An update's steps are emitted once all are agreed: its totals are sums
+    over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps."""
 
     @property
     def over(self) -> bool:
         return self.ended and not self.due and not self.agreed
 
-    def _steps(self) -> Iterator[Step[Any]]:
-        if self.agreed:
-            self._complete([])
-        while True:
-            while self.due:
-                yield self._emit()
-            if self.ended:
-                return
+    def _more(self) -> None:
+        self._complete([])
+        if not self.due:
             self._exchange()
 
     def _exchange(self) -> None:
-        failure, feed = None, self.feed
+        failure, feed, wanted = None, self.feed, LOW_WATER + OF_EACH * (len(self.kinds) - 1)
         try:
-            while feed.can_take and len(self.queue) < LOW_WATER:
+            while feed.can_take and len(self.queue) < wanted:
                 self.queue += self._loaded() or ()
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
-        agreement = self._agree(len(self.queue), feed.receiving, failure)
+        agreement = self._agree(self.queue, feed.receiving, failure)
         self.ended = agreement.last
         held = [len(self.queue), sum(map(len, self.queue))]
-        self.agreed += self._pick(agreement)
+        self.agreed += self._pick(agreement.steps)
         if not feed.shares:
             self._complete([])
             return
         loads = [0] * self.world.size  # what each rank still has to emit
         loads[self.world.rank] = sum(map(len, self.queue)) + feed.pending_samples
         batches, samples, *loads = self._complete([*held, *loads])
-        feed.share([round(load) for load in loads], round(LOW_WATER * samples / max(batches, 1)))
+        feed.share([round(load) for load in loads], round(wanted * samples / max(batches, 1)))
 
-    def _pick(self, agreement: Agreement) -> list[Refined | None]:
-        """So many batches of the queue: in order, or from places spread evenly over it, alike on all ranks."""
-        if not self.feed.receiving:
-            self.queue = self._even_out(self.queue, agreement.steps)
-        count, number = min(agreement.steps, len(self.queue)), self.stands.steps + len(self.agreed)
+    def _pick(self, steps: Sequence[int]) -> list[Refined]:
+        """So many batches of each kind, the kinds spread evenly; where there are fewer, idle ones."""
+        queued, number, picked = by_kind(self.queue), self.stands.steps + len(self.agreed), []
+        self.queue = []
+        for kind, count in zip(self.kinds, steps, strict=True):
+            found = self._picked(queued.get(kind, []), count, number)
+            picked.append([*found, *[Refined.idle(kind)] * (count - len(found))])
+            number += count
+        return spread(picked)
+
+    def _picked(self, batches: Sequence[Refined], steps: int, number: int) -> list[Refined]:
+        """Of one kind, what the steps from ``number`` on take; the rest goes back into the queue. In order, or from places spread
+        evenly over what was sorted, alike on all ranks."""
+        batches = [*batches] if self.feed.receiving else self._even_out(batches, steps)
+        count = min(steps, len(batches))
         if self._in_rows:
-            picked, self.queue = self.queue[:count], self.queue[count:]
-        else:
-            self.queue.sort(key=lambda batch: batch.rank_key)
-            at = [quantile(self.config.seed, self.exchange.epoch, step) for step in range(number, number + count)]
-            chosen = [self.queue.pop(int(share * len(self.queue))) for share in at]
-            picked = placed(sorted(chosen, key=lambda batch: batch.rank_key), at)
-        return [*picked, *[None] * (agreement.steps - count)]
+            self.queue += batches[count:]
+            return batches[:count]
+        batches.sort(key=lambda batch: batch.rank_key)
+        at = quantiles(self.config.seed, self.exchange.epoch, range(number, number + count))
+        chosen = [batches.pop(int(share * len(batches))) for share in at]
+        self.queue += batches
+        return placed(sorted(chosen, key=lambda batch: batch.rank_key), at)
 
     def _complete(self, extra: Sequence[int]) -> list[float]:
-        size = self.config.accumulation
-        updates, start, stop = [], 0, size - self.stands.begun_rows
-        while stop <= len(self.agreed):
-            updates.append(self.agreed[start:stop])
-            start, stop = stop, stop + size
-        if self.ended and start < len(self.agreed):
-            updates.append(self.agreed[start:])
-            start = len(self.agreed)
-        self.agreed = self.agreed[start:]
+        count, size = len(self.agreed), self.config.accumulation
+        bounds = [0, *range(size - self.stands.begun_rows, count + 1, size)]
+        if self.ended and bounds[-1] < count:
+            bounds.append(count)
+        updates = [self.agreed[start:stop] for start, stop in pairwise(bounds)]
+        self.agreed = self.agreed[bounds[-1] :]
         return self._total(updates, extra)
 
 
 class UpdateRunner(Runner):
     """Updates of a set number of samples: a window is one rank's share of one update. Every rank takes its share's batches,
-    dearest first; with fewer batches than another it splits them, then idles. Cost: one MAX and one SUM an update."""
+    kind after kind, dearest first; with fewer batches of a kind than another it splits them, then idles. Cost: one MAX and one
+    SUM an update."""
 
     @property
     def over(self) -> bool:
@@ -278,22 +302,17 @@ class UpdateRunner(Runner):
         begun = self.due or self.agreed or stands.begun_rows
         return not begun and sizes is not None and next(sizes.spans(stands), None) is None
 
-    def _steps(self) -> Iterator[Step[Any]]:
-        while not self.over:
-            if not self.due:
-                self._next_update()
-            while self.due:
-                yield self._emit()
-
-    def _next_update(self) -> None:
-        failure, batches = None, [*self.agreed, *self.queue]
-        resumed, self.split, self.agreed, self.queue = bool(batches), False, [], []
+    def _more(self) -> None:
+        failure, batches = None, [*filter(len, self.agreed), *self.queue]
+        resumed, self.split, self.agreed, self.queue = bool(batches or self.agreed), False, [], []
         try:
-            batches = batches or self._loaded() or ()
+            batches = batches if resumed else self._loaded() or ()
         except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
             failure = error
-        steps = self._agree(len(batches), False, failure).steps
-        evened = self._even_out([batch for batch in batches if batch is not None], steps)
-        if not (resumed or self._in_rows):  # what is resumed goes on in the order that it had
-            evened.sort(key=lambda batch: batch.rank_key)
-        self._total([[*evened, *[None] * (steps - len(evened))]])
+        steps, held, update = self._agree(batches, False, failure).steps, by_kind(batches), list[Refined]()
+        for kind, count in zip(self.kinds, steps, strict=True):
+            evened = self._even_out(held.get(kind, []), count)
+            if not (resumed or self._in_rows):  # what is resumed goes on in the order that it had
+                evened.sort(key=lambda batch: batch.rank_key)
+            update += [*evened, *[Refined.idle(kind)] * (count - len(evened))]
+        self._total([update])

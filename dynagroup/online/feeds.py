@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from dynagroup.budget.base import FloatArray
 from dynagroup.distributed import World
 from dynagroup.errors import StateError
+from dynagroup.fingerprint import described
 from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, IterableWindows, is_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request
-from dynagroup.online.plans import OnlineConfig, Order, Source, handed_out
+from dynagroup.online.plans import EpochOrders, OnlineConfig, Order, Source, handed_out
 from dynagroup.online.protocol import hand_out, print_of
 from dynagroup.online.state import LearnedLengths, pack, pack_groups, unpack, unpack_groups
 from dynagroup.plan.cursor import Cursor
@@ -36,10 +36,7 @@ class RequestQueue:
     feed: MapFeed | None = None
 
     def __iter__(self) -> Iterator[Request]:
-        while self.feed is not None:
-            request = self.feed.pull()
-            if request is None:
-                return
+        while self.feed is not None and (request := self.feed.pull()) is not None:
             yield request
 
 
@@ -57,10 +54,17 @@ class Workers:
         self._dataset, self._config = dataset, config
         # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
         self._generator = torch.Generator() if kwargs.get("generator") is None else None
-        self._kwargs = dict(kwargs) if self._generator is None else {**kwargs, "generator": self._generator}
+        self._kwargs = {**kwargs, "generator": self._generator or kwargs["generator"]}
         self._loader: DataLoader[Any] | None = None
         self._windows: IterableWindows | None = None
         self._told = False
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        collator = self.collator
+        asked = {"oversize": collator.oversize, "kind_of": collator.kind_of and described(collator.kind_of)}
+        num_workers = self.num_workers if self.iterable else None
+        return {**asked, "budget": collator.budget.fingerprint, "num_workers": num_workers}
 
     @property
     def depth(self) -> int:
@@ -83,6 +87,9 @@ class Workers:
 
     def restart(self) -> None:
         self._loader = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loader": None}  # a copy starts workers of its own
 
     def open_map(self) -> Iterator[Any]:
         if self._loader is None or not self.persistent:
@@ -119,9 +126,13 @@ class MapFeed:
         self._waiting: deque[Request] = deque()  # to be pulled
         self._pending: deque[Request] = deque()  # not taken yet, in their turn
         self._early: dict[int, RefinedWindow] = {}  # answers that came before their turn
+        self.kinds_before: list[int] = []  # of the steps that were agreed when its place was saved
         workers.queue.feed = self
         if place is not None:
             self._send_again(place)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_plans": iter(())}  # a loader is copied between iterations: nothing more is asked for
 
     def _send_again(self, place: Mapping[str, Any]) -> None:
         """One request for all batches that were agreed or queued, then what was left of larger ones."""
@@ -206,34 +217,29 @@ class MapFeed:
         told: dict[str, Any] = {"indices": self.source.order.at(request.positions), "epoch": self.source.cursor.epoch}
         return replace(request, number=self._number, planned=planned, max_bytes=self._max_bytes, **told)
 
-    def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
+    def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
         """Its place, and the batches that it gave and that are not used: ``front`` are agreed steps, ``pool`` is queued."""
-        steps, queue = ((batch.positions if batch else () for batch in batches) for batches in (front, pool))
+        steps, queue = ((batch.positions for batch in batches) for batches in (front, pool))
         kept = [place for place, batch in enumerate(pool) if batch.samples is not None]
         rest = [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in self._pending if not r.planned]
         upcoming = self._planned - sum(request.planned for request in self._pending)
-        drawn = {"rest": rest, "next": upcoming, "start": self._start}
+        drawn = {"rest": rest, "next": upcoming, "start": self._start, "kinds": pack(batch.kind for batch in front)}
         return {"front": pack_groups(steps), "pool": pack_groups(queue), "kept": kept, **drawn}
 
-    def reload(self) -> tuple[list[Refined | None], list[Refined]]:
+    def reload(self) -> tuple[list[Refined], list[Refined]]:
         place, self._place = self._place, None
         if place is None:
             return [], []
+        self.kinds_before = unpack(place["kinds"]).tolist()
         front, pool = unpack_groups(place["front"]), unpack_groups(place["pool"])
-        pieces: dict[int, list[Refined]] = {}
-        for batch in self.take() if any(front) or any(pool) else ():
-            pieces.setdefault(batch.group, []).append(batch)
-        numbers = iter(range(len(pieces)))
-        slots = [pieces[next(numbers)] if group else [] for group in (*front, *pool)]
-        agreed = [slot[0] if slot else None for slot in slots[: len(front)]]
+        batches = self.take() if any(front) or any(pool) else []
+        pieces = (list(alike) for _, alike in groupby(batches, lambda batch: batch.group))
+        slots = [next(pieces) if group else [] for group in (*front, *pool)]
+        agreed = [slot[0] if slot else Refined.idle(kind) for slot, kind in zip(slots, self.kinds_before, strict=False)]
         # Processing may have changed lengths, and so the number of batches.
         kept = {len(front) + number for number in place["kept"]}
-        queued = [
-            replace(b, samples=b.samples if n in kept else None)
-            for n, slot in enumerate(slots)
-            for b in slot[n < len(front) :]
-        ]
-        return agreed, queued
+        rest = ((number, batch) for number, slot in enumerate(slots) for batch in slot[number < len(front) :])
+        return agreed, [replace(batch, samples=batch.samples if number in kept else None) for number, batch in rest]
 
 
 class IterableFeed:
@@ -242,6 +248,7 @@ class IterableFeed:
 
     shares = False
     pending_samples = 0
+    kinds_before: Sequence[int] = []
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self._workers, self._epoch, self._world = workers, source.cursor.epoch, source.world
@@ -270,11 +277,11 @@ class IterableFeed:
     def close(self) -> None:
         self._iterator = None
 
-    def state(self, front: Sequence[Refined | None], pool: Sequence[Refined]) -> dict[str, Any]:
+    def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
         """Where each worker reads on, and what it leaves out: all but the samples of these batches."""
         workers, size = max(self._workers.num_workers, 1), self._world.size
         remaining: dict[int, set[int]] = {worker: set() for worker in range(workers)}
-        for arrival in (arrival for batch in (*front, *pool) if batch for arrival in batch.indices):
+        for arrival in (arrival for batch in (*front, *pool) for arrival in batch.indices):
             number, worker = divmod(arrival // size, workers)
             remaining[worker].add(number)
         spots = dict(self._spots)  # of workers that gave nothing since
@@ -288,22 +295,22 @@ class IterableFeed:
             spots[str(worker)] = {"read": first["read"], "until": until, "keep": sorted(keep), "state": first["state"]}
         return {"workers": spots}
 
-    def reload(self) -> tuple[list[Refined | None], list[Refined]]:
+    def reload(self) -> tuple[list[Refined], list[Refined]]:
         return [], []  # what was queued is read again
 
 
 def resumed(
-    source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, hint: FloatArray | None
+    source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, orders: EpochOrders
 ) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
     """Where an epoch goes on from states: what it draws on, this rank's saved place, and where it stands. On another number of
     ranks, what none has emitted becomes an order of its own, begun like an epoch, in the middle of the update under way."""
     cursor, sizes = source.cursor, source.sizes
     if not states:
-        return source.with_lengths(learned, hint), None, cursor
+        return source.with_lengths(learned, orders), None, cursor
     place, indices = states[0]["running"], source.order.indices
     order = source.order if place["base"] is None else Order(indices, unpack(place["base"]))
     source = source._replace(order=order, cursor=handed_out(cursor, place["under_way"], sizes))
-    source = source.with_lengths(learned, hint)
+    source = source.with_lengths(learned, orders)
     if states[0]["world_size"] == source.world.size:
         return source, place, cursor
     order = order.restricted(left(source, [state["running"]["feed"] for state in states]))
@@ -311,17 +318,16 @@ def resumed(
     begun = [Cursor.of(state["cursor"]) for state in states] if source.world.rank == 0 else []
     samples, weight = sum(c.begun_samples for c in begun), float(sum(c.begun_weight for c in begun))
     joined = replace(cursor, begun_samples=samples, begun_weight=weight)
-    return source._replace(order=order, cursor=cursor).with_lengths(learned, hint), None, joined
+    return source._replace(order=order, cursor=cursor).with_lengths(learned, orders), None, joined
 
 
 def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
     """Positions that no rank has emitted, from the places of all of them."""
     size, count = len(places), source.order.num_positions
     if source.iterable or source.batches is not None:
-        raise StateError(
-            f"{'an iterable dataset' if source.iterable else 'a batch_sampler'} is divided among ranks by itself: it resumes "
-            f"on {size} ranks, as before, not on {source.world.size}"
-        )
+        what = "an iterable dataset" if source.iterable else "a batch_sampler"
+        on = f"{size} ranks, as before, not on {source.world.size}"
+        raise StateError(f"{what} is divided among ranks by itself: it resumes on {on}")
     parts = [unpack(place[name][1]) for place in places for name in ("front", "pool")]
     parts += [unpack(rest[0]) for place in places for rest in place["rest"]]
     if source.shares:

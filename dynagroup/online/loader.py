@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,20 +13,25 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
+from dynagroup.lengths import LONGEST
 from dynagroup.online.collator import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
 from dynagroup.online.feeds import Workers, resumed
-from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, handed_out
+from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, as_hint, handed_out
 from dynagroup.online.protocol import Exchange, print_of
 from dynagroup.online.state import LearnedLengths, together
-from dynagroup.plan.cost import DEFAULT_WORK, Work
+from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.shapes import TOKENS
+from dynagroup.plan.planner import OneKind
+from dynagroup.plan.static_shapes import few_shapes
+from dynagroup.shapes import TOKENS, BatchShape, Streams, largest_within
+from dynagroup.update.filling import Pad
 from dynagroup.update.loader import StepLoader, checked_kwargs
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, Walk
 from dynagroup.update.step import Step
 
+EXAMPLES = 256  # samples, spread evenly over the dataset, that show how long samples are
 CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
            "generator", "persistent_workers")  # fmt: skip
 
@@ -48,8 +53,8 @@ class OnlineDataLoader(StepLoader[Any]):
         batch_sampler: this rank's batches of dataset indices; each is cut to fit, in place of windows that the loader forms.
         sampler: dataset indices of all ranks together, in their order, the same on every rank. Default: 0, 1, 2 ...
         shuffle: draw them in an order that follows from ``seed`` and the epoch.
-        length_hint: a number a sample, or index -> number, in any unit that grows with length: ranks then hold windows of
-            like samples in the first epoch already. Later epochs are planned by the lengths that were seen.
+        length_hint: a number a sample (or a file's path), or index -> number, in any unit that grows with length: ranks then
+            hold windows of like samples in the first epoch already. Later epochs are planned by the lengths that were seen.
         window: samples that are sorted and grouped together on one rank; so many wait in memory, processed, for each worker.
             With ``samples_per_update`` the window is this rank's share of an update.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``, see
@@ -60,9 +65,16 @@ class OnlineDataLoader(StepLoader[Any]):
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts, -100 left out), "samples", or a function from a batch to a number.
         oversize: a sample that does not fit even alone: "alone" (by itself, warned of once, ``stats.oversize``) or "error".
-        work: predicted time of a batch; ``Work.of(model)`` knows better than the default.
+        work: predicted time of a batch, e.g. ``Work.of(model)``; default: of a small decoder on this machine's device.
+        kind_of: processed sample -> label that can be hashed, such as "image" or None. All batches of a step, on all ranks, are
+            then of one kind (``step.kind``); a rank that has none of it idles on a batch of that kind.
+        kinds: instead, a label for each sample of the dataset, known beforehand.
+        one_kind: with "batch" each batch is of one kind, and those of a step may differ.
         window_bytes: a worker hands over about so many bytes of processed samples at a time, which bounds what waits in shared
             memory, also for images. None: whole windows. A share of an update (``samples_per_update``) always comes whole.
+        shapes: a compiled model meets at most so many (samples, tokens), chosen for ``length_hint``, which must be tokens then:
+            see :class:`PlannedDataLoader`. A ``ShapeLadder`` as ``budget`` does the same for lengths of your own.
+        pad: field -> what pads it there, besides transformers' own; or a function.
         world: the ranks; default: all of ``torch.distributed``, once it is initialised.
         **dataloader_kwargs: to torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows) ...
 
@@ -98,18 +110,25 @@ class OnlineDataLoader(StepLoader[Any]):
         seed: int = 0,
         weigh: Weigh = "tokens",
         oversize: Oversize = "alone",
-        work: Work = DEFAULT_WORK,
+        work: Work | None = None,
+        shapes: int | None = None,
+        pad: Pad | None = None,
+        kind_of: Callable[[Any], Hashable] | None = None,
+        kinds: Iterable[Hashable] | None = None,
+        one_kind: OneKind = "step",
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         super().__init__(dataset, world=world)
-        knobs: dict[str, Any] = {"work": work, "weigh": weigh}
+        knobs: dict[str, Any] = {"work": work, "weigh": weigh, "one_kind": one_kind}
         how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "window": window, "window_bytes": window_bytes}
         how |= {"samples_per_update": samples_per_update, "drop_last": drop_last, "accumulation": accumulation}
         self.config = config = OnlineConfig(**knobs, **how)
-        collator = RefinementCollator(collate_fn, as_budget(budget), length_of, oversize=oversize, **knobs)
+        budget = _few_shapes(shapes, as_budget(budget), length_hint, dataset, config)
+        self._orders = orders = EpochOrders(dataset, config, batch_sampler, sampler, length_hint, kinds)
+        knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
+        collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
         check_budget(collator.budget)
-        self._orders = EpochOrders(dataset, config, batch_sampler, sampler, length_hint)
         self._workers = Workers(dataset, collator, config, worker_kwargs(dataloader_kwargs))
         learns = not self._workers.iterable and batch_sampler is None  # lengths that were seen plan later epochs
         self._learned = LearnedLengths(len(dataset)) if learns else None
@@ -154,25 +173,25 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @property
     def _reached(self) -> Cursor:
-        if self._resume:
-            return handed_out(self._cursor, self._resume[0]["running"]["under_way"], self.sizes)
         return self._cursor if self._run_of is None else self._run_of.cursor
 
     def set_samples_per_update(self, samples: int) -> int:
         """See :meth:`StepLoader.set_samples_per_update`: ``num_workers * prefetch_factor`` updates come in between."""
         if self.sizes is None:
             raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
-        cursor = self.cursor
-        runs = self._run_of is not None and not self._begun_anew and not self._resume
-        for after in islice(self.sizes.cursors(cursor), self._workers.depth if runs else 0):
-            cursor = after
-        return self.sizes.change(cursor, samples)
+        stands, runs = self.cursor, self._run_of is not None and not self._begun_anew and not self._resume
+        *_, last = stands, *islice(self.sizes.cursors(stands), self._workers.depth if runs else 0)
+        return self.sizes.change(last, samples)
+
+    def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
+        if self._workers.iterable:
+            raise ConfigError("samples of an iterable dataset come once, so that none can be shown beforehand")
+        places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
+        samples, collator = [self.dataset[place] for place in places], self._workers.collator
+        return collator.measure(samples, places), samples.__getitem__, collator.collate
 
     def _identity(self) -> dict[str, Any]:
-        workers = self._workers
-        own: dict[str, Any] = {"oversize": workers.collator.oversize, "budget": self.budget.fingerprint}
-        own["num_workers"] = workers.num_workers if workers.iterable else None
-        return {**self.config.identity(), **self._orders.identity, **own}
+        return {**self.config.identity(), **self._orders.identity, **self._workers.identity}
 
     def _state(self) -> dict[str, Any]:
         rank, size = self._rank_and_size()
@@ -180,13 +199,13 @@ class OnlineDataLoader(StepLoader[Any]):
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
                 raise StateError("a state was just loaded on another number of ranks: take a step before saving again")
             return dict(self._resume[0])
-        begun, sizes, learned = None if self._begun_anew else self._run_of, self.sizes, self._learned
-        running = None if begun is None else begun.state()
+        run, sizes, learned = None if self._begun_anew else self._run_of, self.sizes, self._learned
+        running = None if run is None else run.state()
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
-        epoch = self.epoch if begun is None else self._epoch + (running is None)
+        epoch = self.epoch if run is None else self._epoch + (running is None)
         place = {"world_size": size, "rank": rank, "epoch": epoch, "running": running}
-        place["cursor"] = (self._start() if begun is None else begun.stands).state()
+        place["cursor"] = (self._start() if run is None else run.stands).state()
         place["changes"] = [] if sizes is None else [list(change) for change in sizes.changes]
         return {**place, "lengths": None if learned is None else learned.state()}
 
@@ -194,10 +213,8 @@ class OnlineDataLoader(StepLoader[Any]):
         needed = together(states, *self._rank_and_size())
         running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
         if running is not None and running["order"] != self._orders.fingerprint(epoch):
-            raise StateError(
-                f"`{self._orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken: "
-                "seed its generator alike, or give it a set_epoch"
-            )
+            told = f"`{self._orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken"
+            raise StateError(f"{told}: seed its generator alike, or give it a set_epoch")
         return needed, None if learned is None else learned.restored([state["lengths"] for state in needed])
 
     def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:
@@ -206,8 +223,9 @@ class OnlineDataLoader(StepLoader[Any]):
         if self.sizes is not None:
             self.sizes.restore(own["changes"])
         self._epoch = self._next = own["epoch"]
-        self._cursor, self._run_of = Cursor.of(own["cursor"]), None
-        self._resume = [] if own["running"] is None else needed
+        running, self._run_of = own["running"], None
+        self._cursor = handed_out(Cursor.of(own["cursor"]), running["under_way"] if running else 0, self.sizes)
+        self._resume = needed if running else []
         self._workers.restart()
 
     def _start(self) -> Cursor:
@@ -239,7 +257,7 @@ class OnlineDataLoader(StepLoader[Any]):
     def _begin(self) -> Runner:
         """The epoch that is due; learned lengths and limits are told to all ranks before it."""
         world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume
-        cursor = self._cursor if states else self._start()
+        cursor = Cursor.of(states[0]["cursor"]) if states else self._start()
         self._resume = []
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
@@ -252,7 +270,7 @@ class OnlineDataLoader(StepLoader[Any]):
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         order, batches = self._orders.of_epoch(epoch), self._orders.batches(epoch)
         source = Source(world, self.config, self.budget, workers.iterable, cursor, order, self.sizes, batches)
-        source, place, joined = resumed(source, states, self._learned, self._orders.hint)
+        source, place, joined = resumed(source, states, self._learned, self._orders)
         identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
         under_way = states[0]["running"]["under_way"] if states else 0
         make = FreeRunner if self.sizes is None else UpdateRunner
@@ -262,12 +280,13 @@ class OnlineDataLoader(StepLoader[Any]):
         workers, orders, sizes = self._workers, self._orders, self.sizes
         epoch, base = source.cursor.epoch, source.order.base
         identity = {**self._identity(), "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
+        del identity["kind_of"]  # may read what differs by rank, such as a device
         identity["order"] = [orders.decided_by, orders.fingerprint(epoch) if orders.num_samples is not None else None]
         identity["num_workers"] = f"{workers.num_workers} with prefetch_factor={workers.prefetch_factor}"
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
         identity["sizes of updates"] = varying and [stop for _, stop, _ in varying]
         if callable(self.config.weigh):
-            del identity["weigh"]  # may read what differs by rank, such as a device
+            del identity["weigh"]  # so may this
         return identity
 
 
@@ -285,7 +304,17 @@ def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def check_budget(budget: Budget) -> None:
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
-        raise ConfigError(
-            "`budget` takes its limit from the lengths of the whole dataset, which an OnlineDataLoader does not know "
-            "beforehand; give MemoryBudget(..., longest=tokens of the longest sample), MemoryBudget.from_bytes or a TokenBudget"
-        )
+        way_out = "give MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"
+        raise ConfigError(f"`budget` needs all lengths, which an OnlineDataLoader does not know beforehand; {way_out}")
+
+
+def _few_shapes(shapes: int | None, budget: Budget, hint: Any, dataset: Any, config: OnlineConfig) -> Budget:
+    """For samples about as long as ``hint`` says; one of the shapes holds the longest sample that fits."""
+    if shapes is None:
+        return budget
+    if hint is None:
+        raise ConfigError("`shapes` needs `length_hint`, about the tokens of a sample; or pass a ShapeLadder")
+    tokens = np.ceil(as_hint(hint, len(dataset))).clip(0, LONGEST).astype(np.int64)
+    longest = largest_within(lambda count: budget.fits(BatchShape.of(1, count)), 1, LONGEST)
+    how = {"samples_per_update": config.samples_per_update, "window": config.window, "work": config.work}
+    return few_shapes(shapes, np.append(tokens, longest), budget, **how)

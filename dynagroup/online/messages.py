@@ -18,13 +18,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from dynagroup.fingerprint import described, hashed
 from dynagroup.shapes import IntArray, Streams
 
 
@@ -74,10 +76,17 @@ class Refined:
     real: int  # tokens that are no padding
     group: int = 0  # which of the request's batches it came from
     oversize: bool = False  # a single sample that does not fit even alone
+    label: Any = None  # of all its samples, with kinds
+    kind: int = 0  # the label's number, where ranks must take batches of one kind together
     samples: list[Any] | None = None  # the processed ones, where they were kept, so that it can be split
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @classmethod
+    def idle(cls, kind: int) -> Refined:
+        """No batch, where other ranks have one of this kind."""
+        return cls(None, [], (), {}, weight=0.0, padded=0, work=0.0, real=0, kind=kind)
 
     @property
     def rank_key(self) -> tuple[float, tuple[int, ...]]:
@@ -95,6 +104,19 @@ class Refined:
             return replace(self, batch=copy.deepcopy(self.batch), samples=None)
         except Exception:  # noqa: BLE001
             return replace(self, samples=None)
+
+
+@lru_cache(maxsize=4096, typed=True)  # else what was asked before decides: 1.0 is found as True
+def number_of(label: Any) -> int:
+    """63 bits of a label, the same in every process: by it ranks and epochs tell kinds apart. TypeError: it cannot be hashed."""
+    return (int(hashed(described(label)), 16) >> 1) or 1
+
+
+def by_kind(batches: Iterable[Refined]) -> dict[int, list[Refined]]:
+    found: dict[int, list[Refined]] = {}
+    for batch in batches:
+        found.setdefault(batch.kind, []).append(batch)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,59 +176,35 @@ ALIGN = 64  # bytes; a cache line, and a multiple of every element size
 BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones are mapped and faulted in anew every time
 
 
-class _Packer(pickle.Pickler):
-    """Pickles anything; plain CPU tensors are left out and collected."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self._places: dict[int, int] = {}
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not torch.Tensor or not _is_plain(obj):
-            return None
-        place = self._places.setdefault(id(obj), len(self.tensors))
-        if place == len(self.tensors):
-            self.tensors.append(obj)
-        return place
-
-
-class _Unpacker(pickle.Unpickler):
-    tensors: list[torch.Tensor]
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        return self.tensors[pid]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_complex()
-    return strided and tensor.device.type == "cpu" and not tensor.requires_grad
+def _is_plain(value: Any) -> bool:
+    if type(value) is not torch.Tensor or value.device.type != "cpu":
+        return False
+    return value.layout is torch.strided and not (value.is_quantized or value.is_complex() or value.requires_grad)
 
 
 def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
-    """``value`` pickled without its tensors; where each of them stands; and the blocks: uint8."""
-    file = io.BytesIO()
-    packer = _Packer(file)
+    """``value`` pickled without its plain CPU tensors, but with their numbers; where each stands; and the blocks: uint8."""
+    file, found = io.BytesIO(), dict[int, tuple[int, torch.Tensor]]()
+    packer = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    packer.persistent_id = lambda obj: found.setdefault(id(obj), (len(found), obj))[0] if _is_plain(obj) else None
     packer.dump(value)
-    places: list[Location] = []
-    sizes = [0]
-    for tensor in packer.tensors:
+    places, sizes, tensors = list[Location](), [0], [tensor for _, tensor in found.values()]
+    for tensor in tensors:
         size = -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
         if sizes[-1] and sizes[-1] + size > BLOCK_BYTES:
             sizes.append(0)
         places.append((tensor.dtype, tensor.shape, len(sizes) - 1, sizes[-1]))
         sizes[-1] += size
     blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    for tensor, place in zip(packer.tensors, places, strict=True):
-        if tensor.numel():
-            _view(blocks, place).copy_(tensor)
+    for tensor, place in zip(tensors, places, strict=True):
+        _view(blocks, place).copy_(tensor)
     return file.getvalue(), places, blocks
 
 
 def unpack_tensors(payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
     """What was packed; its tensors are views of the blocks."""
-    unpacker = _Unpacker(io.BytesIO(payload))
-    unpacker.tensors = [_view(blocks, place) for place in places]
+    unpacker, tensors = pickle.Unpickler(io.BytesIO(payload)), [_view(blocks, place) for place in places]
+    unpacker.persistent_load = lambda number: tensors[number]
     return unpacker.load()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from operator import index as as_index
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,16 +15,17 @@ from dynagroup.budget.base import Budget, FloatArray, padded_streams
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
+from dynagroup.lengths import Kinds, as_streams
 from dynagroup.online.datasets import is_stream, set_epoch
 from dynagroup.online.messages import Request
-from dynagroup.online.protocol import print_of
-from dynagroup.online.state import LearnedLengths
-from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
+from dynagroup.online.protocol import print_of, spread
+from dynagroup.online.state import KINDS, LearnedLengths
+from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import EpochOrder, OrderSource
-from dynagroup.plan.planner import PlanConfig, Planner
-from dynagroup.plan.ranks import cut
-from dynagroup.shapes import IntArray, Streams
+from dynagroup.plan.epoch import EpochOrder, OrderSource, windows_of_kinds
+from dynagroup.plan.planner import LEAST_SHARE, OneKind, PlanConfig, Planner
+from dynagroup.plan.ranks import cut_kinds
+from dynagroup.shapes import IntArray, Streams, primary
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes
 from dynagroup.validation import check_flag, check_int
@@ -45,7 +47,8 @@ class OnlineConfig:
     shuffle: bool = False
     weigh: Weigh = "tokens"
     window_bytes: int | None = WINDOW_BYTES
-    work: Work = DEFAULT_WORK
+    work: Work = field(default_factory=check_work)
+    one_kind: OneKind = "step"
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"work": check_work(self.work)}
@@ -62,10 +65,8 @@ class OnlineConfig:
         if self.samples_per_update is None and self.drop_last:
             raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
         if self.samples_per_update is not None and self.accumulation != 1:
-            raise ConfigError(
-                f"`accumulation` ({self.accumulation}) and `samples_per_update` exclude each other: an update takes "
-                "as many steps as its samples need"
-            )
+            both = f"`accumulation` ({self.accumulation}) and `samples_per_update`"
+            raise ConfigError(f"{both} exclude each other: an update takes as many steps as its samples need")
 
     def identity(self) -> dict[str, Any]:
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -100,7 +101,9 @@ class Order(NamedTuple):
 class EpochOrders:
     """Each epoch's order, whoever decides it: the user's sampler or batches, a seeded shuffle, or the dataset."""
 
-    def __init__(self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any) -> None:
+    def __init__(
+        self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any, kinds: Any = None
+    ) -> None:
         iterable = is_stream(dataset)
         sources = {"batch_sampler": batch_sampler, "sampler": sampler}
         given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * config.shuffle
@@ -109,16 +112,12 @@ class EpochOrders:
         if iterable and given:
             raise ConfigError(f"`{given[0]}` needs a map-style dataset; an iterable one brings its own order")
         if config.samples_per_update is not None and (iterable or batch_sampler is not None):
-            raise ConfigError(
-                "`samples_per_update` needs a map-style dataset and no `batch_sampler`: an update's samples are drawn "
-                "from one order over all ranks; of an iterable dataset set `accumulation`"
-            )
+            way_out = "an update's samples are drawn from one order over all ranks; elsewhere set `accumulation`"
+            raise ConfigError(f"`samples_per_update` needs a map-style dataset and no `batch_sampler`: {way_out}")
         ranks = getattr(sampler, "num_replicas", 1)
         if isinstance(ranks, int) and ranks > 1:
-            raise ConfigError(
-                f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__}); give the "
-                "undivided one: the loader hands out samples to ranks itself"
-            )
+            told = f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__})"
+            raise ConfigError(f"{told}; give the undivided one: the loader hands out samples to ranks itself")
         if isinstance(batch_sampler, Iterator):
             raise ConfigError(f"`batch_sampler` must give batches anew every epoch, but is {batch_sampler!r:.200}")
         self._config, self.size = config, None if iterable else len(dataset)
@@ -129,12 +128,16 @@ class EpochOrders:
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(config.samples_per_update, self.num_ordered, drop_last=config.drop_last)
         self.hint = None if length_hint is None else as_hint(length_hint, len(dataset))
+        if kinds is not None and iterable:
+            raise ConfigError("`kinds` needs a map-style dataset; label an iterable one's samples by `kind_of`")
+        self.kinds = None if kinds is None else Kinds.read(kinds, len(dataset))
         self.decided_by = given[0] if given else "dataset"
 
     @property
     def identity(self) -> dict[str, Any]:
         hint = None if self.hint is None else described(self.hint)
-        return {"num_samples": self.size, "order": self.decided_by, "length_hint": hint}
+        kinds = None if self.kinds is None else described(self.kinds)
+        return {"num_samples": self.size, "order": self.decided_by, "length_hint": hint, "kinds": kinds}
 
     @property
     def num_samples(self) -> int | None:
@@ -187,6 +190,7 @@ class Source(NamedTuple):
     batches: list[list[int]] | None = None  # this rank's, where the user gives them
     lengths: Streams | None = None  # known ones, by position; at most one of these two
     rough: FloatArray | None = None  # roughly known ones, by position
+    kinds: IntArray | None = None  # known beside either, by position, as numbers
 
     @property
     def shares(self) -> bool:
@@ -204,34 +208,42 @@ class Source(NamedTuple):
             return _rows(self, rank, size)
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
-    def with_lengths(self, learned: LearnedLengths | None, hint: FloatArray | None) -> Source:
-        """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows."""
-        source, count = self._replace(lengths=None, rough=None), self.order.num_positions
-        if not count or (hint is None and (learned is None or not learned.seen)):
+    def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> Source:
+        """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows; and of
+        its kinds."""
+        source, count = self._replace(lengths=None, rough=None, kinds=None), self.order.num_positions
+        if not count or (orders.hint is None and orders.kinds is None and (learned is None or not learned.seen)):
             return source
         at, used = np.asarray(self.order.at(np.arange(count)), np.int64), count
+        kinds = None if orders.kinds is None else orders.kinds.codes[at]
         if self.sizes is not None:
             used = self.sizes.end(self.cursor.epoch).samples_used - self.order.skipped
         known = None if learned is None else learned.known(at[:used])
         if known is None or learned is None:
-            return source if hint is None else source._replace(rough=hint[at])
+            unknown = None if kinds is None else np.zeros(count)
+            return source._replace(rough=unknown if orders.hint is None else orders.hint[at], kinds=kinds)
         unused = np.zeros(count - used, np.int32)  # what an epoch drops is never measured, and never asked for
         whole = {name: np.append(values, unused) for name, values in known.items()}
+        source = source._replace(kinds=whole.pop(KINDS, kinds))
         if learned.steady:
             return source._replace(lengths=whole)
         padded = [whole[name] for name in padded_streams(self.budget, whole)]
         return source._replace(rough=np.sum(padded, axis=0, dtype=np.float64))
 
 
-def _in_rows(source: Source, lengths: Streams, rank: int, size: int, *, number: int) -> list[IntArray]:
-    """A rank's batches of one window, one a row, as positions in the window; no sample is repeated to fill a row, and nobody
-    always has the dearest batch."""
-    config = source.config
-    batches = cut(lengths, source.budget, size, work=config.work)
-    rng, full = np.random.default_rng((config.seed, source.cursor.epoch, number)), len(batches) // size
-    rows = np.append(rng.permutation(full) if config.shuffle else np.arange(full), full)  # the last is not filled
-    mine = rows * size + (rank + rng.integers(size, size=len(rows))) % size
-    return list(batches.take(mine[mine < len(batches)]))
+def _in_rows(source: Source, window: IntArray, rank: int, size: int, *, number: int) -> list[IntArray]:
+    """A rank's batches of one window's positions, one a row; no sample is repeated to fill a row, and nobody always has the
+    dearest batch. Each kind has rows of its own, evenly among the others'."""
+    config, of_window = source.config, {name: values[window] for name, values in (source.lengths or {}).items()}
+    kinds = np.zeros(len(window), np.int64) if source.kinds is None else source.kinds[window]
+    rng, rows = np.random.default_rng((config.seed, source.cursor.epoch, number)), list[list[IntArray]]()
+    together = config.one_kind == "batch"
+    for batches in cut_kinds(of_window, kinds, source.budget, size, together=together, work=config.work):
+        full = len(batches) // size
+        order = np.append(rng.permutation(full) if config.shuffle else np.arange(full), full)  # the last is not filled
+        mine = order * size + (rank + rng.integers(size, size=len(order))) % size
+        rows.append([*batches.take(mine[mine < len(batches)]).map(window)])
+    return spread(rows)
 
 
 def _rows(source: Source, rank: int, size: int) -> Iterator[Request]:
@@ -240,24 +252,31 @@ def _rows(source: Source, rank: int, size: int) -> Iterator[Request]:
     lengths, config, count = source.lengths or {}, source.config, source.order.num_positions
     offline = Planner(lengths, source.budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
     window = max(offline, min(config.window * size, count // 4))
-    for first in range(0, count, window):
-        part = {name: values[first : first + window] for name, values in lengths.items()}
-        mine = _in_rows(source, part, rank, size, number=first // window)
+    order, spans = np.arange(count), [(first, first + window) for first in range(0, count, window)]
+    if source.kinds is not None:
+        rng = np.random.default_rng((config.seed, source.cursor.epoch)) if config.shuffle else None
+        codes = np.unique(source.kinds, return_inverse=True)[1]
+        order, spans, _ = windows_of_kinds(order, codes, window, least=-(-window // LEAST_SHARE), rng=rng)
+    for number, span in enumerate(spans):
+        mine = _in_rows(source, order[slice(*span)], rank, size, number=number)
         for start in range(0, len(mine), ROWS_A_REQUEST):
             batches = mine[start : start + ROWS_A_REQUEST]
-            yield Request(first + np.concatenate(batches), tuple(map(len, batches)), keep=size > 1)
+            yield Request(np.concatenate(batches), tuple(map(len, batches)), keep=size > 1)
 
 
 def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[Request]:
     """Windows of like samples, where lengths are known roughly: those of several windows a rank are sorted, and dealt out so that
     all ranks hold the like at the same time."""
     config = source.config
-    alike, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
-    for span in np.array_split(np.arange(len(rough)), range(SORTED * alike, len(rough), SORTED * alike)):
+    together, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
+    for span in np.array_split(np.arange(len(rough)), range(SORTED * together, len(rough), SORTED * together)):
         longest_first = span[np.argsort(-rough[span], kind="stable")]
-        groups = np.array_split(longest_first, range(alike, len(span), alike))
+        groups = np.array_split(longest_first, range(together, len(span), together))
         for number in rng.permutation(len(groups)):
-            yield Request(np.sort(groups[number][rank::size]), keep=size > 1)
+            alike = groups[number]
+            if source.kinds is not None:  # all ranks hold as many of each kind
+                alike = alike[np.argsort(source.kinds[alike], kind="stable")]
+            yield Request(np.sort(alike[rank::size]), keep=size > 1)
 
 
 def _batches(batches: Sequence[Sequence[int]]) -> Iterator[Request]:
@@ -276,32 +295,33 @@ def _updates(source: Source, rank: int, size: int) -> Iterator[Request]:
         first, end = max(begin - skipped, 0), stop - skipped
         groups = None
         if source.lengths is not None:
-            part = {name: values[first:end] for name, values in source.lengths.items()}
-            mine = _in_rows(source, part, rank, size, number=mark.update)
-            groups, share = tuple(map(len, mine)), np.concatenate([np.zeros(0, np.int64), *mine])
+            mine = _in_rows(source, np.arange(first, end), rank, size, number=mark.update)
+            groups, share = tuple(map(len, mine)), np.concatenate([np.zeros(0, np.int64), *mine]) - first
         elif source.rough is not None:
-            share = np.sort(deal(source.rough[first:end], rank, size))
+            kinds = None if source.kinds is None else source.kinds[first:end]
+            share = np.sort(deal(source.rough[first:end], rank, size, kinds))
         else:
             share = np.array_split(np.arange(end - first), size)[(rank + mark.update) % size]
         yield Request(first + share, groups, keep=size > 1)
         mark = after
 
 
-def deal(hint: FloatArray, rank: int, size: int) -> IntArray:
-    """Snake draft: this rank's places among these samples, longest first, so that the ranks' sums are alike."""
-    order = np.argsort(-hint, kind="stable")
+def deal(hint: FloatArray, rank: int, size: int, kinds: IntArray | None = None) -> IntArray:
+    """Snake draft: this rank's places among these samples, kind after kind, longest first, so that the ranks' sums are alike."""
+    order = np.lexsort((-hint,) if kinds is None else (-hint, kinds))
     rounds, column = np.divmod(np.arange(len(order)), size)
     return order[np.where(rounds % 2, size - 1 - column, column) == rank]
 
 
 def as_hint(hint: Any, num_samples: int) -> FloatArray:
+    if isinstance(hint, (str, Path)):
+        streams = as_streams(hint)
+        hint = streams[primary(streams)]
     values = [hint(i) for i in range(num_samples)] if callable(hint) else hint
     array = np.asarray(values)
     if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
-        raise ConfigError(
-            f"`length_hint` must be one finite number for each of the {num_samples} samples, or a function from index to "
-            f"number, but is an array of {array.dtype} {array.shape}"
-        )
+        wanted = f"one finite number for each of the {num_samples} samples, or a function from index to number"
+        raise ConfigError(f"`length_hint` must be {wanted}, but is an array of {array.dtype} {array.shape}")
     return array.astype(np.float64)
 
 

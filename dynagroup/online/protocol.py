@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dynagroup.distributed import World
+from dynagroup.distributed import SingleProcess, World
 from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import hashed
 
@@ -22,28 +21,48 @@ NOTHING = 1 << 40  # stands for "no such rank" in a minimum over ranks
 
 
 class Agreement(NamedTuple):
-    steps: int  # that all ranks take until the next exchange
-    last: bool = False  # the epoch ends with them
+    steps: list[int]  # of each kind, that all ranks take until the next exchange
+    last: bool = False  # the epoch, or the update, ends with them
+    further: int = 0  # of them, because a step is of one kind
 
 
-def offer(queued: int, receiving: bool) -> list[int]:
-    """What one rank says of its queue, and of whether more may arrive: its maximum over ranks is all that :func:`agree` needs."""
-    return [queued, -(queued if receiving else NOTHING)]
+def offer(queued: Sequence[int], receiving: bool) -> list[int]:
+    """What one rank says of its queue, how many batches of each kind, and of whether more may arrive: its maximum over ranks is
+    all that :func:`agree` needs."""
+    counts = [sum(queued), *queued]
+    return [*counts, *(-(count if receiving else NOTHING) for count in counts)]
 
 
 def agree(highest: Sequence[int]) -> Agreement:
     """Steps that every rank takes next, from the maximum over ranks of what they :func:`offer`.
 
-    The smallest queue's length among ranks that still receive; the others even out what they have left by splitting, then by
-    idling. Once nobody receives any more, the longest queue's length: the least possible without moving samples.
+    Of each kind, the smallest number that a rank has which still receives; the others even out what they have left by splitting,
+    then by idling. Where no kind is on all of these ranks, the kind of which one has most, all of it. Once nobody receives any
+    more, the largest number of each kind: the least possible without moving samples.
 
-    >>> agree([max(column) for column in zip(offer(5, True), offer(3, True))])
-    Agreement(steps=3, last=False)
-    >>> agree([max(column) for column in zip(offer(5, False), offer(3, False))])
-    Agreement(steps=5, last=True)
+    >>> agree([max(column) for column in zip(offer([5], True), offer([3], True))]).steps
+    [3]
+    >>> agree([max(column) for column in zip(offer([5, 0], False), offer([3, 1], False))])
+    Agreement(steps=[5, 1], last=True, further=1)
     """
-    most, least_open = highest[0], -highest[1]
-    return Agreement(most, last=True) if least_open == NOTHING else Agreement(least_open)
+    half = len(highest) // 2
+    (longest, *most), (shortest, *least) = highest[:half], [-low for low in highest[half:]]
+    if shortest == NOTHING:
+        return Agreement(most, last=True, further=sum(most) - longest)
+    if any(least) or not shortest:
+        return Agreement(least)
+    forced = [count if kind == most.index(max(most)) else 0 for kind, count in enumerate(most)]
+    return Agreement(forced, further=max(most))
+
+
+def spread(groups: Sequence[Sequence[T]]) -> list[T]:
+    """All members in one order, those of each group evenly among the others'.
+
+    >>> "".join(spread(["aaaa", "b", "cc"]))
+    'acabaca'
+    """
+    shares = (((n + 0.5) / len(group), number, n) for number, group in enumerate(groups) for n in range(len(group)))
+    return [groups[number][n] for _, number, n in sorted(shares)]
 
 
 def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
@@ -85,15 +104,11 @@ def hand_out(
     return windows, start
 
 
-def quantile(seed: int, epoch: int, step: int) -> float:
-    """Where in its sorted queue, in [0, 1), every rank takes its batch of this step. Kronecker sequence of the golden ratio: any
-    steps in a row are spread evenly. So rows carry similar lengths on all ranks, and an epoch has no curriculum."""
-    return (_first(seed, epoch) + step * (math.sqrt(5) - 1) / 2) % 1
-
-
-@lru_cache(maxsize=64)
-def _first(seed: int, epoch: int) -> float:
-    return float(np.random.default_rng((seed, epoch)).random())
+def quantiles(seed: int, epoch: int, steps: Iterable[int]) -> list[float]:
+    """Where in its sorted queue, in [0, 1), every rank takes its batches of these steps. Kronecker sequence of the golden ratio:
+    any steps in a row are spread evenly. So rows carry similar lengths on all ranks, and an epoch has no curriculum."""
+    first = float(np.random.default_rng((seed, epoch)).random())
+    return [(first + step * (math.sqrt(5) - 1) / 2) % 1 for step in steps]
 
 
 def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
@@ -106,7 +121,9 @@ def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     return found
 
 
-WIDTH = 48  # integers of a MAX: always the same, so that ranks at different places still understand each other
+# Integers of a MAX: always the same, so that ranks at different places still understand each other. What is longer (of many
+# kinds) follows in a second one.
+WIDTH = 48
 
 
 def print_of(value: Any) -> int:
@@ -118,7 +135,7 @@ class Exchange:
     where this rank stands, and with a flag for a rank that failed, so that all raise instead of waiting."""
 
     def __init__(self, world: World, epoch: int = 0) -> None:
-        self.world, self.epoch = world, epoch
+        self.world, self.epoch = world if world.size > 1 else SingleProcess(), epoch
         self.count = 0
 
     def highest(self, values: Sequence[int], failure: BaseException | None = None) -> list[int]:
@@ -127,7 +144,7 @@ class Exchange:
         self.count += 1
         rank, place = self.world.rank, (self.epoch << 32) + self.count
         vector = [place, -place, 0 if failure is None else rank + 1, *values]
-        found = vector if self.world.size == 1 else self.world.all_max(vector + [0] * (WIDTH - len(vector)))
+        found = self.world.all_max(vector[:WIDTH] + [0] * (WIDTH - len(vector)))
         if found[2]:
             said = f"{type(failure).__name__}: {failure}".encode() if found[2] == rank + 1 else b""
             text = self._sent(said).decode(errors="replace")
@@ -138,13 +155,14 @@ class Exchange:
                 f"{found[0] & 0xFFFFFFFF} of epoch {found[0] >> 32}, the first at {-found[1] & 0xFFFFFFFF} of epoch "
                 f"{-found[1] >> 32}; every rank must iterate as often and as far as the others"
             )
-        return found[3 : len(vector)]
+        more = self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else []
+        return [*found[3 : len(vector)], *more]
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over ranks, in float64: exact for integers up to 2**53. May follow a MAX only."""
-        if self.world.size == 1:
-            return [float(value) for value in values]
-        return self.world.all_sum(values)
+    def gathered(self, values: Sequence[int], most: int) -> list[int]:
+        """What ranks have, each at most so many integers above 0, in one order. May follow a MAX only."""
+        start, slots = most * self.world.rank, [0] * (most * self.world.size)
+        slots[start : start + len(values)] = values
+        return sorted({*self.world.all_max(slots)} - {0})
 
     def lend(self, thing: Any) -> Any:
         """What the highest rank that has something gives to all; None where nobody has."""

@@ -53,41 +53,41 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
     given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
     ranks = [state["rank"] for state in ordered]
     if ranks != list(range(given)) and (given, ranks) != (size, [rank]):
-        raise StateError(
-            f"states of ranks {ranks} of {given} were given, and this is rank {rank} of {size}: give each rank its own, or on "
-            "another number of ranks the list of all ranks' states"
-        )
+        told = f"states of ranks {ranks} of {given} were given, and this is rank {rank} of {size}"
+        raise StateError(f"{told}: give each rank its own, or on another number of ranks the list of all ranks' states")
     stands = ("epoch", "steps", "samples_seen")
     places = {(s["world_size"], *(s["cursor"][name] for name in stands), str(s["changes"])) for s in ordered}
     if len(places) > 1:
-        raise StateError(
-            f"ranks' states were not taken after the same step: (ranks, epoch, step, samples, changes) are {sorted(places)}"
-        )
+        told = f"(ranks, epoch, step, samples, changes) are {sorted(places)}"
+        raise StateError(f"ranks' states were not taken after the same step: {told}")
     return [ordered[rank]] if len(ordered) == size else ordered
 
 
+KINDS = "(kinds)"  # stands beside the streams of lengths
 UNKNOWN = -1
 CHUNK = 1 << 16
 STEADY_SHARE = 0.01  # up to this share of samples may change length between epochs for plans of exact batches
 
 
 class LearnedLengths:
-    """Lengths observed in earlier epochs, alike on all ranks, and those that this rank observed in the running one."""
+    """Lengths and kinds observed in earlier epochs, alike on all ranks, and those that this rank observed in the running one."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
-        self.seen: dict[str, NDArray[np.int32]] = {}
+        self.seen: dict[str, NDArray[Any]] = {}
         self.steady = True
-        """Few samples changed their length, in any stream, between epochs: exact batches can be planned."""
-        self._fresh: dict[str, NDArray[np.int32]] = {}
+        """Few samples changed their length, in any stream, or their kind between epochs: exact batches can be planned."""
+        self._fresh: dict[str, NDArray[Any]] = {}
 
-    def observe(self, indices: Sequence[int], lengths: Streams) -> None:
-        for name, values in lengths.items():
+    def observe(self, indices: Sequence[int], lengths: Streams, kind: int | None = None) -> None:
+        """True lengths of these samples, int32, and the number of their kind."""
+        kinds = {} if kind is None else {KINDS: np.full(len(indices), kind, np.int64)}
+        for name, values in {**lengths, **kinds}.items():
             if name not in self._fresh:
-                self._fresh[name] = np.full(self.num_samples, UNKNOWN, np.int32)
+                self._fresh[name] = np.full(self.num_samples, UNKNOWN, values.dtype)
             self._fresh[name][indices] = values
 
-    def known(self, indices: IntArray) -> Streams | None:
+    def known(self, indices: IntArray) -> dict[str, NDArray[Any]] | None:
         known = {name: values[indices] for name, values in self.seen.items()}
         return None if not known or any((values == UNKNOWN).any() for values in known.values()) else known
 
@@ -119,8 +119,9 @@ class LearnedLengths:
         """What a state knows; of further ranks' states the observations are added."""
         other = LearnedLengths(self.num_samples)
         other.steady = states[0]["steady"]
-        other.seen = {name: unpack(text).astype(np.int32) for name, text in states[0]["seen"].items()}
+        read = lambda name, text: unpack(text).astype(np.int64 if name == KINDS else np.int32)  # noqa: E731
+        other.seen = {name: read(name, text) for name, text in states[0]["seen"].items()}
         for name, text in ((name, text) for state in states for name, text in state["fresh"].items()):
-            values = unpack(text).astype(np.int32)
+            values = read(name, text)
             other._fresh[name] = np.maximum(other._fresh.get(name, values), values)
         return other

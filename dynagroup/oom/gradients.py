@@ -67,9 +67,8 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise AlignmentError(
-                f"another rank was lost while gradients were exchanged; see its error: {error}"
-            ) from error
+            lost = "another rank was lost while gradients were exchanged; see its error"
+            raise AlignmentError(f"{lost}: {error}") from error
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:

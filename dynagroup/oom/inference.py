@@ -46,9 +46,9 @@ def generate_dataset(
             crash does only the rest, and once all is done gives it back. Needed on several ranks.
         max_new_tokens: tokens generated for a text, at most; default: the generation config's, else 128.
         world: ranks that share the work; default: all of ``torch.distributed``.
-        options: ``batch_size`` (16; samples of the longest kind that fit the device) or ``budget``; ``max_length`` (longer
-            texts are truncated); ``progress`` (True); ``learned``, a :class:`~dynagroup.LearningBudget`; further arguments
-            of ``generate``, none that belongs to one batch.
+        options: ``batch_size`` (16; samples of the longest kind that fit the device) or ``budget``; ``max_length`` (texts are
+            truncated to so many tokens; new ones do not count, unlike in ``generate``); ``progress`` (True); ``learned``, a
+            :class:`~dynagroup.LearningBudget`; further arguments of ``generate``, none that belongs to one batch.
 
     Raises:
         ConfigError: arguments that do not go together; a text that the model has no positions for.
@@ -80,7 +80,8 @@ def embed_dataset(
         pooling: "mean" over the text's tokens, or the "first" or "last" of them.
         normalize: scale vectors to length 1.
         output: a ``.npy`` file; else as for :func:`generate_dataset`, as are ``world``, what is raised, and
-        options: but longer texts are truncated to what model and tokenizer are made for (how many is logged).
+        options: but longer texts are truncated to what model and tokenizer are made for (how many is logged); besides
+            ``shapes``: a compiled model meets at most so many (samples, tokens).
 
     >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
     (1000, 384)
@@ -204,7 +205,7 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
         splitter = BatchSplitter(pad_to_multiple_of=job.budget.pad_to_multiple_of)
         with torch.inference_mode():
             rows = run_with_oom_retry(outputs, batch, split=splitter, learned=job.learned, indices=indices)
-        return torch.cat(rows).numpy()
+        return torch.cat(rows)[: len(indices)].numpy()  # without the rows of a filled batch
 
     return Task(model=model, process=process, settings=settings)
 

@@ -8,10 +8,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +22,15 @@ from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import begun_once, by_position, limit_of, measure_lengths, padded
-from dynagroup.memory import MemoryRegressor, Workload
+from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
 from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import TOKENS
+from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_int
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_ve
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
 _CHANGES |= {"hf_device_map", "max_seq_len_cached"}  # as a model is run, or with the place where it runs
+_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 _PLAIN = (type(None), bool, int, float, str)
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
-_memory_by_model: WeakKeyDictionary[Any, dict[tuple[str, int], MemoryRegressor]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Job:
     def __init__(
         self, task: Task, tokenizer: Any, texts: Any, *,
         batch_size: int | None = None, budget: Budget | None = None, max_length: int | None = None,
-        progress: bool = True, learned: LearningBudget | None = None,
+        progress: bool = True, learned: LearningBudget | None = None, shapes: int | None = None,
     ) -> None:  # fmt: skip
         if getattr(budget, "layout", "padded") == "packed":
             raise ConfigError(f"`budget` is {budget!r}, but these batches are padded: give it layout='padded'")
@@ -78,6 +79,7 @@ class Job:
             raise ConfigError(f"`batch_size` ({batch_size!r}) and `budget` both say what fits; give one of them")
         self.task, self.tokenizer, self.texts = task, tokenizer, by_position(texts)
         self._tokens, self._given_budget, self._progress = begun_once(tokenizer, self.texts), budget, progress
+        self._shapes = shapes
         self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
         self._says_limit = max_length is None and task.mode == "forward"
@@ -131,11 +133,15 @@ class Job:
     @cached_property
     def budget(self) -> Budget:
         """The user's, or one that knows the model, for these lengths."""
-        if self._given_budget is not None:
-            return self._given_budget.bind({TOKENS: self.lengths})
-        one_batch = len(self.texts) <= self._batch_size  # known to fit: no reason to look at the model
-        known = PaddedTokens() if one_batch else _memory_of(self.task)
-        return MemoryBudget(self._batch_size, model=known).bind({TOKENS: self.lengths})
+        task, budget = self.task, self._given_budget
+        known = partial(MemoryRegressor.of_model, task.model, task.mode, max_new_tokens=task.new_tokens)
+        if budget is None:
+            one_batch = len(self.texts) <= self._batch_size  # known to fit: no reason to look at the model
+            budget = MemoryBudget(self._batch_size, model=PaddedTokens() if one_batch else known())
+        budget = budget.with_memory(known).bind({TOKENS: self.lengths})
+        if self._shapes is None or not len(self.texts):
+            return budget
+        return few_shapes(self._shapes, self.lengths, budget, window=len(self.texts))
 
     def _prepare(self) -> None:
         """Measure the texts, before anything is run or written. A position that is not there ends the process on a GPU."""
@@ -177,6 +183,9 @@ class Job:
     def _encode(self, indices: list[int]) -> dict[str, Any]:
         how = {"padding_side": self.task.padding_side, "pad_to_multiple_of": self.budget.pad_to_multiple_of}
         batch = padded(self._tokens, [self.texts[i] for i in indices], self._max_length, **how)
+        if self.budget.ladder is not None:
+            pad = {"input_ids": self.tokenizer.pad_token_id}
+            batch = FillingCollator(None, self.budget.ladder, pad).fill(batch, len(indices))
         return {name: value.to(next(self.task.model.parameters()).device) for name, value in batch.items()}
 
 
@@ -201,15 +210,6 @@ def _same_job_everywhere(identity: Mapping[str, Any], world: World) -> None:
     differing = [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != -b]
     if differing:
         raise ConfigError(f"ranks were given different jobs: {', '.join(differing)} differ; give all ranks the same")
-
-
-def _memory_of(task: Task) -> MemoryRegressor:
-    """What is known of a model's memory. Looking takes seconds, so it is done once a model."""
-    known, key = _memory_by_model.setdefault(task.model, {}), (task.mode, task.new_tokens)
-    if key not in known:
-        workload = Workload.from_model(task.model, task.mode, max_new_tokens=task.new_tokens)
-        known[key] = MemoryRegressor.pretrained(workload)
-    return known[key]
 
 
 @contextmanager
@@ -250,6 +250,8 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
     """All that results depend on, as JSON: equal in every process, wherever the model was loaded."""
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
+        "model's adapters": _adapters(model),
+        "model's attention": _attention(model),
         "model's switches": _digest(_switches(model)),
         "model's config": _said(getattr(model, "config", None)),
         "model's generation_config": _said(getattr(model, "generation_config", None)),
@@ -294,6 +296,18 @@ def _switches(model: Any) -> Iterator[str]:
                 yield f"{name}.{key}={value!r}"
 
 
+def _adapters(model: Any) -> str | None:
+    """What is done with adapters, in the words of peft's layers; None where there are none."""
+    layers = (part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool))
+    found = {", ".join(f"{name}={getattr(layer, name, None)!r}" for name in _ADAPTERS) for layer in layers}
+    return "; ".join(sorted(found)) or None
+
+
+def _attention(model: Any) -> str:
+    configs = (getattr(part, "config", None) for part in model.modules())
+    return ", ".join(sorted({str(getattr(config, "_attn_implementation", "")) for config in configs} - {""}))
+
+
 def _is_plain(value: Any) -> bool:
     inner = [*value, *value.values()] if isinstance(value, dict) else value
     return all(map(_is_plain, inner)) if isinstance(inner, (list, tuple)) else type(value) in _PLAIN
@@ -302,8 +316,8 @@ def _is_plain(value: Any) -> bool:
 # Weights may be many and on a device, so they are compared by checksums after Fletcher: elements read as integers are summed,
 # and summed once more times their odd places, modulo 2**64. A changed element changes the first, a moved one the second.
 def _weights(model: Any) -> Iterator[str]:
-    for name, tensor in sorted(model.state_dict().items()):
-        if hasattr(tensor, "element_size"):
+    for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
+        if hasattr(tensor, "element_size") and not name.endswith("inv_freq"):  # which the config says
             yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {list(_checksums(tensor))}"
 
 

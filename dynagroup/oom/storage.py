@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import re
 import struct
@@ -12,13 +13,14 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.state import opened, sealed
 
+Buffer: TypeAlias = bytes | memoryview
 _log = logging.getLogger(__name__)
 _OWN = re.compile(r"[0-9a-f]{32}\.(journal|new)")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum, index of the sample
@@ -32,7 +34,7 @@ class Kind:
 
     suffix: str
     pack: Callable[[Any], bytes]
-    unpack: Callable[[bytes], Any]
+    unpack: Callable[[Buffer], Any]
     gather: Callable[[list[Any]], Any]
     write: Callable[[Path, Any], None]
     read: Callable[[Path], Any]
@@ -58,16 +60,15 @@ def _write_npy(path: Path, results: np.ndarray) -> None:
         np.save(file, results)
 
 
-TEXTS = Kind(".jsonl", lambda text: _as_json(text).encode(), json.loads, list, _write_jsonl, _read_jsonl)
+TEXTS = Kind(
+    ".jsonl", lambda text: _as_json(text).encode(), lambda data: json.loads(bytes(data)),
+    list, _write_jsonl, _read_jsonl,
+)  # fmt: skip
 """Texts, or lists of texts."""
 VECTORS = Kind(
-    ".npy",
-    lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(),
-    lambda data: np.frombuffer(data, dtype="<f4"),
-    lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32),
-    _write_npy,
-    np.load,
-)
+    ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),
+    lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32), _write_npy, np.load,
+)  # fmt: skip
 """Float32 vectors of one width: together one array (num_samples, width)."""
 
 
@@ -83,7 +84,7 @@ class Output:
     def __init__(self, path: Path, identity: Mapping[str, Any], num_samples: int, kind: Kind) -> None:
         if path.suffix != kind.suffix:
             raise ConfigError(f"`output` must end in {kind.suffix}, but is {path.name!r}")
-        self._path, self._identity, self._num_samples, self._kind = path, dict(identity), num_samples, kind
+        self._path, self._identity, self.num_samples, self._kind = path, dict(identity), num_samples, kind
         self._receipt = path.with_name(path.name + ".job")
         self.journal = path.with_name(path.name + ".journal")
         self._seed = zlib.crc32(json.dumps(self._identity, sort_keys=True).encode())
@@ -133,11 +134,13 @@ class Output:
         self._lock.flush()
         os.fsync(self._lock.fileno())
 
-    def finished(self) -> dict[int, bytes]:
+    def finished(self) -> dict[int, Buffer]:
         """Samples that any run has finished: index -> its result. Warns of what is not whole."""
-        found: dict[int, bytes] = {}
-        for path in self._own_files("journal"):
-            data, end = path.read_bytes(), 0
+        found: dict[int, Buffer] = {}
+        for path in filter(os.path.getsize, self._own_files("journal")):
+            with path.open("rb") as file:  # a map: it takes memory where it is looked at, and can give it back
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            data, end = memoryview(mapped), 0
             while end + _HEAD.size <= len(data):
                 length, checksum, index = _HEAD.unpack_from(data, end)
                 start, stop = end + _HEAD.size, end + _HEAD.size + length
@@ -166,9 +169,9 @@ class Output:
     def publish(self) -> None:
         """Write the output in input order. The one that has claimed it does this, when all samples are in the journal."""
         found = self.finished()
-        if len(found) < self._num_samples:
-            missing = self._num_samples - len(found)
-            raise StateError(f"{missing} of {self._num_samples} samples are not in {self.journal}; run again")
+        if len(found) < self.num_samples:
+            missing = self.num_samples - len(found)
+            raise StateError(f"{missing} of {self.num_samples} samples are not in {self.journal}; run again")
         self.journal.mkdir(exist_ok=True)  # there is none where there is no sample
         new = self.journal / f"{uuid.uuid4().hex}.new"  # nobody else writes it; it goes with the journal
         self._kind.write(new, self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))]))
@@ -205,7 +208,7 @@ class Output:
             return []
         return [self.journal / name for name in names if _OWN.fullmatch(name) and name.endswith(kind)]
 
-    def _checksum(self, index: int, data: bytes) -> int:
+    def _checksum(self, index: int, data: Buffer) -> int:
         return zlib.crc32(data, zlib.crc32(index.to_bytes(8, "little", signed=True), self._seed))
 
 

@@ -156,10 +156,8 @@ class OomSafeBackward:
 
     def step(self, compute_loss: ComputeLoss, step: Step[Any]) -> BackwardResult:
         """Run a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step costs nothing."""
-        return self(
-            compute_loss, step.batch, loss_scale=step.loss_scale, ends_update=step.ends_update, indices=step.indices,
-            idle=step.idle,
-        )  # fmt: skip
+        how: Any = {name: getattr(step, name) for name in ("loss_scale", "ends_update", "indices", "idle")}
+        return self(compute_loss, step.batch, **how)
 
     def __call__(
         self, compute_loss: ComputeLoss, batch: Any, *,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import LARGEST, check_int
 
 RoundBatch: TypeAlias = Callable[[int], int]
@@ -104,9 +104,9 @@ def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
 def longest_first(lengths: Streams) -> IntArray:
     """Positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
     if len(lengths) > 1:
-        others = [-values for name, values in lengths.items() if name != TOKENS]
-        return np.lexsort([*others[::-1], -lengths[TOKENS]])
-    tokens = lengths[TOKENS]
+        others = [-values for name, values in lengths.items() if name != primary(lengths)]
+        return np.lexsort([*others[::-1], -lengths[primary(lengths)]])
+    tokens = lengths[primary(lengths)]
     falling = tokens.max() - tokens
     if falling.max(initial=0) < 1 << 16:
         falling = falling.astype(np.uint16)  # numpy sorts 16-bit keys by radix, ten times faster

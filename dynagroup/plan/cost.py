@@ -8,44 +8,93 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.budget.base import Budget, is_packed, padded_streams
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.shapes import Streams, round_up
-from dynagroup.validation import check_number
+from dynagroup.shapes import TOKENS, Streams, primary
+from dynagroup.validation import check_choice, check_number
 
 CPU_PER_STEP = 128.0
-"""Linear tokens that a step costs on a CPU, which has no kernels to launch: the best of those measured,
-``benchmarks/results/objective.json``."""
+"""Linear tokens that a step costs on a CPU, which has no kernels to launch: measured, see ``docs/benchmarks.md``."""
+FEWEST_STEPS = 16
+"""That say what steps take."""
+
+
+Meet: TypeAlias = Literal["step", "stream"]
+PATCHES = "patches"
+"""The stream under which :meth:`Work.of` prices a vision tower."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """What a sample with ``u`` units of one length takes: ``unit * (u + u**2 / crossover)`` linear tokens.
+
+    Args:
+        unit: linear tokens that one unit takes, greater than 0.
+        crossover: units at which a sample's attention costs as much as everything else; ``math.inf``: attention is free.
+
+    >>> Price(unit=0.5, crossover=100).of([10, 100]).tolist()
+    [5.5, 100.0]
+    """
+
+    unit: float = 1.0
+    crossover: float = math.inf
+
+    def __post_init__(self) -> None:
+        check_number("unit", self.unit)
+        check_number("crossover", self.crossover, finite=False)
+
+    def of(self, units: ArrayLike) -> NDArray[np.float64]:
+        """Linear tokens of samples of so many units: float64 (N,)."""
+        linear = np.asarray(units, np.float64)
+        work = linear + linear * linear / self.crossover
+        return work if self.unit == 1.0 else self.unit * work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     """Predicted time of a batch: ``per_step + n * (L + L**2 / crossover)``, packed ``per_step + sum(l + l**2 / crossover)``.
 
-    With several padded streams (an encoder's and a decoder's) each adds its own ``n * (L + L**2 / crossover)``.
+    Several lengths add up. Each that counts as tokens (an encoder's and a decoder's) takes as long as tokens do, unless it has a
+    price of its own; one that an :class:`~dynagroup.AdditiveCap` lays end to end takes the sum of its price, or no time.
 
     Args:
         per_step: linear tokens that a step costs however small its batch is: launching kernels, reducing gradients.
         crossover: tokens at which a sample's attention costs as much as everything else; ``math.inf``: attention is free.
+        streams: prices of lengths by name, such as ``{"patches": Price(unit=0.1)}``. ConfigError: samples have several
+            lengths, but none of that name.
+        meet: where ranks wait for one another. "step": at the end of a step (DDP), which takes the largest sum over its
+            ranks. "stream": in every layer (FSDP, ZeRO-3), so that a step takes the largest work of each length, added up.
 
     >>> Work(per_step=100, crossover=1000).of_lengths([10, 1000]).tolist()
     [10.1, 2000.0]
+    >>> work = Work(per_step=0, streams={"patches": Price(unit=0.1)}, meet="stream")
+    >>> work.of_rows([[[90, 40], [60, 70]]])  # one step of two ranks: tokens and patches, in linear tokens
+    160.0
     """
 
     per_step: float = 1024.0
     crossover: float = 12_288.0
+    streams: Mapping[str, Price] = field(default_factory=dict, hash=False)
+    meet: Meet = "step"
 
     def __post_init__(self) -> None:
         check_number("per_step", self.per_step, or_zero=True)
         check_number("crossover", self.crossover, finite=False)
+        check_choice("meet", self.meet, ("step", "stream"))
+        named = isinstance(self.streams, Mapping) and all(isinstance(price, Price) for price in self.streams.values())
+        if not named:
+            raise ConfigError(
+                f'`streams` must hold prices by name, {{"patches": Price(unit=0.1)}}, but is {self.streams!r}'
+            )
 
     @classmethod
     def of(cls, model_or_config: Any, *, device: Any = "cuda") -> Work:
@@ -60,7 +109,8 @@ class Work:
         """
         from dynagroup.memory.trace.model import architecture
 
-        sizes = architecture(getattr(model_or_config, "config", model_or_config))
+        config = getattr(model_or_config, "config", model_or_config)
+        sizes = architecture(config)
         missing = [name for name in ("hidden_size", "num_layers", "num_heads", "head_size") if not sizes[name]]
         if missing:
             said = f"the config of {type(model_or_config).__name__} does not state {', '.join(missing)}"
@@ -72,7 +122,8 @@ class Work:
         linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
         # launching a layer's kernels takes as long as 3e10 operations; moving weights and gradients as long as 256 tokens
         per_step = CPU_PER_STEP if str(device).startswith("cpu") else float(np.clip(3e10 / linear, 256, 2048))
-        return cls(per_step=per_step, crossover=linear / (4.0 * attention))
+        tower = _vision_tower(getattr(config, "vision_config", None), linear * layers)
+        return cls(per_step=per_step, crossover=linear / (4.0 * attention), streams=tower)
 
     @classmethod
     def of_known(cls, model: Any, *, device: Any) -> Work:
@@ -90,11 +141,13 @@ class Work:
         return cls(per_step=CPU_PER_STEP) if str(device).startswith("cpu") else cls()
 
     @classmethod
-    def fit(cls, rows: Iterable[tuple[int, int, float]]) -> Work:
-        """From measured padded steps: (samples, tokens of the longest, seconds) each.
+    def fit(cls, rows: Iterable[tuple[int, int | Mapping[str, int], float]]) -> Work:
+        """From measured padded steps: (samples, tokens of the longest, seconds) each; of several lengths a dict, which holds what
+        every sample of the batch has: ``{"tokens": 512, "patches": 1024}``.
 
-        Least squares of relative errors of ``seconds = a + b * n * L + c * n * L**2``; what comes out below zero is left out.
-        ConfigError: fewer than three different shapes, or a number that is not positive.
+        Least squares of relative errors of ``seconds = a + sum(b * n * L + c * n * L**2)`` over the lengths, no factor
+        below zero.
+        ConfigError: fewer different shapes than factors, or a number that is not positive.
 
         >>> work = Work(per_step=500, crossover=4000)
         >>> shapes = [(1, 100), (8, 100), (8, 1000), (2, 4000)]
@@ -102,52 +155,146 @@ class Work:
         >>> round(fitted.per_step), round(fitted.crossover)
         (500, 4000)
         """
-        table = np.asarray([tuple(row) for row in rows], np.float64).reshape(-1, 3)
-        if len(np.unique(table[:, :2], axis=0)) < 3 or not (np.isfinite(table).all() and (table > 0).all()):
-            given = f"{len(table)} rows of {len(np.unique(table[:, :2], axis=0))} shapes"
+        table = [(s, n, longest if isinstance(longest, Mapping) else {TOKENS: longest}) for n, longest, s in rows]
+        known = [*dict.fromkeys(name for *_, longest in table for name in longest)] or [TOKENS]
+        names = sorted(known, key=lambda name: name != primary(known))
+        numbers = np.asarray([[s, n, *(longest.get(name, 0) for name in names)] for s, n, longest in table], np.float64)
+        numbers = numbers.reshape(-1, 2 + len(names))
+        least, different = 1 + 2 * len(names), len(np.unique(numbers[:, 1:], axis=0))
+        if different < least or not (
+            np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
+        ):
+            given = f"{len(table)} rows of {different} shapes"
             raise ConfigError(
-                f"`rows` must be greater than 0, of at least three different shapes, but was given {given}"
+                f"`rows` must be greater than 0, of at least {least} different shapes, but was given {given}"
             )
-        tokens = table[:, 0] * table[:, 1]
-        columns = np.stack([np.ones(len(table)), tokens, tokens * table[:, 1]], axis=1) / table[:, 2:]
-        products, targets = columns.T @ columns, columns.sum(axis=0)
-        scale = np.sqrt(np.diag(products))
-        scaled, wanted = products / np.outer(scale, scale), targets / scale
-        found = np.zeros(3)
-        for used in ([0, 1, 2], [0, 1], [1, 2], [1]):  # the last is a ratio of sums of positive numbers
-            found = np.zeros(3)
-            found[used] = np.linalg.lstsq(scaled[np.ix_(used, used)], wanted[used], rcond=None)[0] / scale[used]
-            if (found >= 0).all() and found[1] > 0:
-                break
-        start, linear, squared = (float(value) for value in found)
-        return cls(per_step=start / linear, crossover=linear / squared if squared else math.inf)
+        samples, units = numbers[:, 1:2], numbers[:, 2:]
+        columns = np.hstack([samples**0, samples * units, samples * units**2]) / numbers[:, :1]
+        start, *factors = _non_negative(columns.T @ columns, columns.sum(axis=0))
+        each = zip(names, factors[: len(names)], factors[len(names) :], strict=True)
+        prices = {name: Price(unit=b / factors[0], crossover=b / c if c else math.inf) for name, b, c in each if b}
+        own = prices.pop(names[0])
+        return cls(per_step=start / factors[0], crossover=own.crossover, streams=prices)
+
+    def price(self, stream: str) -> Price:
+        """What a unit of this stream takes: a price of its own, or that of a token."""
+        return self.streams.get(stream, Price(crossover=self.crossover))
 
     def of_lengths(self, tokens: ArrayLike | Mapping[str, ArrayLike]) -> NDArray[np.float64]:
         """Work of samples of these lengths, without the price of a step: linear tokens, float64 (N,); streams add up."""
-        if isinstance(tokens, Mapping):
-            return np.sum([self.of_lengths(values) for values in tokens.values()], axis=0)
-        linear = np.asarray(tokens, np.float64)
-        return linear + linear * linear / self.crossover
+        named = tokens if isinstance(tokens, Mapping) else {TOKENS: tokens}
+        return np.sum([self.price(name).of(values) for name, values in named.items()], axis=0)
+
+    def priced(self, budget: Budget, names: Collection[str]) -> tuple[str, ...]:
+        """Those of these streams that take time: what counts as tokens, and what has a price."""
+        missing = [name for name in self.streams if name not in names]
+        if missing and len(names) > 1:
+            raise ConfigError(
+                f"`work` prices {missing[0]!r}, but lengths have {sorted(names)}; add it, or leave out its price"
+            )
+        counted = padded_streams(budget, names)
+        return tuple(name for name in names if name in counted or name in self.streams)
+
+    def by_stream(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
+        """Work of every batch in each stream that is :meth:`priced`, without the price of a step: float64 (B, streams)."""
+        names, found = self.priced(budget, lengths), []
+        padded = () if is_packed(budget, lengths) else padded_streams(budget, lengths)
+        run = budget.as_run(shapes_of(batches, {name: lengths[name] for name in padded})) if padded else None
+        for name in names if len(batches) else ():
+            if run is not None and name in padded:
+                found.append(run.num_samples * self.price(name).of(run.longest[name]))
+            else:
+                found.append(np.add.reduceat(self.price(name).of(lengths[name][batches.order]), batches.offsets[:-1]))
+        return np.stack(found, axis=1) if found else np.zeros((0, len(names)))
 
     def of_batches(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
         """Work of every batch, without the price of a step; ``lengths`` are indexed by what ``batches`` hold."""
-        padded = {name: lengths[name] for name in padded_streams(budget, lengths)}
-        if budget.layout == "packed" and len(batches):
-            each = self.of_lengths({name: values[batches.order] for name, values in padded.items()})
-            return np.add.reduceat(each, batches.offsets[:-1])
-        longest = shapes_of(batches, padded).longest.items()
-        return batches.sizes * self.of_lengths({n: round_up(value, budget.pad_to_multiple_of) for n, value in longest})
+        return self.by_stream(batches, lengths, budget).sum(axis=1)
 
-    def of_rows(self, work: NDArray[np.float64]) -> float:
-        """Predicted time of steps: each costs its price and the most work of a rank. ``work``: float64 (steps, ranks)."""
-        return float(self.per_step * len(work) + work.max(axis=1, initial=0.0).sum())
+    def row_times(self, work: ArrayLike) -> NDArray[np.float64]:
+        """Predicted time of steps beside their price, as ``meet`` says: float64 (steps,).
+
+        ``work``: of each step's batches, (steps, ranks), or (steps, ranks, streams)."""
+        found = np.asarray(work, np.float64)
+        if found.ndim < 3:
+            return found.max(axis=1, initial=0.0)
+        each = found if self.meet == "stream" else found.sum(axis=2, keepdims=True)
+        return each.max(axis=1, initial=0.0).sum(axis=1)
+
+    def of_rows(self, work: ArrayLike) -> float:
+        """Predicted time of steps with their price. ``work`` as in :meth:`row_times`."""
+        times = self.row_times(work)
+        return float(self.per_step * len(times) + times.sum())
+
+
+def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
+    """The price of a patch by a vision config's sizes: its layers' ``2 * (4 * width**2 + matrices * width * inner)`` operations
+    over a token's; attention takes ``4 * width`` for each patch that a patch looks at, in the layers where it looks at all."""
+
+    def first(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+    width, layers = first("embed_dim", "hidden_size"), first("depth", "num_hidden_layers")
+    if not width or not layers:
+        return {}
+    inner = first("intermediate_size") or int((first("mlp_ratio") or 4) * width)
+    gated = first("hidden_act", "hidden_activation") == "silu"
+    weights = 2.0 * (4 * width**2 + (3 if gated else 2) * width * inner)
+    wide = len(first("fullatt_block_indexes") or range(layers)) / layers  # other layers look at windows
+    return {PATCHES: Price(unit=layers * weights / of_token, crossover=weights / (4.0 * width * wide))}
+
+
+# Non-negative least squares (Lawson and Hanson 1974) by enumeration of the active sets: 2**columns solutions of a few unknowns.
+# Columns are scaled, for squares of lengths are 10**7 times a constant. A square takes part only beside what it is the square of.
+def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:
+    """Factors of least squared ``1 - columns @ factors``, none below zero, that of the second column above: one a column.
+
+    Args:
+        products, targets: ``columns.T @ columns`` and the sums of the columns: a constant, units, and their squares."""
+    count, scale = len(targets), np.sqrt(np.maximum(np.diag(products), 1e-100))
+    scaled, wanted = products / np.outer(scale, scale), targets / scale
+    found, least, squares = np.zeros(count), math.inf, count // 2
+    for used in chain.from_iterable(combinations(range(count), size) for size in range(count, 0, -1)):
+        if 1 in used and all(column - squares in used for column in used if column > squares):
+            tried = np.zeros(count)
+            tried[list(used)] = np.linalg.lstsq(scaled[np.ix_(used, used)], wanted[list(used)], rcond=None)[0]
+            error = float(tried @ scaled @ tried - 2 * wanted @ tried)
+            if (tried >= 0).all() and tried[1] > 0 and error < least:
+                found, least = tried, error
+    return (found / scale).tolist()
+
+
+class MeasuredWork(Work):
+    """``work="measure"``: a first guess, which a planned loader replaces by what the steps of its first epoch took."""
+
+    __slots__ = ()
+
+    def sums(self, batches: Batches, seconds: ArrayLike, lengths: Streams, budget: Budget) -> list[float]:
+        """What :meth:`fitted` needs of some steps, float64 (13,); those of all ranks add up."""
+        linear, both = (replace(self, crossover=c).of_batches(batches, lengths, budget) for c in (math.inf, 1.0))
+        columns = np.stack([np.ones(len(batches)), linear, both - linear], axis=1) / np.asarray(seconds)[:, None]
+        return [float(len(batches)), *(columns.T @ columns).ravel(), *columns.sum(axis=0)]
+
+    def fitted(self, sums: Sequence[float]) -> MeasuredWork | None:
+        """What the steps behind these sums say, by least squares of relative errors; None where they are too few."""
+        if sums[0] < FEWEST_STEPS:
+            return None
+        start, linear, squared = _non_negative(np.reshape(sums[1:10], (3, 3)), np.asarray(sums[10:]))
+        return replace(self, per_step=start / linear, crossover=linear / squared if squared else math.inf)
 
 
 DEFAULT_WORK = Work()
 
 
-def check_work(work: Work | None) -> Work:
-    """``work``, or the default where there is none. Raises ConfigError where it is something else."""
-    if work is not None and not isinstance(work, Work):
-        raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {work!r}")
-    return work or DEFAULT_WORK
+def check_work(work: Work | Literal["measure"] | None = None, *, times: bool = False) -> Work:
+    """``work``, or where there is none the default for this machine's device. ConfigError: it is something else, or is to be
+    measured by who sees no step's time."""
+    if isinstance(work, Work):
+        return work
+    if work is not None and not (times and work == "measure"):
+        measured = "; 'measure' is for PlannedDataLoader and mode='offline' of the Trainer" * (work == "measure")
+        raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {work!r}{measured}")
+    import torch  # heavy
+
+    on_cpu = not any(getattr(torch, name).is_available() for name in ("cuda", "xpu", "mps"))
+    return (Work if work is None else MeasuredWork).of_known(None, device="cpu" if on_cpu else "")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +59,8 @@ class EpochOrder:
         if stop - start >= BLOCK:
             return self.index_at(np.arange(start, stop, dtype=np.int64))
         if not self._block_at <= start <= stop <= self._block_at + len(self._block):
-            self._block_at = start
-            self._block = self.index_at(np.arange(start, min(start + BLOCK, self.num_samples), dtype=np.int64))
+            reach = np.arange(start, min(start + BLOCK, self.num_samples), dtype=np.int64)
+            self._block_at, self._block = start, self.index_at(reach)
         return self._block[start - self._block_at : stop - self._block_at]
 
     def index_at(self, positions: IntArray) -> IntArray:
@@ -116,9 +117,7 @@ class GroupedOrder:
     [1, 3, 2, 0, 5, 4]
     """
 
-    def __init__(
-        self, order: IntArray | EpochOrder, lengths: IntArray, *, size: int, pool: int, seed: int, epoch: int = 0
-    ) -> None:
+    def __init__(self, order: Any, lengths: IntArray, *, size: int, pool: int, seed: int, epoch: int = 0) -> None:
         self._order, self._lengths, self._size, self._span = order, lengths, size, size * pool
         self._seeds, self._pool, self._number = (seed, epoch), NONE, -1
 
@@ -139,8 +138,7 @@ class GroupedOrder:
             whole, rest = divmod(len(ranked), self._size)
             short = int(rng.integers(whole + 1)) * self._size + np.arange(rest)
             updates = np.delete(ranked, short).reshape(whole, self._size)
-            self._pool = np.append(updates[rng.permutation(whole)], ranked[short])
-            self._number = number
+            self._number, self._pool = number, np.append(updates[rng.permutation(whole)], ranked[short])
         return self._pool
 
 
@@ -165,6 +163,105 @@ def windows_of(
     return [*found[lead : lead + 1], *found[:lead], *found[lead + 1 :]]
 
 
+def windows_of_kinds(
+    order: IntArray, kinds: NDArray, size: int, *, least: int, rng: Any = None, tokens: IntArray | None = None
+) -> tuple[IntArray, list[tuple[int, int]], IntArray]:
+    """Windows of which each holds one part of the commonest kind, of about ``size`` samples, and parts of the rarer kinds now and
+    then, evenly spread: so a kind is sorted among many of its own. O(N log N).
+
+    Args:
+        order: dataset indices. kinds, tokens: of each sample, by dataset index; the longest one's window is used first.
+        least: samples of a part of a rare kind. rng: how far a kind's parts are shifted; None: to the middle.
+
+    Returns:
+        The indices, window after window; where each window starts and stops in them, in order of use; each kind's last window.
+
+    >>> windows_of_kinds(np.arange(6), np.array([0, 1, 0, 0, 1, 0]), 2, least=2)[:2]
+    (array([0, 2, 3, 5, 1, 4]), [(0, 2), (2, 6)])
+    """
+    own = kinds[order]
+    counts = np.bincount(own, minlength=1)
+    sizes = np.clip(counts // 2, least, size)
+    parts = np.maximum(counts // sizes, 1)
+    number, shift = int(parts.max()), np.full(len(counts), 0.5) if rng is None else rng.random(len(counts))
+    by_kind = np.argsort(own.astype(np.uint16) if len(counts) < 1 << 16 else own, kind="stable")  # 16 bits: by radix
+    own, within = own[by_kind], np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
+    part = np.minimum(within // sizes[own], parts[own] - 1)
+    window = np.minimum(((part + shift[own]) * (number / parts[own])).astype(np.int64), number - 1)
+    order, stops = order[by_kind[np.argsort(window, kind="stable")]], np.cumsum(np.bincount(window, minlength=number))
+    found = list(zip([0, *stops.tolist()], stops.tolist(), strict=False))
+    if tokens is not None and len(order):
+        found.insert(0, found.pop(int(np.searchsorted(stops, np.argmax(tokens[order]), side="right"))))
+    last = np.zeros(int(kinds.max(initial=0)) + 1, np.int64)
+    for place, (start, stop) in enumerate(found):
+        last[kinds[order[start:stop]]] = place
+    return order, found, last
+
+
+class Mixture:
+    """An order of samples from several sources in shares that may change: ``order=`` of the sampler, ``sampler=`` of loaders.
+
+    A source gives its samples shuffled, pass after pass, over the epochs: none of them comes again before all of them have come.
+    What an epoch holds depends on the seed and its number alone, so that a resumed run goes on in the same order.
+
+    Args:
+        sources: name -> dataset indices, int (N,).
+        shares: name -> weight, at least 0; or a function of the epoch that gives them.
+        num_samples: samples an epoch; default: as many as all sources have.
+
+    >>> order = Mixture({"code": range(3), "text": range(3, 9)}, {"code": 1, "text": 3}, num_samples=4)
+    >>> [sorted(order.of_epoch(epoch).tolist()) for epoch in range(2)]
+    [[1, 4, 5, 7], [2, 3, 6, 8]]
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Sequence[int]],
+        shares: Mapping[str, float] | Callable[[int], Mapping[str, float]], *,
+        num_samples: int | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self._sources = {name: np.asarray(indices, np.int64) for name, indices in sources.items()}
+        for name, indices in self._sources.items():
+            if not len(indices):
+                raise ConfigError(f"`sources` has no samples in {name!r}; leave it out")
+        self._shares = shares if callable(shares) else lambda epoch: shares
+        self._size = check_int("num_samples", num_samples or sum(map(len, self._sources.values())))
+        self._seed, self._epoch = check_int("seed", seed, least=0), 0
+        self.counts(0)  # what is wrong is refused here
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.of_epoch(self._epoch).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def counts(self, epoch: int) -> dict[str, int]:
+        """Samples of each source in an epoch: its share of them, by largest remainder."""
+        given = self._shares(epoch)
+        shares = np.array([given.get(name, -1) for name in self._sources], np.float64)
+        if set(given) != set(self._sources) or not (np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()):
+            wanted = f"`shares` of epoch {epoch} must give each of {list(self._sources)} a weight from 0, some more than that"
+            raise ConfigError(f"{wanted}; it is {given!r}")
+        exact = self._size * shares / shares.sum()
+        counts = np.floor(exact).astype(np.int64)
+        counts[np.argsort(counts - exact, kind="stable")[: self._size - counts.sum()]] += 1
+        return dict(zip(self._sources, counts.tolist(), strict=True))
+
+    def of_epoch(self, epoch: int) -> IntArray:
+        """Dataset indices of an epoch, in order: int64 (num_samples,)."""
+        counted, parts = [self.counts(number) for number in range(epoch + 1)], [NONE]
+        for place, (name, indices) in enumerate(self._sources.items()):
+            stop = sum(counts[name] for counts in counted)
+            start, size = stop - counted[-1][name], len(indices)
+            first, seed = start // size, self._seed + place
+            passes = [epoch_order(size, seed=seed, epoch=number) for number in range(first, -(-stop // size))]
+            parts.append(indices[np.concatenate([NONE, *passes])[start - first * size : stop - first * size]])
+        together = np.concatenate(parts)
+        return together[epoch_order(len(together), seed=self._seed, epoch=epoch)]
+
+
 class OrderSource:
     """Reads a user's sampler of indices once an epoch and keeps the epoch that is running.
 
@@ -175,15 +272,13 @@ class OrderSource:
 
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
         if not isinstance(source, Iterable) or isinstance(source, Iterator):
-            raise ConfigError(
-                f"`order` must be a list or a sampler, that gives indices anew every epoch, not {source!r}"
-            )
+            wanted = "a list or a sampler, that gives indices anew every epoch"
+            raise ConfigError(f"`order` must be {wanted}, not {source!r}")
         self._source, self._num_samples = source, num_samples
         self._epoch, self._indices = -1, NONE
         generator = getattr(source, "generator", None)
         self._generator = generator if hasattr(generator, "get_state") else None
-        # Where it stood before each epoch.
-        self._before = [] if self._generator is None else [self._generator.get_state()]
+        self._before = [] if self._generator is None else [self._generator.get_state()]  # each epoch, where it stood
         self._counts: dict[int, int] = {}  # indices that every epoch keeps, by how many are left out
 
     def __len__(self) -> int:
@@ -210,8 +305,7 @@ class OrderSource:
 
     def of_epoch(self, epoch: int) -> IntArray:
         if epoch != self._epoch:
-            self._indices = self._checked(self._read(epoch))
-            self._epoch = epoch
+            self._indices, self._epoch = self._checked(self._read(epoch)), epoch
         return self._indices
 
     def checksum(self, epoch: int) -> int:
@@ -220,18 +314,17 @@ class OrderSource:
     def _read(self, epoch: int) -> list[int]:
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)  # type: ignore[attr-defined]
-            return list(self._source)
-        if self._generator is None:
-            read = list(self._source)
-            if not read and len(self._indices):
-                name = type(self._source).__name__
-                raise ConfigError(f"`order`: {name} gave indices once and then none; its __iter__ must begin anew")
+        elif self._generator is not None:
+            known = min(epoch, len(self._before) - 1)
+            self._generator.set_state(self._before[known])
+            for drawn in range(known, epoch):
+                list(self._source)
+                self._before[drawn + 1 :] = [self._generator.get_state()]
+        elif not (read := list(self._source)) and len(self._indices):
+            name = type(self._source).__name__
+            raise ConfigError(f"`order`: {name} gave indices once and then none; its __iter__ must begin anew")
+        else:
             return read
-        known = min(epoch, len(self._before) - 1)
-        self._generator.set_state(self._before[known])
-        for drawn in range(known, epoch):
-            list(self._source)
-            self._before[drawn + 1 :] = [self._generator.get_state()]
         return list(self._source)
 
     def _checked(self, indices: list[int]) -> IntArray:

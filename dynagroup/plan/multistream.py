@@ -1,4 +1,4 @@
-"""Samples with several padded streams: an order in which neighbours are alike in all of them, and cutting it into runs."""
+"""Samples with several lengths: an order in which neighbours are alike in all, cutting it into runs, and costs of rows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.plan.batches import offsets_of_path
-from dynagroup.shapes import IntArray
+from dynagroup.plan.cost import Work
+from dynagroup.shapes import IntArray, Streams
 
 LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that dividing a box must save: one in so many, within bounds
 FINE = 128  # places where a run may end, at least, between its start and the most that it may hold
@@ -138,3 +140,19 @@ def _tiles(
             around = np.concatenate([np.zeros(max(wide - first - 1, 0)), values[max(first + 1 - wide, 0) : stops[-1]]])
             work += np.maximum.accumulate(sliding_window_view(around, wide)[:, ::-1], axis=1)
         yield first, work * (places[stops][:, None] - places[begin])
+
+
+def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.float64] | None:
+    """Several costs of samples in each of which the batches of a row are to be even: float64 (K, N).
+
+    The work or the units of each stream, and where ranks meet at the end of a step what all streams take. None where batches
+    have one cost: the predicted time of streams that all count as tokens, at one price.
+    """
+    if len(lengths) == 1:
+        return None
+    summed, priced = work.meet == "step", work.priced(budget, lengths)
+    if summed and len(padded_streams(budget, lengths)) == len(lengths) and not work.streams:
+        return None
+    each = {name: work.price(name).of(v) if name in priced else v for name, v in lengths.items()}
+    both = [np.sum([each[name] for name in priced], axis=0)] if summed else []
+    return np.asarray([*both, *each.values()], np.float64)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget, padded_streams
+from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import DEFAULT_WORK, Work
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams
+from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
 WORTH = 1.02  # times the predicted time of the fewest rows: what one more may take that makes them equal work
 EQUAL = 0.05  # of a row's mean work: what its batches may differ by
@@ -23,21 +23,25 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
 LENGTHS = 97  # numbers of samples and quantiles of lengths for which a budget is asked how many tokens a batch may have
 
 
-def pack(lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK) -> Batches:
+def pack(
+    lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK, several: NDArray | None = None
+) -> Batches:
     """Divide one window of samples into packed batches that fit ``budget``: few rows of ``multiple`` batches, of equal work.
 
     A sample of more work than a batch's fair share sets the pace of its row whatever is done, so that row's other batches are
     filled up to it. A sample that does not fit even alone gets a batch of its own. 4,096 samples take some 10 ms.
 
     Returns:
-        Positions into the window, in order of arrival inside a batch. Batches come dearest first; their number is a
-        multiple of ``multiple`` wherever there are samples enough.
+        Positions into the window, in order of arrival inside a batch. Batches come dearest first, or of ``several`` costs row
+        after row; their number is a multiple of ``multiple`` wherever there are samples enough.
     """
-    if not len(lengths[TOKENS]):
+    if not len(lengths[primary(lengths)]):
         return Batches.concatenate([])
-    costs = work.of_lengths({name: lengths[name] for name in padded_streams(budget, lengths)})
-    parts = _Packing(lengths, budget, costs, multiple).rows(work.per_step)
-    members = [np.sort(np.asarray(part, np.int64)) for part in parts]
+    costs = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})
+    packing = Packing(lengths, budget, costs, multiple, several)
+    members = [np.sort(np.asarray(part, np.int64)) for part in packing.rows(work.per_step)]
+    if several is not None:
+        return Batches.of(members)
     return Batches.of(sorted(members, key=lambda part: -float(costs[part].sum())))
 
 
@@ -126,6 +130,24 @@ def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], 
     return True
 
 
+# List scheduling of several costs at once: the dot product of what bins hold with what an item adds is how much the sum of their
+# squares would grow (Panigrahy et al. 2011 pack bins by it). O(N * bins).
+def least_alike(
+    order: Iterable[int], costs: NDArray[np.float64], loads: NDArray[np.float64], bins: list[Bin], room: Room
+) -> bool:
+    """Each item, in this order, to the bin whose squared loads grow least and that it fits; False as soon as one fits none.
+
+    ``costs``: (N, K) of each item; ``loads``: (bins, K), what they were given beforehand; they are added to."""
+    for item in order:
+        by_growth = np.argsort(loads @ costs[item], kind="stable").tolist()
+        number = next((number for number in by_growth if room.admits(bins[number], item)), None)
+        if number is None:
+            return False
+        room.add(bins[number], item, 0.0)
+        loads[number] += costs[item]
+    return True
+
+
 def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room) -> list[Bin]:
     """Each item, in this order, to the bin with least room that it fits, or to a new one. O(N log bins) and N insertions."""
     bins: list[Bin] = []
@@ -163,7 +185,7 @@ def room_of(lengths: Streams, budget: Budget) -> Room:
     slots, only_sums = UNLIMITED, True
     for part in parts:
         if type(part) is TokenBudget and part.layout == "packed":
-            names = [name for name in lengths if name not in capped]
+            names = [name for name in lengths if name not in capped or name == primary(lengths)]
             most = part.max_tokens - part.max_tokens % budget.pad_to_multiple_of
             sums.append((np.stack([lengths[name] for name in names]).sum(axis=0, dtype=np.int64), most))
             slots = min(slots, part.max_samples or UNLIMITED, part.max_tokens)
@@ -171,7 +193,7 @@ def room_of(lengths: Streams, budget: Budget) -> Room:
             sums.append((lengths[part.stream].astype(np.int64), part.limit))
         else:
             only_sums = False
-    sums = sums or [(lengths[TOKENS].astype(np.int64), UNLIMITED)]
+    sums = sums or [(lengths[primary(lengths)].astype(np.int64), UNLIMITED)]
     if only_sums:
         return Room(sums, slots)
     if len(lengths) == 1:
@@ -195,24 +217,29 @@ def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
     return lambda count, sample: most[bisect_left(longest, tokens[sample])][bisect_left(counts, count)]
 
 
-class _Packing:
+class Packing:
     """One window being packed into rows of ``multiple`` batches."""
 
-    def __init__(self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int) -> None:
+    def __init__(
+        self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int, several: NDArray | None
+    ) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
         alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first: it names a missing stream
         self._room = room_of(lengths, budget)
         self._costs, self._list, self._multiple = costs, costs.tolist(), multiple
-        order = np.argsort(-costs, kind="stable")
+        self._several, self._each = several is not None, costs[None] if several is None else several
+        shares = self._each / np.maximum(self._each.sum(axis=1, keepdims=True), 1e-12)
+        order = np.argsort(-shares.max(axis=0), kind="stable")
         self._order: list[int] = order[alone[order]].tolist()
         self._oversize: list[int] = order[~alone[order]].tolist()
 
     def rows(self, per_step: float) -> list[list[int]]:
         """The fewest rows; or one more, where that makes rows equal work for at most 2 % more time: law 9 rests on it."""
         fewest = self._fewest()
-        if self._multiple == 1 or len(fewest) % self._multiple or self._judged(fewest, per_step)[1]:
+        given = self._multiple == 1 or self._several or len(fewest) % self._multiple
+        if given or self._judged(fewest, per_step)[1]:
             return fewest
-        more = [*([s] for s in self._oversize), *(self._balanced(len(fewest) // self._multiple + 1) or [])]
+        more = [*([s] for s in self._oversize), *(self.balanced(len(fewest) // self._multiple + 1) or [])]
         if len(more) < len(fewest) or len(more) % self._multiple:
             return fewest
         time, equal = self._judged(more, per_step)
@@ -230,13 +257,13 @@ class _Packing:
     def _fewest(self) -> list[list[int]]:
         """The window in few rows, hardly more than best fit needs; every batch has a sample."""
         rows = self._num_rows(self._least_bins())
-        found = self._balanced(rows)
+        found = self.balanced(rows)
         if found is None:
             bins = best_fit(self._order, self._list, self._room.bin, self._room)
             rows = max(self._num_rows(len(bins)), 1)
             found = [bin.members for bin in bins] if self._multiple == 1 else None
         while found is None:
-            found = self._balanced(rows)
+            found = self.balanced(rows)
             rows += max(rows // 100, 1)
         return [*([s] for s in self._oversize), *found]
 
@@ -249,14 +276,22 @@ class _Packing:
     def _num_rows(self, bins: int) -> int:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
-    def _balanced(self, rows: int) -> list[list[int]] | None:
-        """The samples that fit alone, in exactly so many rows less the other samples; None where that way they do not fit in."""
+    def balanced(self, rows: int) -> list[list[int]] | None:
+        """The samples that fit alone, in exactly so many rows less the other samples; None where that way they do not fit in.
+
+        Of several costs each sets the paces of the rows by itself."""
         count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
         if count < 1:
             return None if self._order else []
-        paces = _paces(np.sort(self._costs)[::-1], rows, self._multiple)
-        bins = [self._room.bin(max(paces) - pace) for pace in paces for _ in range(self._multiple)][-count:]
-        if not least_loaded(self._order, self._list, bins, self._room):
+        paces = np.asarray([_paces(np.sort(cost)[::-1], rows, self._multiple) for cost in self._each])
+        loads = np.repeat(paces.max(axis=1, keepdims=True) - paces, self._multiple, axis=1)[:, -count:]
+        bins = [self._room.bin(load) for load in loads[0].tolist()]
+        if self._several:
+            mean = np.maximum(paces.mean(axis=1), 1e-12)[:, None]
+            found = least_alike(self._order, (self._each / mean).T, (loads / mean).T, bins, self._room)
+        else:
+            found = least_loaded(self._order, self._list, bins, self._room)
+        if not found:
             return None
         parts = [bin.members for bin in bins]
         fill_empty(parts)

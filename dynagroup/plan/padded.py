@@ -18,7 +18,7 @@ from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, RoundBatch, allowed_sizes, longest_first, offsets_of, offsets_of_path
 from dynagroup.plan.cost import Work
 from dynagroup.plan.multistream import RunMaxima, alike_order, least_time_by_places
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up
+from dynagroup.shapes import BatchShape, IntArray, Streams, primary, round_up
 
 # Samples, and runs were each as long as fits: beyond them each run is chosen by itself: 0.1 % more time, a fifth of the work.
 EXACT_UP_TO, MANY_RUNS = 1 << 12, 128
@@ -47,8 +47,10 @@ def in_order(
     order = alike_order([lengths[n].astype(np.int64) for n in names]) if several else longest_first(lengths)
     ordered = {name: values[order] for name, values in lengths.items()}
     multiple = budget.pad_to_multiple_of
-    each = [work.of_lengths(round_up(ordered[name].astype(np.int64), multiple)) for name in names]
+    each = [work.price(name).of(round_up(ordered[name].astype(np.int64), multiple)) for name in names]
     most = most_by_start(ordered, budget)
+    if budget.ladder is not None:
+        return order, budget.ladder.window(ordered, np.sum(each, axis=0), most)
     allowed = None if rounded is None else allowed_sizes(int(most.max()), rounded)
     return order, OrderedWindow(np.sum(each, axis=0), most, allowed, tuple(each) if several else ())
 
@@ -78,6 +80,11 @@ class OrderedWindow:
         if not self.maxima:
             return sizes * self.work[starts]
         return sizes * np.sum([maxima.of(starts, sizes) for maxima in self.maxima], axis=0)
+
+    @property
+    def limits(self) -> NDArray[np.float64] | None:
+        """All that a run's work may be, growing, where that is few numbers."""
+        return None
 
     def total(self, offsets: IntArray) -> NDArray[np.float64]:
         return self.work_of(offsets[:-1], offsets[1:] - offsets[:-1])
@@ -148,7 +155,7 @@ class OrderedWindow:
 def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
     """Most samples that a batch may have which starts at a position of the window: int64 (N,), at least 1. One stream must
     be sorted, longest first; of several any order will do. What starts later reaches at least as far."""
-    tokens = ordered[TOKENS]
+    tokens = ordered[primary(ordered)]
     left = np.arange(len(tokens), 0, -1)
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
     table = budget.largest(tokens[firsts].astype(np.int64)) if len(ordered) == 1 else None
@@ -162,7 +169,7 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
 def _by_search(ordered: Streams, budget: Budget) -> IntArray:
     """Where the longest sample's tokens do not decide alone: for each start the most samples from there on that fit together, by
     bisection of all at once, as far as a reach that is doubled where it was too short."""
-    num, reach = len(ordered[TOKENS]), 64
+    num, reach = len(ordered[primary(ordered)]), 64
     begin, sums = np.arange(num), {name: offsets_of(values) for name, values in ordered.items()}
     while True:
         maxima = {name: RunMaxima(values, reach - 1) for name, values in ordered.items()}

@@ -14,6 +14,7 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
+from dynagroup.plan.multistream import costs_of_rows
 from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.plan.ranks import cut
@@ -21,13 +22,9 @@ from dynagroup.validation import check_flag, check_int, check_number
 
 
 def balanced_partitions(
-    costs: Sequence[float] | np.ndarray,
-    num_parts: int,
-    *,
-    sizes: Sequence[float] | np.ndarray | None = None,
-    limit: float | None = None,
-    equal_size: bool = False,
-) -> list[list[int]]:
+    costs: Sequence[float] | np.ndarray, num_parts: int, *,
+    sizes: Sequence[float] | np.ndarray | None = None, limit: float | None = None, equal_size: bool = False,
+) -> list[list[int]]:  # fmt: skip
     """Divide items into parts of about equal total cost, each within a limit of total size.
 
     Args:
@@ -106,14 +103,9 @@ def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.floa
 
 
 def shard_micro_batches(
-    lengths: Sequence[int] | np.ndarray | Mapping[str, Any],
-    num_ranks: int,
-    budget: Budget | int,
-    *,
-    multiple_of: int = 1,
-    work: Work | None = None,
-    oversize: Oversize = "alone",
-) -> list[list[list[int]]]:
+    lengths: Sequence[int] | np.ndarray | Mapping[str, Any], num_ranks: int, budget: Budget | int, *,
+    multiple_of: int = 1, work: Work | None = None, oversize: Oversize = "alone",
+) -> list[list[list[int]]]:  # fmt: skip
     """Divide samples over ranks: equally many micro-batches on every rank, each within the budget, of equal cost.
 
     Every rank calls it with the lengths of all ranks' samples and takes its own entry; nothing is exchanged.
@@ -141,19 +133,22 @@ def shard_micro_batches(
     """
     num_ranks = check_int("num_ranks", num_ranks, most=MOST_RANKS)
     every = num_ranks * check_int("multiple_of", multiple_of, most=MOST_RANKS)
-    planner = Planner(as_streams(lengths), budget, PlanConfig(work=check_work(work), oversize=oversize))
+    planner = Planner(as_streams(lengths), budget, PlanConfig(work=check_work(work or Work()), oversize=oversize))
     planner.warn_of_oversize()
     kept = np.delete(np.arange(planner.num_samples), planner.left_out)
     streams = {name: values[kept] for name, values in planner.lengths.items()}
-    batches = cut(streams, planner.budget, every, work=planner.config.work)
+    work = planner.config.work
+    batches = cut(streams, planner.budget, every, work=work)
     if len(batches) % every:
         more = f"num_ranks x multiple_of = {every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
         raise ConfigError(f"{len(kept)} samples in micro-batches of one are no multiple of {more}")
-    cost = planner.config.work.of_batches(batches, streams, planner.budget)
+    cost = work.of_batches(batches, streams, planner.budget)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    rows = np.argsort(-cost, kind="stable").reshape(-1, num_ranks)  # of like cost, the dearest to who has least
-    for row in rows.tolist():
+    # rows of several costs are even already, in more than their work
+    in_rows = every > 1 and costs_of_rows(streams, planner.budget, work) is not None
+    rows = (np.arange(len(cost)) if in_rows else np.argsort(-cost, kind="stable")).reshape(-1, num_ranks)
+    for row in rows.tolist():  # of like cost, the dearest to who has least
         for rank, number in zip(np.argsort(load, kind="stable"), row, strict=True):
             shards[rank].append(kept[batches[number]].tolist())
             load[rank] += cost[number]

@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_streams, padded_tokens, real_tokens
+from dynagroup.lengths import Kinds
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
@@ -28,9 +30,11 @@ class BatchPlan:
         update_ends: bool (num_steps,), the optimizer steps after this row.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
         repeated: dataset indices of samples that stand in a row a second time, to fill it; their weight is 0.
-        dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``.
+        dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``, as often as they were drawn.
         start, end: the places before and behind these steps.
+        windows: rows of each window or update, which was cut by itself.
         lengths: the dataset's lengths, stream -> int32 (N,).
+        sample_kinds: the dataset's kinds.
         budget: what the batches were made to fit.
         oversize: dataset indices of samples that do not fit even alone.
         work: what a batch takes.
@@ -49,7 +53,9 @@ class BatchPlan:
     dropped: IntArray
     start: Cursor
     end: Cursor
+    windows: IntArray = field(repr=False)
     lengths: Streams = field(repr=False)
+    sample_kinds: Kinds = field(repr=False)
     budget: Budget
     oversize: IntArray
     work: Work = field(default=Work(), repr=False)
@@ -67,6 +73,12 @@ class BatchPlan:
         """``rows[step][rank]``: dataset indices of that batch."""
         batches = [batch.tolist() for batch in self.batches]
         return [[batches[number] for number in row] for row in self.table.tolist()]
+
+    @cached_property
+    def kinds(self) -> list[list[Any]]:
+        """``kinds[step][rank]``: the kind of that batch."""
+        labels, codes = self.sample_kinds.labels, self.sample_kinds.codes[self.batches.order[self.batches.offsets[:-1]]]
+        return [[labels[code] for code in row] for row in codes[self.table].tolist()]
 
     @property
     def num_steps(self) -> int:
@@ -93,14 +105,20 @@ class BatchPlan:
         return {name: self.lengths[name] for name in padded_streams(self.budget, self.lengths)}
 
     @cached_property
+    def _work(self) -> NDArray[np.float64]:
+        """Predicted work of every batch by stream: float64 (num_steps, world_size, streams)."""
+        found = self.work.by_stream(self.batches, self.lengths, self.budget)
+        return np.append(found, np.zeros((1, found.shape[1])), axis=0)[self.table]
+
+    @property
     def work_by_row(self) -> NDArray[np.float64]:
         """Predicted work of every batch, in linear tokens, without the price of its step: float64 (num_steps, world_size)."""
-        return np.append(self.work.of_batches(self.batches, self.lengths, self.budget), 0.0)[self.table]
+        return self._work.sum(axis=2)
 
     @property
     def predicted_time(self) -> float:
-        """Predicted time of the steps in linear tokens: each costs its price and the most work of a rank."""
-        return self.work.of_rows(self.work_by_row)
+        """Predicted time of the steps in linear tokens: each costs its price and the most work of a rank, see ``Work.meet``."""
+        return self.work.of_rows(self._work)
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
@@ -108,10 +126,10 @@ class BatchPlan:
 
         Tokens are those of all padded streams: every stream but those that an ``AdditiveCap`` names.
 
-        ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates: sum of the rows' maxima
-        over the sum of their means, 1.0 at best, in predicted work.
+        ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates, 1.0 at best, in predicted work.
+        Of several lengths ``imbalance_NAME`` is the middle row's largest sum of that length over its ranks' mean.
         """
-        sizes, padded, by_row = self.batches.sizes, int(self.padded.sum()), self.work_by_row
+        sizes, padded, mean = self.batches.sizes, int(self.padded.sum()), self.work_by_row.mean(axis=1).sum()
         real = int(real_tokens(self.shapes, self.budget).sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
         return {
@@ -127,11 +145,18 @@ class BatchPlan:
             "median_batch": float(quantiles[1]),
             "largest_batch": int(quantiles[2]),
             "predicted_time": self.predicted_time,
-            "row_imbalance": float(by_row.max(axis=1, initial=0).sum() / max(by_row.mean(axis=1).sum(), 1e-9)) or 1.0,
+            "row_imbalance": float(self.work.row_times(self._work).sum() / max(mean, 1e-9)) or 1.0,
             "num_oversize": len(self.oversize),
             "num_repeated": len(self.repeated),
             "num_dropped": len(self.dropped),
+            **{f"imbalance_{name}": self._imbalance(name) for name in (self.lengths if len(self.lengths) > 1 else ())},
         }
+
+    def _imbalance(self, stream: str) -> float:
+        """The largest sum of a stream over its mean, of the middle one of the rows that have any."""
+        by_row = np.append(self.shapes.total[stream], 0)[self.table].astype(np.float64)
+        by_row = by_row[by_row.any(axis=1)]
+        return float(np.median(by_row.max(axis=1) / by_row.mean(axis=1))) if len(by_row) else 1.0
 
     @property
     def fingerprint(self) -> str:
@@ -157,3 +182,12 @@ class BatchPlan:
         from dynagroup.plan.report import Way, shuffled_way
 
         return plot_ways([shuffled_way(self, None)[0], Way("this plan", self)])
+
+    def to_html(self, path: str | Path) -> None:
+        """Write :meth:`report` and pictures of padding, work, memory and shapes as one static HTML file."""
+        Path(path).write_text(self._repr_html_(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from dynagroup.plan.plots import page, plot_plan
+
+        return page(f"dynagroup: plan of epoch {self.epoch}", self.report(), plot_plan(self))

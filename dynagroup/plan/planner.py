@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,22 +22,27 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described, hashed
+from dynagroup.lengths import Kinds, as_streams
 from dynagroup.plan.batches import Batches, RoundBatch
-from dynagroup.plan.cost import DEFAULT_WORK, Work, check_work
+from dynagroup.plan.cost import MeasuredWork, Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import EpochOrder, GroupedOrder, windows_of
+from dynagroup.plan.epoch import NONE, EpochOrder, GroupedOrder, windows_of, windows_of_kinds
 from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.ranks import cut, prove
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
+from dynagroup.plan.ranks import cut, cut_kinds, filled, prove
+from dynagroup.shapes import BatchShape, IntArray, Streams, primary, units_of
 from dynagroup.validation import check_choice, check_flag, check_function, check_int, warn_user
 
 Oversize: TypeAlias = Literal["alone", "error", "drop"]
 Uneven: TypeAlias = Literal["repeat", "drop"]
+Order: TypeAlias = "IntArray | EpochOrder | GroupedOrder"
+OneKind: TypeAlias = Literal["step", "batch"]
+Drawn: TypeAlias = "IntArray | None"  # dataset indices in an order of the user's
 Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # row after row, and which only fill theirs: bool (steps, ranks)
 
 BATCHES_PER_WINDOW = 100
 SAMPLED = 4096  # lengths from which a window is chosen
+LEAST_SHARE = 8  # a kind of few samples is divided into windows down to this part of one: its batches shall differ, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +57,10 @@ class PlanConfig:
     round_batch: RoundBatch | None = None
     samples_per_update: int | None = None
     grouping: int | None = None
-    work: Work = DEFAULT_WORK
+    work: Work = field(default_factory=check_work)
     oversize: Oversize = "alone"
     uneven: Uneven = "repeat"
+    one_kind: OneKind = "step"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shuffle", check_flag("shuffle", self.shuffle))
@@ -67,9 +73,9 @@ class PlanConfig:
             raise ConfigError("`window` and `samples_per_update` exclude each other: an update is the window")
         if self.grouping is not None and self.samples_per_update is None:
             raise ConfigError("`grouping` needs `samples_per_update`: free batches are grouped in a `window`")
-        check_choice("oversize", self.oversize, ("alone", "error", "drop"))
-        check_choice("uneven", self.uneven, ("repeat", "drop"))
-        object.__setattr__(self, "work", check_work(self.work))
+        for name, choices in (("oversize", Oversize), ("uneven", Uneven), ("one_kind", OneKind)):
+            check_choice(name, getattr(self, name), get_args(choices))
+        object.__setattr__(self, "work", check_work(self.work, times=True))
         if self.round_batch is not None:
             check_function("round_batch", self.round_batch, "from int to int")
 
@@ -82,7 +88,7 @@ def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
 
 def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
     """Which samples do not fit even alone: bool (N,). Checks once what a budget of the user's own answers."""
-    tokens = lengths[TOKENS]
+    tokens = lengths[primary(lengths)]
     if len(lengths) == 1 and len(tokens) and largest_of(budget, tokens[:1].astype(np.int64)) is not None:
         unfit = lambda length: budget.largest(np.asarray([length]))[0] < 1  # type: ignore[index]  # noqa: E731
         return tokens >= bisect_left(range(int(tokens.max()) + 1), True, key=unfit)
@@ -91,26 +97,34 @@ def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
 
 
 class Planner:
-    """Makes plans: holds the facts (lengths, the budget bound to them) and the knobs, and no state."""
+    """Makes plans: holds the facts (lengths, kinds, the budget bound to them) and the knobs, and no state."""
 
-    def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
+        self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
         self.budget = as_budget(budget).bind(lengths)
         self.config = config
-        self.num_samples = len(lengths[TOKENS])
+        self.num_samples = len(lengths[primary(lengths)])
         self.unfit = oversize_mask(lengths, self.budget)
         self.oversize = np.flatnonzero(self.unfit)
-        self.left_out = self.oversize if config.oversize == "drop" else np.zeros(0, np.int64)
+        self.left_out = self.oversize if config.oversize == "drop" else NONE
         """Dataset indices of the samples that take no part."""
         if config.oversize == "error":
             self.warn_of_oversize()
+
+    @classmethod
+    def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> Planner:
+        """From lengths and kinds as users give them."""
+        if kinds is None and config.one_kind != "step":
+            raise ConfigError(f"`one_kind` ({config.one_kind!r}) needs `kinds`, a label for each sample")
+        streams = as_streams(lengths)
+        return cls(streams, budget, config, Kinds.read(kinds, len(streams[primary(streams)])))
 
     def warn_of_oversize(self) -> None:
         """Say which samples do not fit even alone, if any, and what is done with them: a warning, or a :class:`BudgetError`."""
         if not len(self.oversize):
             return
-        first, done, others = self.oversize[0], self.config.oversize, len(self.oversize) - 1
-        units = units_of(self.lengths, int(first))
+        first, done, others = int(self.oversize[0]), self.config.oversize, len(self.oversize) - 1
+        units = units_of(self.lengths, first)
         if done == "error":
             way_out = "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
             raise BudgetError(f"sample {first} ({units}) does not fit even alone, nor do {others} others; {way_out}")
@@ -120,18 +134,20 @@ class Planner:
             "truncate them, raise the budget, or pass oversize='error'"
         )
 
-    def renewed(self, world: World | None = None) -> Planner:
-        """Itself; or a planner that follows what its budget has learned, if that changes anything. Collective over ``world``."""
+    def renewed(self, world: World | None = None, work: Work | None = None) -> Planner:
+        """Itself; or a planner that follows what its budget has learned, and ``work``, if that changes anything. Collective over
+        ``world``."""
         learner = self.budget.learner
-        if learner is None:
+        if learner is not None:
+            learner.apply(world)
+        elif work is None:
             return self
-        learner.apply(world)
-        after = self.rebuilt()
-        return self if after.fingerprint == self.fingerprint else after
+        after = self.rebuilt(work)
+        return self if (after.fingerprint, after.config) == (self.fingerprint, self.config) else after
 
-    def rebuilt(self) -> Planner:
-        """A planner of the same facts and knobs, whose budget may have changed."""
-        return Planner(self.lengths, self.budget, self.config)
+    def rebuilt(self, work: Work | None = None) -> Planner:
+        """A planner of the same facts and knobs, whose budget may have changed, and its work if one is given."""
+        return Planner(self.lengths, self.budget, replace(self.config, work=work or self.config.work), self.kinds)
 
     @property
     def num_planned(self) -> int:
@@ -139,7 +155,8 @@ class Planner:
         return self.num_samples - len(self.left_out)
 
     @property
-    def _has_updates(self) -> bool:
+    def has_updates(self) -> bool:
+        """Whether a window is an update of a set size."""
         return self.config.samples_per_update is not None
 
     def window_size(self, world_size: int) -> int:
@@ -160,102 +177,174 @@ class Planner:
     def _batch_size(self) -> float:
         """Samples that a batch has when it is as large as fits and everything is sorted together; an estimate."""
         some = {name: values[:: max(1, self.num_samples // SAMPLED)] for name, values in self.lengths.items()}
-        return len(some[TOKENS]) / max(len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1)
+        return len(some[primary(some)]) / max(len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1)
 
     def start_of(self, epoch: int, world_size: int = 1) -> Cursor:
         return Cursor(epoch=epoch, window_size=self.window_size(world_size))
 
     def is_done(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> bool:
-        if cursor.windows_done >= len(self._windows(cursor, order)[0]):
+        if cursor.windows_done >= len(self._windows(cursor, order)[1]):
             return True
         too_few = self.config.uneven == "drop"  # a window may then make no row
         return too_few and not any(part.num_steps for part in self.steps_from(cursor, world_size, order))
 
-    def _windows(
-        self, cursor: Cursor, order: IntArray | None
-    ) -> tuple[list[tuple[int, int]], Callable[[slice], IntArray]]:
-        """Where the windows of the cursor's epoch start and stop in its order, and how to read that.
+    def order_of(self, epoch: int, given: IntArray | None = None, *, shuffle: bool, size: int = 1) -> Order:
+        """The epoch's order: dataset indices, without those that are left out; ``grouping`` groups updates of ``size``.
 
-        ``order``: dataset indices; None: shuffled, or the dataset's."""
-        config, kept = self.config, None
-        if order is not None:
-            given = order[~self.unfit[order]] if len(self.left_out) else order
-        elif config.shuffle or self._has_updates:
-            given = EpochOrder(self.num_planned, seed=config.seed, epoch=cursor.epoch)
-            kept = np.flatnonzero(~self.unfit) if len(self.left_out) else None
+        ``given``: an order of the user's; None: shuffled, or the dataset's."""
+        config, everything = self.config, not len(self.left_out)
+        if given is not None:
+            order: Any = given if everything else given[~self.unfit[given]]
         else:
-            given = np.flatnonzero(~self.unfit) if len(self.left_out) else np.arange(self.num_samples)
+            kept = np.arange(self.num_samples) if everything else np.flatnonzero(~self.unfit)
+            drawn = EpochOrder(len(kept), seed=config.seed, epoch=epoch)
+            order = kept if not shuffle else drawn if everything else kept[drawn[:]]
+        if config.grouping is None:
+            return order
+        how = {"size": size, "pool": config.grouping, "seed": config.seed, "epoch": epoch}
+        return GroupedOrder(order, tokens_of(self.lengths, self.budget), **how)
 
-        tokens = lambda: tokens_of({n: v if kept is None else v[kept] for n, v in self.lengths.items()}, self.budget)  # noqa: E731
-        if config.grouping is not None:
-            how = {"size": self.window_size(1), "pool": config.grouping, "seed": config.seed, "epoch": cursor.epoch}
-            given = GroupedOrder(given, tokens(), **how)
+    def _windows(self, cursor: Cursor, given: IntArray | None) -> tuple[Order, list[tuple[int, int]], IntArray]:
+        """The order of the cursor's epoch, where its windows start and stop in it, and the last window of each kind."""
+        config, size = self.config, cursor.window_size or self.window_size(1)
+        order = self.order_of(cursor.epoch, given, shuffle=config.shuffle or self.has_updates, size=size)
+        if self.has_updates:
+            return order, windows_of(len(order), size, keep_order=True), np.zeros(len(self.kinds.labels), np.int64)
+        tokens = tokens_of(self.lengths, self.budget)
+        if len(self.kinds.labels) > 1:
+            least = -(-size // LEAST_SHARE) if config.shuffle and config.window is None else size
+            rng = np.random.default_rng((config.seed, cursor.epoch)) if config.shuffle else None
+            how: dict[str, Any] = {"least": least, "rng": rng, "tokens": tokens if config.hardest_first else None}
+            ordered, found, last = windows_of_kinds(order[:], self.kinds.codes, size, **how)
+            return ordered, found, np.full_like(last, len(found) - 1) if config.one_kind == "batch" else last
 
         def longest() -> int:
-            at = int(np.argmax(tokens() if isinstance(given, EpochOrder) else tokens()[given[:]]))
-            return given.position_of(at) if isinstance(given, EpochOrder) else at
+            if isinstance(order, EpochOrder):
+                return order.position_of(int(np.argmax(tokens)))
+            return int(np.argmax(tokens[order[:]]))
 
-        leads, size = config.hardest_first and not self._has_updates, cursor.window_size or self.window_size(1)
-        found = windows_of(len(given), size, keep_order=self._has_updates, longest=longest if leads else None)
-        return found, lambda where: given[where] if kept is None else kept[given[where]]
+        windows = windows_of(len(order), size, longest=longest if config.hardest_first else None)
+        return order, windows, np.asarray([len(windows) - 1])
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
         """What remains of the cursor's epoch, a window at a time, planned when asked for."""
         if not cursor.window_size:
             cursor = replace(cursor, window_size=self.window_size(world_size))
-        windows, read = self._windows(cursor, order)
+        ordered, windows, last = self._windows(cursor, order)
         while cursor.windows_done < len(windows):
-            indices = read(slice(*windows[cursor.windows_done]))
+            indices = ordered[slice(*windows[cursor.windows_done])]
             if cursor.carried:
                 indices = np.append(np.asarray(cursor.carried, np.int64), indices)
-            is_last = self._has_updates or cursor.windows_done + 1 == len(windows)
-            planned = self._rest(indices, cursor, world_size, is_last)
+            planned = _Window(self, indices, cursor, last <= cursor.windows_done).rest(world_size)
             yield planned
             cursor = planned.end
 
+    def update_of(self, indices: IntArray, cursor: Cursor, world_size: int) -> BatchPlan:
+        """What remains of one update that holds these samples."""
+        return _Window(self, indices, cursor, np.ones(len(self.kinds.labels), np.bool_)).rest(world_size)
+
+    def facts(self) -> dict[str, Any]:
+        """What every plan of this planner is told."""
+        told = {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
+        return {**told, "sample_kinds": self.kinds, "work": self.config.work}
+
+    def plan(self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: Drawn = None) -> BatchPlan:
+        """A whole epoch; or what remains of one, from ``cursor`` on."""
+        cursor = cursor or self.start_of(epoch, world_size)
+        return self.joined(list(self.steps_from(cursor, world_size, order)), cursor, world_size, order)
+
+    def joined(self, parts: list[BatchPlan], cursor: Cursor, world_size: int, order: Drawn = None) -> BatchPlan:
+        """Windows, the first of which begins at ``cursor``, as one plan. Of a given ``order`` is left out what it draws."""
+        drawn = self.left_out if order is None else order[np.isin(order, self.left_out)]
+        batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
+        return BatchPlan(
+            batches=batches,
+            table=np.arange(len(batches)).reshape(-1, world_size),
+            update_ends=np.concatenate([np.zeros(0, np.bool_), *(part.update_ends for part in parts)]),
+            loss_scale=np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
+            repeated=np.concatenate([none, *(part.repeated for part in parts)]),
+            dropped=np.concatenate([drawn, *(part.dropped for part in parts)]),
+            start=cursor,
+            end=parts[-1].end if parts else cursor,
+            windows=np.asarray([part.num_steps for part in parts], np.int64),
+            **self.facts(),
+        )
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a plan depends on, besides epoch and world size; states are compared by it. JSON-able."""
+        knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
+        knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
+        if isinstance(self.config.work, MeasuredWork):
+            knobs["work"] = "measure"  # what was measured is of a run, and in its state
+        lengths = {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in self.lengths.items()}
+        facts = {"num_samples": self.num_samples, "lengths": lengths}
+        facts["kinds"] = [zlib.crc32(self.kinds.codes.data), described(self.kinds.labels)]
+        return {**facts, "budget": self.budget.fingerprint, **knobs}
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits of :attr:`identity`."""
+        return hashed(json.dumps(self.identity, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Samples that are cut together, those of each kind by themselves, and where a run stands in them."""
+
+    planner: Planner
+    indices: IntArray  # of the dataset
+    cursor: Cursor
+    is_last: NDArray[np.bool_]  # by kind: no more of it follows, to take what fills no row
+
     # While the number of ranks stays the same, what remains of a window are its own rows. After a change the samples that remain
     # are cut again. A repeat that fills a row is not used by it: its own place may still be to come.
-    def _rest(self, indices: IntArray, cursor: Cursor, world_size: int, is_last: bool) -> BatchPlan:
-        """The rows of a window behind its cursor. ``is_last``: nothing follows that could take what fills no row."""
-        segments = (*cursor.segments, (world_size, 0))
-        left, ranks = np.ones(len(indices), np.bool_), segments[0][0]
-        batches, fills = self._cut(indices, cursor, left, ranks, is_last)
+    def rest(self, world_size: int) -> BatchPlan:
+        """The rows behind the cursor."""
+        segments = (*self.cursor.segments, (world_size, 0))
+        left, ranks = np.ones(len(self.indices), np.bool_), segments[0][0]
+        batches, fills = self._cut(left, ranks)
         for size, done in segments:
             if size != ranks:
-                (batches, fills), ranks = self._cut(indices, cursor, left, size, is_last), size
+                (batches, fills), ranks = self._cut(left, size), size
             used = done * ranks
             left[batches.take(np.flatnonzero(~fills[:done].ravel())).order] = False
             batches, fills = batches.take(np.arange(used, len(batches))), fills[done:]
-        return self._made(indices, left, (batches, fills), cursor, is_last)
+        return self._made(left, (batches, fills))
 
-    def _cut(self, indices: IntArray, cursor: Cursor, left: NDArray[np.bool_], world_size: int, is_last: bool) -> Rows:
-        """Rows of the samples of a window that are left, as positions in it."""
-        config, positions = self.config, np.flatnonzero(left)
-        chosen = indices[positions]
-        lengths = {name: values[chosen] for name, values in self.lengths.items()}
-        batches = cut(lengths, self.budget, world_size, work=config.work, round_batch=config.round_batch)
-        prove(batches, len(chosen), lengths, self.budget, self.unfit[chosen])
-        num, missing = len(batches), -len(batches) % world_size
-        if missing and is_last and config.uneven == "repeat":
-            smallest = np.argsort(tokens_of(lengths, self.budget), kind="stable")
-            filled = Batches(np.resize(smallest, missing), np.arange(missing + 1))
-            batches = Batches.concatenate([batches, filled])
-        rows = np.arange(len(batches) - len(batches) % world_size).reshape(-1, world_size)
-        if config.shuffle and not self._has_updates:
+    def _cut(self, left: NDArray[np.bool_], world_size: int) -> Rows:
+        """Rows of the samples that are left, as positions."""
+        planner, cursor, positions = self.planner, self.cursor, np.flatnonzero(left)
+        config, chosen = planner.config, self.indices[positions]
+        lengths = {name: values[chosen] for name, values in planner.lengths.items()}
+        kinds, together = planner.kinds.codes[chosen], config.one_kind == "batch"
+        how: dict[str, Any] = {"work": config.work, "round_batch": config.round_batch, "together": together}
+        cuts = cut_kinds(lengths, kinds, planner.budget, world_size, **how)
+        prove(Batches.concatenate(cuts), len(chosen), lengths, planner.budget, planner.unfit[chosen])
+        tokens = tokens_of(lengths, planner.budget)
+        ends = self.is_last[kinds] & (config.uneven == "repeat")
+        made = [filled(part, tokens, world_size, bool(ends[part.order[:1]].all())) for part in cuts]
+        batches, fills = Batches.concatenate([part for part, _ in made]), np.concatenate([fill for _, fill in made])
+        rows = np.arange(len(batches)).reshape(-1, world_size)
+        if len(made) > 1 and len(rows) and not planner.has_updates:
+            longest = np.maximum.reduceat(tokens[batches.order], batches.offsets[:-1][::world_size])
+            rows = rows[np.argsort(-longest, kind="stable")]
+        if config.shuffle and not planner.has_updates:
             rng = np.random.default_rng((config.seed, cursor.epoch, cursor.windows_done, len(positions)))
             lead = 0 if cursor.windows_done else config.hardest_first
             rows[lead:] = rng.permuted(rng.permutation(rows[lead:]), axis=1)
-        return batches.take(rows.ravel()).map(positions), rows >= num
+        return batches.take(rows.ravel()).map(positions), fills.ravel()[rows]
 
-    def _made(self, indices: IntArray, left: NDArray[np.bool_], rows: Rows, cursor: Cursor, is_last: bool) -> BatchPlan:
-        """A window's rows as dataset indices, with what each batch weighs in its update. ``left``: what they may hold."""
-        batches, fills = rows
-        (num_steps, ranks), behind = fills.shape, cursor.after_rows(*fills.shape)
+    def _made(self, left: NDArray[np.bool_], rows: Rows) -> BatchPlan:
+        """Rows as dataset indices, with what each batch weighs in its update. ``left``: what they may hold."""
+        (batches, fills), planner, indices = rows, self.planner, self.indices
+        (num_steps, ranks), behind = fills.shape, self.cursor.after_rows(*fills.shape)
         left[batches.order] = False
-        unused, nothing = indices[left], indices[:0]
+        unused = indices[left]
+        gone = self.is_last[planner.kinds.codes[unused]]
         counts = np.where(fills, 0, batches.sizes.reshape(fills.shape))
         total, ends = counts.sum(axis=1, keepdims=True), np.ones(num_steps, np.bool_)
-        if self._has_updates:
+        if planner.has_updates:
             total, ends[:-1] = len(indices) - len(unused), False
         batches = batches.map(indices)
         return BatchPlan(
@@ -264,47 +353,9 @@ class Planner:
             update_ends=ends,
             loss_scale=counts * ranks / np.maximum(total, 1),
             repeated=batches.order[np.repeat(fills.ravel(), batches.sizes)],
-            dropped=unused if is_last else nothing,
-            start=cursor,
-            end=behind.after_window((nothing if is_last else unused).tolist()),
-            **self._facts(),
+            dropped=unused[gone],
+            start=self.cursor,
+            end=behind.after_window(unused[~gone].tolist()),
+            windows=np.asarray([num_steps]),
+            **planner.facts(),
         )
-
-    def _facts(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
-        return {**told, "work": self.config.work}
-
-    def plan(
-        self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: IntArray | None = None
-    ) -> BatchPlan:
-        """A whole epoch; or what remains of one, from ``cursor`` on."""
-        cursor = cursor or self.start_of(epoch, world_size)
-        return self.joined(list(self.steps_from(cursor, world_size, order)), cursor, world_size)
-
-    def joined(self, parts: Sequence[BatchPlan], cursor: Cursor, world_size: int) -> BatchPlan:
-        """Windows, the first of which begins at ``cursor``, as one plan."""
-        batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
-        return BatchPlan(
-            batches=batches,
-            table=np.arange(len(batches)).reshape(-1, world_size),
-            update_ends=np.concatenate([np.zeros(0, np.bool_), *(part.update_ends for part in parts)]),
-            loss_scale=np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
-            repeated=np.concatenate([none, *(part.repeated for part in parts)]),
-            dropped=np.concatenate([self.left_out, *(part.dropped for part in parts)]),
-            start=cursor,
-            end=parts[-1].end if parts else cursor,
-            **self._facts(),
-        )
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """What a plan depends on, besides epoch and world size; states are compared by it. JSON-able."""
-        knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
-        knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
-        lengths = {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in self.lengths.items()}
-        return {"num_samples": self.num_samples, "lengths": lengths, "budget": self.budget.fingerprint, **knobs}
-
-    @property
-    def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits of :attr:`identity`."""
-        return hashed(json.dumps(self.identity, sort_keys=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from html import escape
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,13 +30,13 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError as error:
         raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
     figure = Figure(figsize=(width, height), layout="constrained")
-    vars(figure)["_repr_png_"] = partial(_png, figure)  # for notebooks; matplotlib shows its own only with pyplot
+    vars(figure)["_repr_png_"] = partial(_drawn, figure, "png")  # matplotlib shows notebooks its own only with pyplot
     return figure
 
 
-def _png(figure: Figure) -> bytes:
+def _drawn(figure: Figure, kind: str) -> bytes:
     file = BytesIO()
-    figure.savefig(file, format="png")
+    figure.savefig(file, format=kind)
     return file.getvalue()
 
 
@@ -48,27 +49,69 @@ def save_picture(figure: Figure, path: str | Path) -> None:
     figure.savefig(target, dpi=110)
 
 
+def page(title: str, text: str, figure: Figure) -> str:
+    """A static HTML page of a report and a figure, which is drawn into it as SVG: one file, no scripts."""
+    drawn = _drawn(figure, "svg").decode()
+    style = "body{font:15px sans-serif;margin:2em;max-width:75em}pre{font-size:13px}svg{max-width:100%;height:auto}"
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>'
+        f"<h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n{drawn[drawn.index('<svg') :]}</body></html>\n"
+    )
+
+
+def plot_plan(plan: Any) -> Figure:
+    """Four panels of a :class:`~dynagroup.BatchPlan`: padding by batch, work of the ranks by step, memory (or tokens) of each
+    batch against the limit, and the shapes."""
+    figure = new_figure(12, 8)
+    (padding, work), (memory, shapes) = figure.subplots(2, 2)
+    draw_plan(plan, padding)
+    padding.set_title("padding, batch by batch")
+    by_row = np.sort(plan.work_by_row, axis=1)
+    for values, name, line in ((by_row.max(axis=1), "dearest rank", "-"), (by_row.min(axis=1), "cheapest rank", ":")):
+        work.plot(values, line, color=LINE if line == ":" else REAL, label=name)
+    work.set(title="predicted work of the ranks", xlabel="step", ylabel="work, in linear tokens", ylim=(0, None))
+    work.legend()
+    predicted = getattr(plan.budget, "predicted", None)
+    size, limit = plan.padded, getattr(plan.budget, "max_tokens", None)
+    told = ("size of each batch", "tokens, with padding")
+    if predicted is not None:
+        size, limit, told = 100 * predicted(plan.shapes), 100.0, ("predicted memory of each batch", "% of the limit")
+    memory.plot(size, ".", color=REAL, markersize=4)
+    if limit is not None:
+        memory.axhline(limit, color=LINE, linestyle="--", label="limit")
+        memory.legend(loc="lower right")
+    high = 1.05 * max(limit or 0, size.max(initial=0)) or 1
+    memory.set(title=told[0], xlabel="batch", ylabel=told[1], ylim=(0, high))
+    width = np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
+    shapes.loglog(width, plan.batches.sizes, "x", base=2, color=REAL, alpha=0.6)
+    shapes.set(title="shapes", xlabel="tokens of the longest sample", ylabel="samples")
+    for axis in (shapes.xaxis, shapes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
+    return figure
+
+
+def draw_plan(plan: Any, ax: Axes) -> None:
+    """Padding of each batch, all padded streams added."""
+    tokens = np.stack([*plan.padded_lengths.values()]).sum(axis=0, dtype=np.int64)
+    widths = np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
+    draw_padding([tokens[batch] for batch in plan.batches], widths=widths.tolist(), ax=ax)
+
+
 def plot_ways(ways: Sequence[Any]) -> Figure:
     """Padding of each :class:`~dynagroup.plan.report.Way` to batch the same samples, side by side."""
     figure = new_figure(5 * len(ways), 4)
     for ax, way in zip(figure.subplots(1, len(ways), sharey=True, squeeze=False)[0], ways, strict=True):
-        plan = way.plan
-        tokens, widths = np.zeros(len(plan.lengths["tokens"]), np.int64), np.zeros(len(plan.batches), np.int64)
-        for name, lengths in plan.padded_lengths.items():
-            tokens, widths = tokens + lengths, widths + plan.shapes.longest[name]
-        draw_padding([tokens[batch] for batch in plan.batches], widths=widths.tolist(), ax=ax)
-        ax.set_title(f"{way.name}: {way.padding:.0%} padding, {plan.num_steps:,} steps", fontsize=10)
+        draw_plan(way.plan, ax)
+        ax.set_title(f"{way.name}: {way.padding:.0%} padding, {way.plan.num_steps:,} steps", fontsize=10)
     return figure
 
 
-def draw_padding(
-    batches: Sequence[NDArray[np.integer]], *, widths: Sequence[int] | None = None, ax: Axes | None = None
-) -> Axes:
+def draw_padding(batches: Sequence[NDArray], *, widths: Sequence[int] | None = None, ax: Axes | None = None) -> Axes:
     """Batches side by side: a column a sample, its tokens dark and its padding light and hatched.
 
     Args:
-        batches: tokens of the samples, batch by batch. They are taken evenly from the whole run where there are too
-            many to show.
+        batches: tokens of the samples, int (n,), batch by batch; of many some are shown, taken evenly from the whole run.
         widths: tokens that each batch's samples are padded to; default: the longest.
         ax: of a figure of your own; default: a new one.
     """

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import Budget, is_packed
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, RoundBatch, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work
-from dynagroup.plan.packed import pack
+from dynagroup.plan.multistream import costs_of_rows
+from dynagroup.plan.packed import Packing, pack
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, in_order, longest_batches_first, split_dearest
-from dynagroup.shapes import TOKENS, IntArray, Streams, units_of
+from dynagroup.shapes import IntArray, Streams, primary, units_of
 
-FEW_ROWS = 24  # rows; the batches of more rows, sorted by work, are alike already, and need no cut of their own
-LIMITS, TABLE = (
-    64,
-    1 << 17,
-)  # limits tried, and entries of a table of starts by limits: large windows try fewer, from 12
+FEW_ROWS = 20  # the batches of more rows, sorted by work, are alike: a cut of their own gains 0.3 % at most
+# Limits tried (large windows try fewer, from 12), and entries of a table of starts by limits.
+LIMITS, TABLE = 64, 1 << 17
 EQUAL = 0.05  # of a row's mean work: what its batches may differ by
 
 
@@ -45,10 +45,14 @@ def cut(
     Raises:
         ConfigError: ``round_batch`` is wrong. BudgetError: the budget breaks its law.
     """
-    if not len(lengths[TOKENS]):
-        return Batches.concatenate([])
-    if budget.layout == "packed":
-        batches = pack(lengths, budget, num_ranks, work=work)
+    if len(lengths[primary(lengths)]) <= num_ranks:  # a row at most: each sample by itself
+        each = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})
+        return Batches(np.argsort(-each, kind="stable"), np.arange(len(each) + 1))
+    several = costs_of_rows(lengths, budget, work) if num_ranks > 1 else None
+    if is_packed(budget, lengths):
+        batches = pack(lengths, budget, num_ranks, work=work, several=several)
+        if several is not None:
+            return _even_rows(batches, num_ranks, several, lengths, budget, work)
         return batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
     order, window = in_order(lengths, budget, work, round_batch)
     offsets = _cheapest(window, num_ranks, work.per_step)
@@ -56,9 +60,63 @@ def cut(
     in_front = longest_batches_first(runs.map(order), lengths, budget)
     if num_ranks == 1:
         return runs.take(in_front).map(order)
+    if several is not None:
+        cuts = runs.map(order)
+        beside = np.add.reduceat(several.sum(axis=0)[cuts.order], offsets[:-1])
+        alike = cuts.take(np.lexsort([-beside, -np.round(np.log(np.maximum(of_run, 1.0)) / EQUAL)]))
+        return _even_rows(alike, num_ranks, several, lengths, budget, work, deal=round_batch is None)
     by_row = in_front[_in_rows(of_run[in_front], num_ranks)]
     rows = runs.take(by_row)
-    return (rows if window.streams else _levelled(rows, of_run[by_row], num_ranks, window)).map(order)
+    return (
+        rows if window.streams or window.limits is not None else _levelled(rows, of_run[by_row], num_ranks, window)
+    ).map(order)
+
+
+def cut_kinds(
+    lengths: Streams, kinds: NDArray[np.integer], budget: Budget, num_ranks: int, *, together: bool, **how: Any
+) -> list[Batches]:
+    """As :func:`cut`, and no batch holds samples of two kinds: each kind's rows, or ``together`` rows of batches of any kind."""
+    by_kind = np.argsort(kinds, kind="stable") if kinds.any() else np.arange(len(kinds))
+    parts = np.split(by_kind, 1 + np.flatnonzero(np.diff(kinds[by_kind])))
+    of = [{name: values[part] for name, values in lengths.items()} for part in parts]
+    rows = [cut(own, budget, num_ranks, **how).map(part) for own, part in zip(of, parts, strict=True)]
+    if not together or len(parts) == 1:
+        return rows
+    found = [cut(own, budget, **how) for own in of]
+    time = [float(how["work"].of_batches(batches, own, budget).sum()) for batches, own in zip(found, of, strict=True)]
+    # Greedy apportionment: what fills rows goes one by one to the kind of the dearest batches, whose samples are cut anew.
+    while missing := -sum(map(len, found)) % num_ranks:
+        shares = [*map(len, found)]
+        for _ in range(missing):
+            growing = [n for n, share in enumerate(shares) if share < len(parts[n])] or [0]
+            shares[max(growing, key=lambda n: time[n] / shares[n])] += 1
+        if sum(shares) > len(kinds):
+            break
+        found = [
+            cut(own, budget, n, **how) if n > len(before) else before
+            for own, n, before in zip(of, shares, found, strict=True)
+        ]
+    batches = Batches.concatenate([batches.map(part) for batches, part in zip(found, parts, strict=True)])
+    ways = [batches.take(_in_rows(how["work"].of_batches(batches, lengths, budget), num_ranks))]
+    ways += [] if any(len(row) % num_ranks for row in rows) else [Batches.concatenate(rows)]
+    return [min(ways, key=lambda way: time_of_rows(way, lengths, budget, num_ranks, how["work"]))]
+
+
+def time_of_rows(batches: Batches, lengths: Streams, budget: Budget, num_ranks: int, work: Work) -> float:
+    """Predicted time of batches that stand row after row, the last row perhaps not full."""
+    each = work.of_batches(batches, lengths, budget)
+    return work.of_rows(np.append(each, np.zeros(-len(each) % num_ranks)).reshape(-1, num_ranks))
+
+
+def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tuple[Batches, NDArray[np.bool_]]:
+    """The batches that make full rows, the last of them filled with the smallest samples where asked; and which only fill."""
+    num, missing = len(batches), -len(batches) % num_ranks
+    if missing and fill:
+        own = np.sort(batches.order)
+        smallest = own[np.argsort(tokens[own], kind="stable")]
+        batches = Batches.concatenate([batches, Batches(np.resize(smallest, missing), np.arange(missing + 1))])
+    full = np.arange(len(batches) - len(batches) % num_ranks)
+    return batches.take(full), full.reshape(-1, num_ranks) >= num
 
 
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
@@ -110,6 +168,8 @@ def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> 
 
 def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.float64]:
     """Limits to try: from far below the price of a step, where rows no longer pay, to what a single row would need."""
+    if window.limits is not None:
+        return window.limits
     mean = float(window.work.sum()) / num_ranks
     largest = float(window.work_of(np.arange(len(window)), window.most).max())
     heaviest = float(sum(values.max() for values in window.streams or (window.work,)))
@@ -178,6 +238,29 @@ def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, windo
             level = Batches(places, offsets).take(np.argsort(-found, kind="stable"))
             order[here], cuts[ends] = level.order, here.start + level.offsets
     return Batches(order, cuts)
+
+
+def _even_rows(
+    rows: Batches, num_ranks: int, several: NDArray, lengths: Streams, budget: Budget, work: Work, *, deal: bool = False
+) -> Batches:
+    """Rows of several costs, dealt anew where that takes no longer; the dearest batch first, the row of the dearest sample in
+    front."""
+    full = len(rows) - len(rows) % num_ranks
+    made = [rows.take(np.arange(first, first + num_ranks)) for first in range(0, full, num_ranks)]
+    made = [_dealt(row, several, lengths, budget, work) for row in made] if deal else made
+    made.sort(key=lambda row: -float(several[:, row.order].sum(axis=0).max()))
+    made = [row.take(np.argsort(-work.of_batches(row, lengths, budget), kind="stable")) for row in made]
+    return Batches.concatenate([*made, rows.take(np.arange(full, len(rows)))])
+
+
+def _dealt(row: Batches, several: NDArray, lengths: Streams, budget: Budget, work: Work) -> Batches:
+    """The samples of a padded row as packed ones are dealt, where they fit and take no longer that way."""
+    own, time = {name: values[row.order] for name, values in lengths.items()}, several[0, row.order]
+    parts = Packing(own, budget, time, len(row), several[:, row.order]).balanced(1)
+    if not parts or len(parts) < len(row):
+        return row
+    ways = [Batches.of([np.sort(row.order[part]) for part in parts]), row]
+    return min(ways, key=lambda way: work.of_rows(work.by_stream(way, lengths, budget)[None]))
 
 
 def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, oversize: NDArray[np.bool_]) -> None:

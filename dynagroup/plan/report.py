@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget
+from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget, is_packed
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches
@@ -18,15 +21,18 @@ from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner, oversize_mask
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, said
+from dynagroup.plan.ranks import cut, time_of_rows
+from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import check_int
 
+MOST_KINDS = 8  # that a report names
 MEGA_BATCHES = 50  # `group_by_length` of transformers sorts so many batches together
 
 
 def report_of(plan: BatchPlan, batch_size: int | None) -> str:
     ranks = f"{plan.world_size} rank" + "s" * (plan.world_size > 1)
-    head = f"epoch {plan.epoch}: {plan.statistics['num_samples']:,} samples for {ranks}, {plan.budget.layout} layout"
+    layout = "packed" if is_packed(plan.budget, plan.lengths) else "padded"
+    head = f"epoch {plan.epoch}: {plan.statistics['num_samples']:,} samples for {ranks}, {layout} layout"
     return "\n".join([head, format_table(["", ""], list(_rows(plan, batch_size)))[1:]])
 
 
@@ -37,26 +43,46 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
     yield "tokens, with padding", f"{stats['padded_tokens']:,}"
     yield "padding", f"{stats['padding']:.1%}"
     yield "predicted time, in tokens of one rank", f"{round(stats['predicted_time']):,}"
-    if plan.budget.layout == "padded" and len(plan.batches):
+    if not is_packed(plan.budget, plan.lengths) and len(plan.batches):
         way, size, most = shuffled_way(plan, batch_size)
         unfit = "" if size <= most else "; the longest would not fit"
         yield f"(shuffled batches of {size} instead{unfit})", f"{way.padding:.1%} padding, {way.plan.num_steps:,} steps"
         yield f"(predicted time against batches of {size})", f"{plan.predicted_time / max(way.time, 1e-9):.1%}"
     for name, values in plan.padded_lengths.items():
-        of = f" in {said(name)!r}" if len(plan.padded_lengths) > 1 else ""
-        length = _quantiles(values[plan.batches.order], (0.5, 0.99, 1.0))
-        yield f"sample length{of}, median / 99 % / longest", length
+        of = f" in {name!r}" if len(plan.padded_lengths) > 1 else ""
+        yield f"sample length{of}, median / 99 % / longest", _quantiles(values[plan.batches.order], (0.5, 0.99, 1.0))
     yield "batch size, smallest / median / largest", _quantiles(sizes, (0.0, 0.5, 1.0))
     yield "tokens a batch, with padding, smallest / median / largest", _quantiles(plan.padded, (0.0, 0.5, 1.0))
     yield "row imbalance (1: ranks never wait)", f"{stats['row_imbalance']:.3f}"
+    for name in plan.lengths if len(plan.lengths) > 1 else ():
+        yield f"largest sum of {name!r} over its mean, middle row", f"{stats[f'imbalance_{name}']:.3f}"
     whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
     for part in whole.parts if len(plan.batches) else ():
         predicted: Any = getattr(part, "predicted", None)
         if predicted is not None:  # of shapes that are padded as far as any part of the budget asks
             peak = float(predicted(whole.seen_by(part, plan.shapes)).max())
             yield "predicted peak memory, share of the limit", f"{peak:.1%}"
+    if len(labels := plan.sample_kinds.labels) > 1:
+        of = Counter(chain.from_iterable(set(kinds) for kinds in plan.kinds)).most_common()
+        rarer = f", {len(of) - MOST_KINDS} more" * (len(of) > MOST_KINDS)
+        steps, time = kinds_ignored(plan)
+        yield f"steps of each of {len(labels)} kinds", ", ".join(f"{k}: {n:,}" for k, n in of[:MOST_KINDS]) + rarer
+        share = time / max(plan.predicted_time, 1e-9)
+        yield "(kinds ignored)", f"{steps - plan.num_steps:+,} steps, {share:.1%} of the predicted time"
     yield "samples that do not fit even alone", f"{stats['num_oversize']:,}"
     yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
+
+
+def kinds_ignored(plan: BatchPlan) -> tuple[int, float]:
+    """Steps and predicted time of the same samples, window by window, if a step might hold batches of any kinds."""
+    steps, time, stops = 0, 0.0, np.cumsum(plan.windows).tolist()
+    for start, stop in zip([0, *stops], stops, strict=False):
+        samples = plan.batches.take(plan.table[start:stop][plan.loss_scale[start:stop] > 0]).order
+        lengths = {name: values[samples] for name, values in plan.lengths.items()}
+        made = cut(lengths, plan.budget, plan.world_size, work=plan.work)
+        time += time_of_rows(made, lengths, plan.budget, plan.world_size, plan.work)
+        steps += -(-len(made) // plan.world_size)
+    return steps, time
 
 
 def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
@@ -86,6 +112,12 @@ class Way:
         return int(self.plan.padded.max(initial=0))
 
     @property
+    def mixed_steps(self) -> int:
+        """Steps whose batches, on all ranks, are of several kinds."""
+        table, batches, codes = self.plan.table, list(self.plan.batches), self.plan.sample_kinds.codes
+        return sum(len(np.unique(codes[np.concatenate([batches[n] for n in row if n >= 0])])) > 1 for row in table)
+
+    @property
     def time(self) -> float:
         return self.plan.predicted_time
 
@@ -98,6 +130,7 @@ class Way:
             "largest_batch_tokens": self.largest_batch,
             "predicted_time": self.time,
             "share_of_time": self.time / max(today, 1e-9),
+            "mixed_steps": self.mixed_steps,
         }
 
 
@@ -150,7 +183,7 @@ class Comparison:
         """Everything that :meth:`report` shows, for machines."""
         ways = {way.name: way.figures(self.ways[0].time) for way in self.ways}
         told = {name: getattr(self, name) for name in ("world_size", "batch_size", "samples_per_update")}
-        return {"num_samples": len(self.lengths[TOKENS]), **told, "ways": ways}
+        return {"num_samples": len(self.lengths[primary(self.lengths)]), **told, "ways": ways}
 
     def report(self) -> str:
         """One row a way: steps, padding, waiting, largest batch, and predicted time as a share of the first's."""
@@ -161,6 +194,8 @@ class Comparison:
             "largest batch": ("largest_batch_tokens", "{:,}"),
             "predicted time": ("share_of_time", "{:.2f}"),
         }
+        if len(self.ways[0].plan.sample_kinds.labels) > 1:
+            columns["steps that mix kinds"] = ("mixed_steps", "{:,}")
         ways = self.figures()["ways"].items()
         shown = ([name, *(form.format(found[key]) for key, form in columns.values())] for name, found in ways)
         return format_table(["", *columns], list(shown))
@@ -171,16 +206,18 @@ class Comparison:
 
         return plot_ways([self.ways[0], self.ways[2], self.ways[4]])
 
+    def to_html(self, path: str | Path) -> None:
+        """Write :meth:`report` and :meth:`plot` as one static HTML file."""
+        from dynagroup.plan.plots import page
+
+        Path(path).write_text(page("dynagroup: ways to batch", self.report(), self.plot()), encoding="utf-8")
+
 
 def compare(
-    lengths: ArrayLike | Mapping[str, ArrayLike],
-    batch_size: int,
-    *,
-    world_size: int = 1,
-    accumulation: int = 1,
-    budget: Budget | None = None,
-    work: Work | None = None,
-) -> Comparison:
+    lengths: ArrayLike | Mapping[str, ArrayLike], batch_size: int, *,
+    world_size: int = 1, accumulation: int = 1,
+    budget: Budget | None = None, work: Work | None = None, kinds: Iterable[Any] | None = None,
+) -> Comparison:  # fmt: skip
     """Batch the same samples in every way and predict what each costs.
 
     Args:
@@ -189,7 +226,8 @@ def compare(
         world_size: ranks.
         budget: what fits; default: as many padded tokens as your largest batch may have today, ``batch_size`` of the
             longest samples, so that no way needs more memory than yours.
-        work: predicts time; default: ``Work()``.
+        work: predicts time; default: ``Work()``, a small decoder on a fast GPU.
+        kinds: a label of each sample: our steps are then of one kind each, and the others are counted that are not.
 
     >>> found = compare([3, 9, 2, 8, 4, 4], batch_size=2)
     >>> [way.name for way in found.ways][:2]
@@ -198,8 +236,7 @@ def compare(
     streams = as_streams(lengths)
     for name, value in {"batch_size": batch_size, "world_size": world_size, "accumulation": accumulation}.items():
         check_int(name, value)
-    longest = max(sum(int(values.max(initial=0)) for values in streams.values()), 1)
-    fits = TokenBudget(batch_size * longest) if budget is None else budget
+    fits = TokenBudget(batch_size * most_units(streams)) if budget is None else budget
     each = batch_size * world_size * accumulation
     modes: dict[str, dict[str, Any]] = {
         f"dynagroup, updates of {each}": {"samples_per_update": each},
@@ -207,18 +244,23 @@ def compare(
         "dynagroup, shuffle=True": {"shuffle": True},
         "dynagroup, sorted": {},
     }
-    told: dict[str, Any] = {"work": check_work(work)}
-    planners = {name: Planner(streams, fits, PlanConfig(**told, **mode)) for name, mode in modes.items()}
+    told: dict[str, Any] = {"work": check_work(work or Work())}
+    planners = {name: Planner.of(streams, fits, PlanConfig(**told, **mode), kinds) for name, mode in modes.items()}
     if isinstance(fits, TokenBudget) and fits.layout == "padded":
-        config = PlanConfig(**told, samples_per_update=each)
-        planners["dynagroup, packed updates"] = Planner(streams, TokenBudget(fits.max_tokens, layout="packed"), config)
+        config, packed = PlanConfig(**told, samples_per_update=each), TokenBudget(fits.max_tokens, layout="packed")
+        planners["dynagroup, packed updates"] = Planner.of(streams, packed, config, kinds)
     next(iter(planners.values())).warn_of_oversize()
     ours = [Way(name, planner.plan(0, world_size)) for name, planner in planners.items()]
-    shuffled = fixed_batches(epoch_order(len(streams[TOKENS]), seed=0, epoch=0), batch_size)
-    grouped = grouped_batches(streams[TOKENS], batch_size, world_size=world_size)
+    shuffled = fixed_batches(epoch_order(len(streams[primary(streams)]), seed=0, epoch=0), batch_size)
+    grouped = grouped_batches(streams[primary(streams)], batch_size, world_size=world_size)
     fixed = {f"fixed {batch_size}, shuffled": shuffled, f"group_by_length {batch_size}": grouped}
     theirs = [fixed_way(name, batches, ours[0].plan) for name, batches in fixed.items()]
     return Comparison([*theirs, *ours], streams, world_size, batch_size, each, fits)
+
+
+def most_units(lengths: Streams) -> int:
+    """Tokens of a sample that is the longest in every stream, at least 1."""
+    return max(sum(int(values.max(initial=0)) for values in lengths.values()), 1)
 
 
 def grouped_batches(lengths: NDArray[np.integer], batch_size: int, *, world_size: int = 1) -> Batches:

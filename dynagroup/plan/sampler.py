@@ -17,13 +17,12 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import rank_and_size, warn_if_launched
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import RoundBatch
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS, Cursor
 from dynagroup.plan.epoch import OrderSource, check_alike
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import Oversize, PlanConfig, Planner, Uneven
+from dynagroup.plan.planner import OneKind, Oversize, PlanConfig, Planner, Uneven
 from dynagroup.shapes import IntArray
 from dynagroup.state import agreed, listed, opened, sealed
 from dynagroup.validation import check_int, warn_user
@@ -46,16 +45,12 @@ class EpochHandle:
     counts from 0 again: the first number it says is the epoch that the state resumes."""
 
     def __init__(self, sampler: LengthAwareBatchSampler) -> None:
-        self._sampler = sampler
-        self._ahead = 0
-        self._expected: int | None = None
-
-    def resume_at(self, epoch: int) -> None:
-        self._expected = epoch
+        self._sampler, self._ahead = sampler, 0
+        self.expected: int | None = None  # the epoch that a state resumes
 
     def set_epoch(self, epoch: int) -> None:
-        if self._expected is not None:
-            self._ahead, self._expected = self._expected - epoch, None
+        if self.expected is not None:
+            self._ahead, self.expected = self.expected - epoch, None
         self._sampler.set_epoch(epoch + self._ahead)
 
 
@@ -63,18 +58,22 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     """Batches of similar length that fill a budget: every sample once an epoch, equally many steps on every rank.
 
     Args:
-        lengths: tokens of each sample, integers (N,), or a dict of named streams with ``tokens`` among them.
+        lengths: tokens of each sample, integers (N,), or a dict of named streams, of which ``tokens`` or the
+            first is primary: ``{"nodes": ..., "edges": ...}``; or the path of a ``.npy`` or ``.npz`` file of these.
         budget: what fits, e.g. ``TokenBudget(16384)``; a number means so many tokens.
         shuffle: other batches every epoch. False sorts everything once, longest first: for inference and evaluation.
         window: samples sorted together. None: all of them, or with ``shuffle`` a hundred batches or so.
         seed: of the shuffle; the same on every rank.
         hardest_first: so many steps with the longest samples lead each epoch (not with ``samples_per_update``).
         round_batch: padded batch sizes are chosen among its values: ``multiple_of(8)``, ``friendly_size`` or your own.
-        work: predicted time of a batch, e.g. ``Work.of(model)``; default: a small decoder on a fast GPU.
+        work: predicted time of a batch, e.g. ``Work.of(model)``; default: a small decoder on a fast GPU, or a CPU where
+            torch has no accelerator.
         samples_per_update: each optimizer update consists of exactly so many samples over all ranks, the ones that
             fixed batches drawn in the same order would hold. ``plan.update_ends`` says after which steps to update.
         grouping: so many updates' samples are sorted by length and dealt into as many updates of the same size: updates of
             similar samples, hardly any padding even where updates are small. None: updates as they are drawn.
+        kinds: a label of each sample (N,), anything that can be hashed, such as "image" or None.
+        one_kind: with ``kinds``, all batches of a "step", on all ranks, are of one kind; or each "batch" is by itself.
         order: any sampler of dataset indices, read once an epoch; default: a permutation seeded by (seed, epoch).
             It must give the same order on every rank. With it, ``shuffle`` only decides whether steps are shuffled.
         oversize: a sample that does not fit even alone is emitted "alone" (warned once), an "error", or "drop"ped.
@@ -93,28 +92,18 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray | Mapping[str, Any],
-        budget: Budget | int,
-        *,
-        shuffle: bool = False,
-        window: int | None = None,
-        seed: int = 0,
-        hardest_first: int = 1,
-        round_batch: RoundBatch | None = None,
-        work: Work | None = None,
-        samples_per_update: int | None = None,
-        grouping: int | None = None,
-        order: Iterable[int] | None = None,
-        oversize: Oversize = "alone",
-        uneven: Uneven = "repeat",
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
+        self, lengths: Sequence[int] | np.ndarray | Mapping[str, Any], budget: Budget | int, *,
+        shuffle: bool = False, window: int | None = None, seed: int = 0, hardest_first: int = 1,
+        round_batch: RoundBatch | None = None, work: Work | None = None,
+        samples_per_update: int | None = None, grouping: int | None = None,
+        kinds: Iterable[Any] | None = None, one_kind: OneKind = "step", order: Iterable[int] | None = None,
+        oversize: Oversize = "alone", uneven: Uneven = "repeat",
+        rank: int | None = None, world_size: int | None = None,
+    ) -> None:  # fmt: skip
         how: dict[str, Any] = {"shuffle": shuffle, "window": window, "seed": seed, "hardest_first": hardest_first}
-        how |= {"round_batch": round_batch, "samples_per_update": samples_per_update, "grouping": grouping}
-        config = PlanConfig(**how, work=check_work(work), oversize=oversize, uneven=uneven)
-        self._planner = Planner(as_streams(lengths), budget, config)
+        how |= {"samples_per_update": samples_per_update, "grouping": grouping, "round_batch": round_batch}
+        config = PlanConfig(**how, work=check_work(work), oversize=oversize, uneven=uneven, one_kind=one_kind)
+        self._planner = Planner.of(lengths, budget, config, kinds)
         self._order = None if order is None else OrderSource(order, self._planner.num_samples)
         self._rank, self._world_size = _checked_rank(rank, world_size)
         self._epoch = 0
@@ -172,8 +161,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if epoch != self._epoch:
             self._start = self._run = None
             # what the budget has learned; on several ranks that needs an exchange, see there
-            planner = self._planner.renewed() if self._rank_and_size()[1] == 1 else self._planner
-            if planner is not self._planner:
+            if self._rank_and_size()[1] == 1 and (planner := self._planner.renewed()) is not self._planner:
                 self._replace(planner)
                 planner.warn_of_oversize()
         self._epoch, self._advance = epoch, 0
@@ -208,8 +196,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if len(planned.repeated) and not self._said_repeats:
             self._said_repeats = True
             warn_user(
-                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()} stand in a "
-                "row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
+                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()!s:.200} stand "
+                "in a row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
             )
 
     def _here(self) -> Cursor:
@@ -229,9 +217,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and _workers_fetch_ahead(sys._getframe(1)):
-            raise StateError(
-                "worker processes fetch batches ahead of training; say state_dict(num_steps=steps that were used)"
-            )
+            said = "worker processes fetch batches ahead of training"
+            raise StateError(f"{said}; say state_dict(num_steps=steps that were used)")
         if run is None:
             here = self._here()
             run = _Run([here], here.steps, 1)
@@ -270,14 +257,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._replace(planner)
         self._epoch, self._run = cursor.epoch, None
         self._start = cursor if cursor.windows_done or cursor.segments else None
-        used_up = planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch))
-        self._advance = int(used_up)
-        self.sampler.resume_at(self.epoch)
+        self._advance = int(planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch)))
+        self.sampler.expected = self.epoch
 
     def _rank_and_size(self) -> tuple[int | None, int]:
-        if self._world_size is not None:
-            return self._rank, self._world_size
-        return rank_and_size()
+        return rank_and_size() if self._world_size is None else (self._rank, self._world_size)
 
     def _order_of(self, epoch: int) -> IntArray | None:
         return None if self._order is None else self._order.of_epoch(epoch)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader
@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World, current_world, rank_and_size
-from dynagroup.errors import ConfigError
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.cursor import Cursor
+from dynagroup.shapes import Streams
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import Walk
 from dynagroup.update.step import LoaderStats, Step
@@ -83,6 +84,11 @@ class StepLoader(ABC, Generic[B]):
         """
 
     @abstractmethod
+    def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
+        """Lengths of some samples; what reads them, by place among these; and what makes batches of samples: of a shape that
+        is asked for, where there are few."""
+
+    @abstractmethod
     def _run(self) -> Iterator[Step[B]]:
         """The steps of epoch ``self._epoch``, from where the loader stands; :attr:`cursor` follows."""
 
@@ -129,6 +135,12 @@ class StepLoader(ABC, Generic[B]):
         """The epoch that is running; between iterations, the one that the next iteration is in."""
         return self._next if self._live is None else self._epoch
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._live is not None:
+            way_out = "pickle or copy it between epochs, or save its state_dict()"
+            raise StateError(f"this loader is being iterated: {way_out}")
+        return vars(self)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. The one that stands chosen again changes nothing, a loaded place included."""
         self._next = check_int("epoch", epoch, least=0)
@@ -146,14 +158,23 @@ class StepLoader(ABC, Generic[B]):
             self._forget()
             self._epoch = self._next
 
+    def timed(self, step: Step[B]) -> AbstractContextManager[Any]:
+        """Around what a loop does with a step, for ``work="measure"``. ``for step in loader`` is timed by itself; a loop over
+        :meth:`updates` says ``with loader.timed(step)``."""
+        return nullcontext(step)
+
     def __iter__(self) -> Iterator[Step[B]]:
+        return self._iterate(self.timed)
+
+    def _iterate(self, around: Callable[[Step[B]], AbstractContextManager[Any]]) -> Iterator[Step[B]]:
         self._stop()
         self._choose()
         self._next = self._epoch + 1
         live = self._live = self._run()
         try:
             for step in live:
-                yield step
+                with around(step):
+                    yield step
                 if self._live is not live:
                     raise ConfigError("this iteration of the loader has ended: another one was begun since")
         finally:
@@ -171,7 +192,7 @@ class StepLoader(ABC, Generic[B]):
     def updates(self) -> Iterator[list[Step[B]]]:
         """The same steps, an update at a time."""
         update: list[Step[B]] = []
-        with closing(iter(self)) as steps:  # pyright: ignore[reportArgumentType] - a generator
+        with closing(self._iterate(nullcontext)) as steps:  # pyright: ignore[reportArgumentType] - a generator
             for step in steps:
                 update.append(step)
                 if step.ends_update:
@@ -186,9 +207,7 @@ class StepLoader(ABC, Generic[B]):
     def updates_in(self, epochs: float) -> int:
         """Updates since training began after which so many epochs are used, the last one by that share of its updates."""
         whole, walk = max(math.ceil(epochs), 1) - 1, self._walk()
-        last = walk.num_updates(
-            whole
-        )  # as Trainers count: 2.1 * 10 is 21 updates, (2.1 - 2) * 10 would round to 2 more
+        last = walk.num_updates(whole)  # as Trainers count: 2.1 * 10 are 21 updates, (2.1 - 2) * 10 would be 2 more
         return walk.start(whole).update + math.ceil(epochs * last) - whole * last
 
     def samples_after(self, updates: int) -> int:

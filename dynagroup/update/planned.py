@@ -6,30 +6,34 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import fields, replace
 from itertools import accumulate, islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
-from dynagroup.lengths import as_streams
+from dynagroup.plan.batches import Batches
+from dynagroup.plan.cost import MeasuredWork, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.static_shapes import few_shapes
+from dynagroup.shapes import Streams
 from dynagroup.state import agreed
+from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loader import ENDED_EARLY, StepLoader, checked_kwargs
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.update.step import LoaderStats, Step, unplanned
+from dynagroup.update.step import LoaderStats, Step, StepTimes, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
 from dynagroup.validation import check_flag, check_int, warn_user
 
@@ -46,12 +50,14 @@ class PlannedDataLoader(StepLoader[B]):
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        lengths: tokens of each sample, or a dict of named streams.
+        lengths: tokens of each sample, or a dict of named streams, the primary one ``tokens`` or first; or a file's path.
         budget: what a batch may be; a number means so many tokens.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``.
             None: free-running, every ``accumulation`` rows of batches as large as fit are an update.
         grouping: so many updates' samples are sorted by length and dealt into as many updates of the same size: updates of
             similar samples, hardly any padding even where updates are small. None: updates as they are drawn.
+        kinds: a label of each sample (N,), anything that can be hashed: all batches of a step, on all ranks, are of one kind,
+            which ``step.kind`` says; with ``one_kind="batch"`` each batch is.
         accumulation: rows an update, only without ``samples_per_update``.
         shuffle: with ``samples_per_update``: draw samples in an order seeded by (seed, epoch); False: in the dataset's order,
             every epoch. Without: draw other batches every epoch; False: the longest first, the same every epoch.
@@ -60,9 +66,13 @@ class PlannedDataLoader(StepLoader[B]):
         weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
             predicts), "samples", or a function from a batch to a number.
         drop_last: leave out an epoch's last update where it is smaller than asked; only with ``samples_per_update``.
+        shapes: a compiled model meets at most so many (samples, tokens): each batch is filled to one of a
+            :class:`~dynagroup.ShapeLadder`'s, with padding and with rows of weight 0 behind its own.
+        pad: field -> what pads it there, besides transformers' own; or a function, see :class:`FillingCollator`.
         world: the ranks that share the data; default: all of ``torch.distributed``.
         further: settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work`` ...), and what the
-            inner ``DataLoader`` takes: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
+            inner ``DataLoader`` takes: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on. Here ``work="measure"``
+            times the first epoch's steps and cuts later epochs by them; a loop over :meth:`updates` says :meth:`timed`.
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
@@ -77,6 +87,8 @@ class PlannedDataLoader(StepLoader[B]):
     """
 
     KIND = "PlannedDataLoader"
+    _said_unplanned = False
+    _work: Work | None = None  # that was measured: epochs from the next one on go by it
 
     def __init__(
         self,
@@ -86,40 +98,47 @@ class PlannedDataLoader(StepLoader[B]):
         *,
         samples_per_update: int | BatchSizeSchedule | None = None,
         grouping: int | None = None,
+        kinds: Iterable[Any] | None = None,
         accumulation: int = 1,
         shuffle: bool = True,
         sampler: Iterable[int] | None = None,
         seed: int = 0,
         weigh: Weigh = "tokens",
         drop_last: bool = False,
+        shapes: int | None = None,
+        pad: Pad | None = None,
         world: World | None = None,
         **further: Any,
     ) -> None:
         super().__init__(dataset, world=world)
         free = samples_per_update is None
-        how: dict[str, Any] = {"drop_last": check_flag("drop_last", drop_last)}
-        how["shuffle"] = check_flag("shuffle", shuffle)
+        drop_last, how = check_flag("drop_last", drop_last), {"seed": seed, "shuffle": shuffle}
         accumulation, self._weigh = check_int("accumulation", accumulation), weigh
         if free and (sampler is not None or drop_last or grouping is not None):
             raise ConfigError("`sampler`, `drop_last` and `grouping` need `samples_per_update`")
-        how["grouping"] = None if grouping is None else check_int("grouping", grouping)
         if not free and accumulation != 1:
             raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
-        known = {f.name for f in fields(PlanConfig)} - OURS
-        settings = {name: further.pop(name) for name in known & further.keys()}
-        settings |= {"shuffle": how["shuffle"]} if free else {"samples_per_update": LARGEST_UPDATE}
-        planner = Planner(as_streams(lengths), budget, PlanConfig(seed=seed, **settings))
+        settings = {name: further.pop(name) for name in ({f.name for f in fields(PlanConfig)} - OURS) & further.keys()}
+        self._guess = settings["work"] = check_work(settings.get("work"), times=True)
+        how |= {} if free else {"samples_per_update": LARGEST_UPDATE, "grouping": grouping}
+        if shapes is not None:
+            window = settings.get("window")
+            budget = few_shapes(shapes, lengths, budget, samples_per_update, window, grouping, self._guess)
+        planner = Planner.of(lengths, budget, PlanConfig(**how, **settings), kinds)
         if planner.num_samples != len(dataset):
             raise ConfigError(f"`lengths` has {planner.num_samples} entries, but the dataset has {len(dataset)}")
         if samples_per_update is None:
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
-            self._plan = PreservedUpdates(planner, samples_per_update, order, **how)
+            self._plan = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
+        collate = further["collate_fn"] = further.get("collate_fn") or default_collate
+        if planner.budget.ladder is not None:
+            further["collate_fn"] = FillingCollator(collate, planner.budget.ladder, pad)
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
         self._place = Cursor()  # where the steps that were handed out end
         self._resumed: Cursor | None = None  # a loaded state's place: while it is ours, the next iteration goes on
-        self._said_unplanned = False
+        self._times = StepTimes() if isinstance(self._guess, MeasuredWork) else None  # until they are enough
         planner.warn_of_oversize()
 
     @property
@@ -172,18 +191,23 @@ class PlannedDataLoader(StepLoader[B]):
         asked = self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
         return self._plan.change(asked, samples)
 
+    def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
+        collate: Any = self._feed.collate
+        made = collate if self.budget.ladder is not None else lambda samples, shape: collate(samples)
+        return self._plan.planner.lengths, self.dataset.__getitem__, made
+
     def _forget(self) -> None:
         self._stand(self._walk().start_of(self._next, self._place))
 
     def _run(self) -> Iterator[Step[B]]:
         world, plan = self.world, self._walk()
         if self._place is not self._resumed:
-            planner = plan.planner.renewed(world)
+            planner = plan.planner.renewed(world, self._work)
             if planner is not plan.planner:  # what was learned may leave samples without a batch
                 planner.warn_of_oversize()
             plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
-        compare_ranks(world, plan, self._identity(), self._place)
+        compare_ranks(world, plan, {**self._identity(), "in force": plan.planner.config.work}, self._place)
         feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
         for update, batches, weights, summed in feed:
             for number, batch in enumerate(batches):
@@ -192,7 +216,24 @@ class PlannedDataLoader(StepLoader[B]):
                 step, weight = update.steps[number], Share(weights[number], summed[-1])
                 samples = Share(0 if step.idle else len(step.indices), update.num_samples)
                 scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
-                yield Step(batch, step.indices, samples, weight, scale, ends, step.idle)
+                yield Step(batch, step.indices, samples, weight, scale, ends, step.idle, step.kind)
+        if self._times is not None:
+            self._measure(world, self._times)
+
+    def timed(self, step: Step[B]) -> AbstractContextManager[Any]:
+        return super().timed(step) if self._times is None else self._times.of(step)
+
+    def _measure(self, world: World, times: StepTimes) -> None:
+        """An epoch ends: note what the steps that all ranks have timed say, once they are enough. Collective until then."""
+        planner, guess = self._plan.planner, cast("Any", self._guess)
+        (indices, seconds), sums = times.read(), [0.0] * 13
+        if seconds:
+            sums = guess.sums(Batches.of(indices), seconds, planner.lengths, planner.budget)
+        else:
+            way_out = "a loop over updates() says `with loader.timed(step):` around each step"
+            warn_user(f"work='measure' has timed nothing: {way_out}")
+        self._work = guess.fitted(world.all_sum(sums))
+        self._times = times if self._work is None else None
 
     def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
         """Count a step as used, and say once if it is not what was planned."""
@@ -218,7 +259,8 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _state(self) -> dict[str, Any]:
         changes, order = list(map(list, self._plan.changes)), self._plan.order_print(self._place.epoch)
-        return {"cursor": self._place.state(), "changes": changes, "order": order}
+        measured = {} if self._work is None else {"work": [self._work.per_step, self._work.crossover]}
+        return {"cursor": self._place.state(), "changes": changes, "order": order, **measured}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """One state says everything; of several ranks' states all must say it."""
@@ -230,7 +272,10 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _restore(self, found: Mapping[str, Any]) -> None:
         place, walk = Cursor.of(found["cursor"]), self._walk()
-        walk.renew(walk.planner.rebuilt())
+        measured = dict(zip(("per_step", "crossover"), found.get("work", ()), strict=False))
+        self._work = replace(self._guess, **measured) if measured else None
+        self._times = StepTimes() if isinstance(self._guess, MeasuredWork) and not measured else None
+        walk.renew(walk.planner.rebuilt(self._work or self._guess))
         walk.restore(found["changes"])
         self._stand(place, resumed=True)
         is_over = not place.begun_rows and next(walk.cursors(place), None) is None
@@ -247,13 +292,16 @@ class _Feed:
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         if kwargs.get("in_order") is False:
             raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
-        self._weight_of, self._seed, self._stats = weigher(weigh), seed, stats
+        self._weight_of, self._seed, self._stats, self.collate = weigher(weigh), seed, stats, kwargs["collate_fn"]
         self.asked: deque[PlannedUpdate] = deque()  # from workers, and not collected yet
         self._source: Iterator[PlannedUpdate] = iter(())
         # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
         self._generator = torch.Generator()
-        seeded, kwargs = _SeededDataset(dataset), checked_kwargs(kwargs)
-        self._loader: DataLoader[Any] = DataLoader(seeded, batch_sampler=self, generator=self._generator, **kwargs)  # type: ignore[arg-type]
+        self._dataset, self._kwargs = _SeededDataset(dataset), {"generator": self._generator, **checked_kwargs(kwargs)}
+        self._loader: DataLoader[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_source": iter(()), "_loader": None}  # a copy starts workers of its own
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         for update in self._source:
@@ -270,6 +318,8 @@ class _Feed:
         self.asked.clear()
         self._source = updates
         self._generator.manual_seed(_seed_of(self._seed, epoch))
+        if self._loader is None:
+            self._loader = DataLoader(self._dataset, batch_sampler=self, **self._kwargs)  # type: ignore[arg-type]
         batches = iter(self._loader)
         while (loaded := self._loaded(batches, world)) is not None:
             update, collected, weights = loaded

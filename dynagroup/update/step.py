@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
-from dynagroup.budget.base import Budget
+import numpy as np
+import torch
+
+from dynagroup.budget.base import Budget, is_packed
 from dynagroup.distributed import World
-from dynagroup.shapes import TOKENS, said
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, primary
 from dynagroup.update.loss_weight import Share
 
 B = TypeVar("B")
+MOST_TIMED = 1 << 14  # steps
 SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}  # by collators of transformers
 
 
@@ -28,6 +34,7 @@ class Step(Generic[B]):
         loss_scale: factor for the batch's *mean* loss, see :func:`dynagroup.update.loss_weight.loss_scale`; 0.0 on an idle step.
         ends_update: the optimizer steps after this batch; before that, gradients stay local (``no_sync``).
         idle: this rank had no samples left; the batch only keeps the collectives matched.
+        kind: with ``kinds``, the label of the samples in ``batch``, the same on all ranks; else None.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> loader = PlannedDataLoader("abcd", [3, 9, 2, 8], TokenBudget(18), shuffle=False, weigh="samples", collate_fn=list)
@@ -43,29 +50,70 @@ class Step(Generic[B]):
     loss_scale: float
     ends_update: bool
     idle: bool = False
+    kind: Any = None
 
     def map(self, fn: Callable[[B], Any]) -> Step[Any]:
         """The same step with ``fn`` applied to its batch, e.g. to move it to a device."""
         return replace(self, batch=fn(self.batch))
 
 
-def width_of(batch: Any, num_samples: int, stream: str) -> int | None:
-    """Tokens of a stream that each row of a collated batch has, where a field of its name, or transformers' for it, shows it."""
-    shapes = (shape for shape in _shapes_shown(batch, stream) if len(shape) == 2 and shape[0] == num_samples)
+class StepTimes:
+    """How long a loop takes with each step, until it asks for the next. Where CUDA runs, by its events: nothing waits for it
+    until they are read."""
+
+    def __init__(self) -> None:
+        self._timed: list[tuple[bool, Sequence[int], Any, Any]] = []
+
+    @contextmanager
+    def of(self, step: Step[Any]) -> Iterator[None]:
+        began = mark()
+        yield
+        if not step.idle and len(self._timed) < MOST_TIMED:
+            self._timed.append((step.ends_update, step.indices, began, mark()))
+
+    def read(self) -> tuple[list[IntArray], list[float]]:
+        """Dataset indices and seconds of each step. The optimizer's time is no step's: where updates have several steps, the last
+        of each is left out."""
+        within = [timed for timed in self._timed if not timed[0]] or self._timed
+        found = [(indices, taken) for _, indices, *marks in within if (taken := _seconds(*marks)) > 0]
+        return [np.asarray(indices, np.int64) for indices, _ in found], [taken for _, taken in found]
+
+
+def mark() -> Any:
+    """This moment, on the device."""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    """Between two marks; 0 where the first use of CUDA lies between them."""
+    if isinstance(began, float):
+        return ended - began if isinstance(ended, float) else 0.0
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+def width_of(batch: Any, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
+    """Tokens of a stream that each row of a collated batch has, where a field of its name, or transformers' for it, shows it.
+    ``streams``: all that are counted, of which the primary one is transformers' ``input_ids``."""
+    shapes = (shape for shape in _shapes_shown(batch, stream, streams) if len(shape) == 2 and shape[0] == num_samples)
     return next((int(shape[1]) for shape in shapes), None)
 
 
-def total_of(batch: Any, stream: str) -> int | None:
+def total_of(batch: Any, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
     """Tokens of a stream that a packed batch has."""
-    shapes = (shape for shape in _shapes_shown(batch, stream) if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1))
-    return next((int(shape[-1]) for shape in shapes), None)
+    shapes = _shapes_shown(batch, stream, streams)
+    return next((int(shape[-1]) for shape in shapes if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)), None)
 
 
-def _shapes_shown(batch: Any, stream: str) -> Iterator[tuple[int, ...]]:
+def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[tuple[int, ...]]:
     if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
         return
-    name = said(stream)
-    for field_name in dict.fromkeys((name, SHOWN_IN.get(name, SHOWN_IN.get(stream, name)))):
+    usual = SHOWN_IN.get(stream, SHOWN_IN[TOKENS] if stream == primary(streams) else stream)
+    for field_name in dict.fromkeys((stream, usual)):
         try:
             yield tuple(batch[field_name].shape)
         except (TypeError, KeyError, AttributeError):
@@ -75,13 +123,15 @@ def _shapes_shown(batch: Any, stream: str) -> Iterator[tuple[int, ...]]:
 def unplanned(batch: Any, samples: int, planned: Mapping[str, tuple[int, int]], budget: Budget) -> str | None:
     """How a collated batch of so many samples differs from its plan (stream -> tokens of the longest of them, and of all), in
     words; None if it does not, or its fields do not show it."""
-    packed = budget.layout == "packed"
+    packed, multiple = is_packed(budget, planned), budget.pad_to_multiple_of
     form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
+    run = budget.as_run(BatchShape.of(samples, {name: longest for name, (longest, _) in planned.items()}))
     for stream, (longest, total) in planned.items():
-        shown = total_of(batch, stream) if packed else width_of(batch, samples, stream)
-        least = total if packed else longest
-        if shown is not None and not least <= shown <= budget.padded_to(least):
-            name = "" if said(stream) == TOKENS else f"{said(stream)} "
+        rows = int(run.num_samples[0])
+        shown = total_of(batch, stream, planned) if packed else width_of(batch, rows, stream, planned)
+        least, most = (total, total + -total % multiple) if packed else (longest, int(run.longest[stream][0]))
+        if shown is not None and not least <= shown <= most:
+            name = "" if stream == TOKENS else f"{stream} "
             return f"{samples} samples came out {shown} {name}{form} {least}"
     return None
 
@@ -98,7 +148,9 @@ class LoaderStats:
     """
 
     steps: int = 0  # taken, idle ones included
-    idle_steps: int = 0  # on which this rank had no samples left
+    idle_steps: int = 0  # on which this rank had no samples left, or none of the step's kind
+    idle_tokens: int = 0  # that the device multiplied on them
+    kind_steps: int = 0  # agreed online beyond those of the same batches where a step may be of several kinds
     samples: int = 0
     updates: int = 0  # whose last step was taken
     update_samples: int = 0  # of those updates, over all ranks
@@ -110,11 +162,18 @@ class LoaderStats:
 
     def __str__(self) -> str:
         sizes, rare = self.batch_sizes or [0], f"; {self.oversize:,} too large even alone" if self.oversize else ""
+        idle = f"{self.idle_steps:,} idle" + (f", of {self.idle_tokens:,} tokens" if self.idle_tokens else "")
         return (
-            f"{self.samples:,} samples in {self.steps:,} steps ({self.idle_steps:,} idle) and {self.updates:,} updates; batches "
+            f"{self.samples:,} samples in {self.steps:,} steps ({idle}) and {self.updates:,} updates; batches "
             f"of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding; "
             f"waited {self.wait_s:.1f} s for workers{rare}"
         )
+
+    def _repr_html_(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "batch_sizes"}
+        shown["padding"] = f"{self.padding:.1%}"
+        rows = "".join(f"<tr><td>{name.replace('_', ' ')}</td><td>{value}</td></tr>" for name, value in shown.items())
+        return f"<table>{rows}</table>"
 
     @property
     def padding(self) -> float:
@@ -130,6 +189,7 @@ class LoaderStats:
         self.steps += 1
         if idle:
             self.idle_steps += 1
+            self.idle_tokens += padded_tokens
             return
         self.samples += samples
         self.batch_sizes[samples] += 1

@@ -6,6 +6,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,10 +17,9 @@ from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import GroupedOrder, OrderSource, epoch_order
+from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import Planner, tokens_of
-from dynagroup.shapes import IntArray
+from dynagroup.plan.planner import Order, Planner
 from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, begun
 
 
@@ -32,6 +32,7 @@ class PlannedStep:
     tokens: tuple[int, int]  # of this rank's batch, without and with padding
     streams: dict[str, tuple[int, int]]  # tokens in each padded stream: of the longest sample, and all
     row_samples: int  # on all ranks
+    kind: Any
     cursor: Cursor  # where the epoch's windows stand behind it
 
 
@@ -67,6 +68,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
     tokens = zip(real_tokens(shapes, budget).tolist(), padded_tokens(shapes, budget).tolist(), strict=True)
     names = padded_streams(budget, shapes.longest)
     spans = {name: np.transpose([shapes.longest[name], shapes.total[name]]).tolist() for name in names}
+    labels, codes = planner.kinds.labels, planner.kinds.codes
     samples = np.where(idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
     for row, (number, counted) in enumerate(zip(own.tolist(), tokens, strict=True)):
         yield PlannedStep(
@@ -75,6 +77,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
             tokens=counted,
             streams={name: tuple(span[row]) for name, span in spans.items()},
             row_samples=samples[row],
+            kind=labels[codes[window.batches[number][0]]],
             cursor=window.end if row + 1 == len(own) else window.start.after_rows(row + 1, window.table.shape[1]),
         )
 
@@ -141,17 +144,10 @@ class PreservedUpdates(UpdateSizes, _Updates):
     or one that is seeded, or without ``shuffle`` the dataset's. ``drop_last`` leaves out an epoch's last, if it is smaller."""
 
     def __init__(
-        self,
-        planner: Planner,
-        schedule: int | BatchSizeSchedule,
-        order: OrderSource | None,
-        *,
-        shuffle: bool,
-        drop_last: bool,
-        grouping: int | None = None,
+        self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
     ) -> None:
-        UpdateSizes.__init__(self, schedule, lambda: self.num_samples, drop_last=drop_last)
-        self.planner, self._order, self._shuffle, self._grouping = planner, order, shuffle, grouping
+        UpdateSizes.__init__(self, schedule, partial(getattr, self, "num_samples"), drop_last=drop_last)
+        self.planner, self._order = planner, order
 
     @property
     def num_samples(self) -> int:
@@ -159,29 +155,22 @@ class PreservedUpdates(UpdateSizes, _Updates):
 
     @property
     def identity(self) -> dict[str, Any]:
-        own = {"drop_last": self.drop_last, "shuffle": self._shuffle, "sampler": self._order is not None}
-        own |= {"samples_per_update": described(self.schedule), "grouping": self._grouping}
+        own = {"drop_last": self.drop_last, "sampler": self._order is not None}
+        own |= {"samples_per_update": described(self.schedule)}
         return {**self.planner.identity, **own}
 
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return self.start(epoch)
 
     # Updates are grouped by the size of the epoch's first: one that is changed later cuts the same order elsewhere.
-    def order_of(self, epoch: int) -> IntArray | GroupedOrder:
+    def order_of(self, epoch: int) -> Order:
         """Dataset indices in the epoch's order, grouped."""
-        drawn = self._drawn(epoch)
-        first = None if self._grouping is None else next(self.spans(self.start(epoch)), None)
-        if self._grouping is None or first is None:
-            return drawn
-        how = {"size": first[2].current, "pool": self._grouping, "seed": self.planner.config.seed, "epoch": epoch}
-        return GroupedOrder(drawn, tokens_of(self.planner.lengths, self.planner.budget), **how)
-
-    def _drawn(self, epoch: int) -> IntArray:
-        count, left_out = self.planner.num_samples, self.planner.left_out
-        if self._order is not None:
-            return self._order.counted_epoch(epoch, left_out)
-        order = epoch_order(count, seed=self.planner.config.seed, epoch=epoch) if self._shuffle else np.arange(count)
-        return order[~np.isin(order, left_out)] if len(left_out) else order
+        planner = self.planner
+        drawn = None if self._order is None else self._order.counted_epoch(epoch, planner.left_out)
+        grouped = planner.config.grouping is not None
+        first = next(self.spans(self.start(epoch)), None) if grouped else None
+        size = planner.num_samples if first is None else first[2].current
+        return planner.order_of(epoch, drawn, shuffle=planner.config.shuffle, size=size or 1)
 
     def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
         for window, before, after in self._windows(cursor):
@@ -191,14 +180,15 @@ class PreservedUpdates(UpdateSizes, _Updates):
         """What remains of each update, where it goes on, and where it ends."""
         ordered = self.order_of(cursor.epoch)
         for start, stop, after in self.spans(cursor):
-            [window] = self.planner.steps_from(cursor, self._ranks, ordered[start:stop])
+            window = self.planner.update_of(ordered[start:stop], cursor, self._ranks)
             after = replace(after, steps=cursor.steps + len(window.table))
             yield window, cursor, after
             cursor = after
 
     def _plan(self, cursor: Cursor) -> BatchPlan:
         windows = [window for window, *_ in self._windows(cursor)]
-        return self.planner.joined(windows, cursor, self._ranks)
+        given = None if self._order is None else self._order.of_epoch(cursor.epoch)
+        return self.planner.joined(windows, cursor, self._ranks, given)
 
     def facts(self, place: Cursor) -> dict[str, bytes]:
         sizes = [stop for _, stop, _ in self.spans(place)]

@@ -1,7 +1,5 @@
 """What fits: the law of budgets for all of them, what each counts by hand, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -50,6 +48,7 @@ PARTLY = MemoryBudget(2, longest=10, model=PaddedTokens(), headroom=1.0).bind(
     {"tokens": np.array([4], np.int32), "labels": np.array([30], np.int32)}
 )
 PACKED = TokenBudget(64, layout="packed", pad_to_multiple_of=8) & AdditiveCap("tokens", 20) & AdditiveCap("patches", 9)
+KNOWN = MemoryBudget(4, longest=100, headroom=0.5).with_memory(PaddedTokens)
 BY_HAND: dict[str, tuple[Budget, BatchShape, list[bool]]] = {
     "padding of collation counts": (
         TokenBudget(64, pad_to_multiple_of=8), BatchShape.of([4, 4, 8], longest=[16, 17, 8]), [True, False, True],
@@ -117,6 +116,20 @@ def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts
 
 
 PAIRS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=40)
+
+
+def test_memory_that_nobody_described_is_what_a_host_knows_of_its_model() -> None:
+    """Before or after lengths are known, within what wraps a budget; a model that was given stays."""
+    lengths, cap = {"tokens": LENGTHS["tokens"]}, AdditiveCap("tokens", 99)
+    for wrap in (lambda budget: budget, LearningBudget, lambda budget: budget & cap):
+        plain, told = wrap(MemoryBudget(4)), wrap(MemoryBudget(4, model=PaddedTokens())).bind(lengths).fingerprint
+        assert plain.with_memory(PaddedTokens).bind(lengths).fingerprint == told != plain.bind(lengths).fingerprint
+        assert plain.bind(lengths).with_memory(PaddedTokens).fingerprint == told
+        assert plain.with_memory(PaddedTokens).with_memory(Bytes).bind(lengths).fingerprint == told
+    assert (TokenBudget(9).with_memory(Bytes), KNOWN) == (TokenBudget(9), FIRST)
+    learned = LearningBudget(MemoryBudget(4))
+    learned.with_memory(PaddedTokens).record_failed_cost(7.0)
+    assert learned.limits[1] == 7.0
 
 
 @settings(max_examples=40)
@@ -218,7 +231,10 @@ def test_a_budget_of_the_users_own_answers_for_every_shape(budget: Budget, messa
 
 def test_messages_and_budgets_know_the_names_that_the_user_gave() -> None:
     pairs = {"source": [3, 90], "target": [4, 5]}
-    assert sorted(as_streams(pairs)) == ["target", "tokens"]  # what budgets are written for
+    assert MemoryBudget(1, longest=90).bind(as_streams(pairs)).most_samples({"source": 90, "target": 5}) == 1
+    assert (
+        len(LengthAwareBatchSampler(pairs, own(fits=lambda self, s, /: s.total["source"] < 93), **ALONE).plan.rows) == 2
+    )
     with pytest.raises(BudgetError, match=r"sample 1 \(90 source, 5 target\) does not fit even alone"):
         LengthAwareBatchSampler(pairs, 50, oversize="error", **ALONE)
     with pytest.warns(UserWarning, match="the first is sample 1 with 90 source, 5 target;"):

@@ -1,7 +1,5 @@
 """Limits fall when a batch fails and rise while batches pass; plans follow what is applied, ranks the lowest of all."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle
@@ -131,6 +129,10 @@ def test_state_goes_through_json_and_belongs_to_a_budget() -> None:
     assert str(again.report).startswith("1 out-of-memory errors, 2 parts run again, 1.5 s wasted")
     with pytest.raises(StateError, match=r"budget: .*max_tokens=1000.* then, .*max_tokens=2000.* now"):
         LearningBudget(TokenBudget(2000)).load_state_dict(state)
+    for damaged in [{**state, key: "x"} for key in state] + [{**state, "numbers": [1, *state["numbers"][1:]]}, [], 3]:
+        with pytest.raises(StateError):
+            again.load_state_dict(damaged)
+    assert json.dumps(again.state_dict()) == json.dumps(state), "half of nothing is taken over"
 
 
 def fits_in_a_worker(learning: LearningBudget, asked: Any, answers: Any) -> None:

@@ -1,7 +1,5 @@
 """The notebooks run from top to bottom, as a reader would run them, and hold calls and pictures only."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -21,9 +19,8 @@ def read(path: Path) -> Any:
 
 
 def outputs(cell: Any) -> str:
-    return "".join(
-        output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in cell.get("outputs", ())
-    )
+    shown = (o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.get("outputs", ()))
+    return "".join(shown)
 
 
 # A process of its own: zmq leaves its sockets to the collector, which would come upon them in the middle of another test.

@@ -1,10 +1,9 @@
 """README and the pages: every python block runs as printed on a tiny model and prints what its comments say, figures are those of
 the results, links, commands and messages exist, and the site builds without a network."""
 
-from __future__ import annotations
-
 import ast
 import doctest
+import inspect
 import json
 import re
 from importlib import import_module
@@ -20,9 +19,18 @@ from transformers import LlamaForCausalLM
 
 import dynagroup
 from benchmarks.pages import MARK, filled, shown
-from dynagroup import MemoryBudget, PlannedDataLoader, Share, Step
+from dynagroup import (
+    LengthAwareBatchSampler,
+    MemoryBudget,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    Share,
+    Step,
+    TokenBudget,
+)
 from dynagroup.cli import main
 from dynagroup.demo import docstrings, train_tokenizer
+from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.text import TokenizingCollator
 from tests import models
 from tests.oom.texts import TEXTS, save_encoder, small_llama, small_tokenizer
@@ -47,9 +55,7 @@ def promised(code: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "page", [page.name for page in EVERY if BLOCK.search(text_of(page)) and page.name not in OWN_TEST]
-)
+@pytest.mark.parametrize("page", [p.name for p in EVERY if BLOCK.search(text_of(p)) and p.name not in OWN_TEST])
 def test_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(BLOCK.findall(text_of(DOCS / page)))
@@ -95,13 +101,8 @@ def test_the_page_on_memory_runs_on_a_small_model(tmp_path):
     dataset = [torch.ones(length, dtype=torch.long) for length in lengths]
     pad = lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)  # noqa: E731
     collate = lambda samples: {"input_ids": pad(samples), "labels": pad(samples)}  # noqa: E731
-    found: dict[str, Any] = {
-        "config": config,
-        "model": LlamaForCausalLM(config),
-        "lengths": lengths,
-        "dataset": dataset,
-    }
-    found |= {"PlannedDataLoader": PlannedDataLoader, "collate": collate}
+    found: dict[str, Any] = {"config": config, "model": LlamaForCausalLM(config), "lengths": lengths}
+    found |= {"PlannedDataLoader": PlannedDataLoader, "collate": collate, "dataset": dataset}
     code = code.replace("import Workload, measure", "import *").replace(NAMED, str(tmp_path))
     exec(compile(code, "memory.md", "exec"), found)
     assert repr(found["budget"]).startswith("MemoryBudget(")
@@ -140,9 +141,8 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
     database = SimpleNamespace(add=kept.__setitem__)
     exec(blocks.pop("iter_embed"), {**names, "model": encoder, "database": database, "already_there": {3}})
     assert sorted(kept) == [0, 1, 2, 4, 5, 6, 7]
-    batch = dict(
-        tokenizer(TEXTS[:2], padding=True, padding_side="left", return_tensors="pt", return_token_type_ids=False)
-    )
+    how = {"padding": True, "padding_side": "left", "return_tensors": "pt", "return_token_type_ids": False}
+    batch = dict(tokenizer(TEXTS[:2], **how))
     exec(blocks.pop("generate_with_oom_retry"), {**names, "loader": [batch]})
     batch["labels"] = batch["input_ids"]
     step = Step(batch, range(2), Share(2, 2), Share(5, 5), loss_scale=1.0, ends_update=True)
@@ -168,9 +168,8 @@ def test_links_scripts_and_commands_exist():
 
 
 def test_messages_that_pages_show_are_those_of_the_source():
-    messages = re.findall(
-        r"^\| `([^`]+)` \|", text_of(DOCS / "troubleshooting.md").split("## Errors and warnings")[1], re.M
-    )
+    shown = text_of(DOCS / "troubleshooting.md").split("## Errors and warnings")[1]
+    messages = re.findall(r"^\| `([^`]+)` \|", shown, re.M)
     assert len(messages) > 5
     for how_to in DOCS.glob("*.md"):
         messages += re.findall(r'^\| "([^"]+)"', text_of(how_to), re.M)
@@ -223,3 +222,24 @@ def test_the_site_builds_strictly_and_offline(tmp_path, monkeypatch):
     home = text_of(tmp_path / "site" / "index.html")
     loaded = re.findall(r"(?:<script[^>]+src|<link[^>]+href)=\"?(https?://[^\" >]+)", home)
     assert loaded == [], "a reader without a network sees the same page"
+
+
+# ``help()`` of what users fill in explains every argument, and says what it counts.
+
+EXPLAINED = [DynagroupConfig, OnlineDataLoader, PlannedDataLoader, LengthAwareBatchSampler, TokenBudget, MemoryBudget]
+
+
+def explained(thing: type) -> dict[str, str]:
+    """Arguments in the docstring's section, with their text."""
+    section = (inspect.getdoc(thing) or "").split("Args:\n")[1].split("\n\n")[0]
+    found = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*): ((?:.*\n?)(?:^     .*\n?)*)", section, re.M)
+    return {name.strip("* "): text for names, text in found for name in names.split(",")}
+
+
+@pytest.mark.parametrize("thing", EXPLAINED, ids=lambda thing: thing.__name__)
+def test_every_argument_is_explained(thing):
+    arguments = [name for name in inspect.signature(thing).parameters if name != "self"]
+    texts = explained(thing)
+    assert [name for name in arguments if name not in texts] == []
+    assert [name for name in texts if name not in arguments] == []
+    assert [name for name in arguments if len(texts[name].split()) < 4] == []

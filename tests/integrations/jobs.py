@@ -1,7 +1,5 @@
 """Training runs that tests compare, importable from spawned ranks."""
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from typing import Any
@@ -31,9 +29,7 @@ def arguments(folder: Any, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**DEFAULTS, **changes})
 
 
-def trainer(
-    kind: str, folder: Any, *, fits: bool, exact_loss: bool = False, count: int = 96, config: Any = None, **changes: Any
-):
+def trainer(kind: str, folder: Any, *, fits: bool, exact_loss=False, count=96, config: Any = None, **changes: Any):
     """A Trainer of fixed batches, or (``fits``) of batches that fit, otherwise the same."""
     rows, names = toys.samples(kind, count), ("callbacks", "compute_metrics", "eval_dataset", "optimizers", "model")
     given = {name: changes.pop(name) for name in names if name in changes}

@@ -1,7 +1,5 @@
 """The Accelerate adapter against the real Accelerate, and the facts about it that shaped it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -17,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 ROWS = toys.samples("classifier", 48)
 
 
-def loader(online=False, budget=160):
-    how = {"collate_fn": toys.collate, "samples_per_update": 12, "weigh": "samples"}
+def loader(online=False, budget=160, **how):
+    how = {"collate_fn": toys.collate, "samples_per_update": 12, "weigh": "samples", **how}
     if online:
         return OnlineDataLoader(ROWS, TokenBudget(budget), shuffle=True, **how)
     return PlannedDataLoader(ROWS, toys.lengths(ROWS), TokenBudget(budget), **how)
@@ -51,6 +49,13 @@ def agreeing():
     """Parameters of updates in one batch a rank, and of updates in several."""
     whole = parameters(run(False, budget=10**6)[1])
     return {f"accelerate, online={online}": [whole, parameters(run(online)[1])] for online in (False, True)}
+
+
+def test_kinds_reach_the_loop():
+    labels = ["a", None, "a"] * 16
+    steps = list(prepare(Accelerator(cpu=True), loader(kinds=labels)))
+    assert {step.kind for step in steps} == {"a", None}
+    assert all({labels[i] for i in step.indices} == {step.kind} for step in steps)
 
 
 @pytest.mark.parametrize("online", [False, True])

@@ -1,22 +1,27 @@
 """The example programs run, and sharded or replicated ranks learn what one process learns."""
 
-from __future__ import annotations
-
+import re
 import runpy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.torchrun import ROOT, started
+from tests.torchrun import ROOT, on_ranks, started
 
 
 def losses_of(script: str, ranks: int) -> list[float]:
     return [float(word) for word in started(ROOT / script, ranks=ranks).strip().splitlines()[-1].split()]
 
 
-def alone() -> list[float]:
+def example(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return runpy.run_path(str(ROOT / "examples" / "train_plain.py"))["main"]()
+    return runpy.run_path(str(ROOT / "examples" / name))
+
+
+def alone() -> list[float]:
+    return example("train_plain.py")["main"]()
 
 
 def test_the_plain_loop_learns():
@@ -32,9 +37,63 @@ def test_two_ranks_learn_what_one_process_learns(script):
 
 def test_images_fit_both_budgets_and_are_learned_from():
     pytest.importorskip("PIL")
-    torch.set_num_threads(1)
-    losses, shapes = runpy.run_path(str(ROOT / "examples" / "train_images.py"))["main"](epochs=2, num_workers=1)
+    losses, shapes = example("train_images.py")["main"](epochs=2, num_workers=1)
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert max(tokens for tokens, _ in shapes) <= 400
     assert 250 < max(patches for _, patches in shapes) <= 300
+
+
+def two_towers() -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+    return example("train_two_towers.py")["train"]()
+
+
+@pytest.mark.slow
+def test_towers_that_some_batches_skip_are_trained_by_two_ranks_as_by_one_process():
+    [(losses, alone)], ranks = on_ranks(1, two_towers), on_ranks(2, two_towers)
+    assert losses[-1] < 0.9 * losses[0]
+    for found, whole in ranks:
+        assert found == pytest.approx(losses, abs=1e-12)
+        torch.testing.assert_close(whole, alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_ranks_that_ignore_kinds_wait_for_each_other_in_different_towers():
+    with pytest.raises(AssertionError, match=r"Timed out waiting 30000ms") as caught:
+        started(ROOT / "examples" / "train_two_towers.py", "ignore-kinds", ranks=2)
+    assert re.search(r"self\.(vision\(patches|language\(hidden)\)", str(caught.value))
+
+
+def test_graphs_fit_both_budgets_and_are_learned_from():
+    pytest.importorskip("torch_geometric", reason="bash scripts/test_graphs.sh makes an environment with it")
+    program = example("train_graphs.py")
+    losses, batches = program["main"](epochs=2)
+    assert losses[-1] < losses[0]
+    graphs = [program["graph"](number) for number in range(240)]
+    assert sum(nodes for nodes, _ in batches) == 2 * sum(graph.num_nodes for graph in graphs)
+    assert 290 < max(nodes for nodes, _ in batches) <= 300
+    assert 1490 < max(edges for _, edges in batches) <= 1500
+
+
+def test_clips_of_one_bucket_share_a_batch_within_the_pixels_and_are_learned_from():
+    program = example("train_clips.py")
+    losses, shapes = program["main"](epochs=3)
+    assert losses[-1] < 0.7 * losses[0]
+    assert {shape[2:] for shape in shapes} == set(program["BUCKETS"])
+    assert 10_000 < max(torch.Size(shape).numel() for shape in shapes) <= 12_000
+    assert sum(shape[0] for shape in shapes) == 3 * 96
+
+
+def test_a_vision_language_batch_has_an_image_for_every_sample_or_for_none():
+    pytest.importorskip("PIL")
+    program = example("train_vision_language.py")
+    losses, steps = program["main"](epochs=2)
+    assert losses[-1] < losses[0]
+    batches = [(step.kind, len(step.indices), step.batch) for step in steps]
+    assert {kind for kind, _, _ in batches} == {"image", "text"}
+    for kind, samples, batch in batches:
+        assert len(batch.get("image_grid_thw", ())) == (samples if kind == "image" else 0)
+    assert 180 < max(batch["input_ids"].numel() for _, _, batch in batches) <= 200
+    assert 70 < max(len(batch.get("pixel_values", ())) for _, _, batch in batches) <= 80

@@ -1,7 +1,5 @@
 """Losses of every kind weigh under our Trainer what they weigh under the plain one, also when memory runs out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -74,9 +72,8 @@ def test_a_function_that_returns_a_mean_counts_once_too(tmp_path):
     runs = []
     for fits in (False, True):
         runs.append(trainer("causal", tmp_path, fits=fits, **ONCE))
-        runs[-1].compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(
-            outputs.logits, labels
-        )
+        mean = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(outputs.logits, labels)  # noqa: E731
+        runs[-1].compute_loss_func = mean
         runs[-1].train()
     assert (parameters(runs[0].model) - parameters(runs[1].model)).abs().max() < 1e-8
 
@@ -131,22 +128,12 @@ def with_and_without_failures(folder: Any, limits: list[float]) -> list[tuple[to
         found.train()
         return parameters(found.model), len(allocator.failures)
 
-    return [
-        (run(config, None)[0], *run(config, place))
-        for config in ({}, ONLINE)
-        for place in ("in_forward", "in_backward")
-    ]
+    cases = [(config, place) for config in ({}, ONLINE) for place in ("in_forward", "in_backward")]
+    return [(run(config, None)[0], *run(config, place)) for config, place in cases]
 
 
 def tight(run: Any, limit: int) -> Any:
-    forward = run.model.forward
-
-    def tightly(*args, **kwargs):
-        if kwargs["input_ids"].numel() > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory. (simulated)")
-        return forward(*args, **kwargs)
-
-    run.model.forward = tightly
+    Allocator(limit).in_forward(run.model)
     return run
 
 
@@ -214,9 +201,7 @@ def test_each_training_guards_the_model_that_it_trains(tmp_path):
     assert (whole - split).abs().max() < 1e-8
 
 
-@pytest.mark.parametrize(
-    ("model", "kind"), [(toys.seq2seq, "seq2seq"), (toys.classifier, "classifier")], ids=["T5", "BERT"]
-)
+@pytest.mark.parametrize(("model", "kind"), [(toys.seq2seq, "seq2seq"), (toys.classifier, "classifier")])
 def test_fact_means_of_accumulated_batches_are_summed_where_a_model_drops_num_items(model, kind, tmp_path):
     """transformers#47688: the plain Trainer's loss and gradient are ``gradient_accumulation_steps`` times too large, so clipping
     sets in that much earlier. Ours are those of the update in one batch."""

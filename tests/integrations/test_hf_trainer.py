@@ -1,7 +1,5 @@
 """The Trainer adapter against the real Trainer: the same updates, books, checkpoints, lengths, refusals."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import datasets
@@ -10,10 +8,11 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from dynagroup import ConfigError, StateError, TokenBudget
+from dynagroup import ConfigError, MemoryBudget, StateError, TokenBudget
 from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer
 from dynagroup.integrations.hf_data import host_order, sample_lengths
+from dynagroup.memory import MemoryRegressor
 from tests.integrations import toys
 from tests.integrations.jobs import MODELS, arguments, parameters, train_both, trained_on, trainer
 
@@ -45,6 +44,25 @@ def recorded(tmp_path, callbacks=(), resume=None, **changes):
 
 
 @pytest.mark.parametrize("kind", ["causal", "seq2seq", "classifier"])
+def test_few_shapes_train_the_same(kind, tmp_path):
+    """Filled rows weigh nothing: parameters are those of fixed batches, and the model meets three shapes in two epochs."""
+    fixed, ours = (
+        trainer(
+            kind, tmp_path / str(fits), fits=fits, exact_loss=kind != "classifier", max_steps=8, config={"shapes": 3}
+        )
+        for fits in (False, True)
+    )
+    shapes = set()
+    note = lambda _, args, kwargs: shapes.add(tuple(kwargs["input_ids"].shape))  # noqa: E731
+    ours.model.register_forward_pre_hook(note, with_kwargs=True)
+    fixed.train()
+    ours.train()
+    assert (parameters(fixed.model) - parameters(ours.model)).abs().max() < 1e-8
+    assert len(shapes) <= 3 + (kind == "causal"), "besides what is asked whether its loss is a mean"
+    assert len(shapes & set(ours.update_loader.budget.shapes)) > 1 or kind == "seq2seq"
+
+
+@pytest.mark.parametrize("kind", ["causal", "seq2seq", "classifier"])
 def test_parameters_are_those_of_fixed_batches(kind, tmp_path):
     """Clipped and not; beyond an epoch of six."""
     found = {}
@@ -63,10 +81,17 @@ def test_parameters_are_those_of_fixed_batches(kind, tmp_path):
     ("kind", "changes", "ours", "apart"),
     [
         ("causal", {"exact_loss": True}, {"config": ONLINE, "dataloader_num_workers": 1}, 1e-8),
+        (
+            "causal",
+            {"exact_loss": True},
+            {"config": {**ONLINE, "kind_of": lambda row: len(row["input_ids"]) % 2}},
+            1e-8,
+        ),
+        ("causal", {"exact_loss": True}, {"config": {"kinds": [None, "a", "a"] * 32}}, 1e-8),
         ("causal", {}, {}, 1e-5),  # the library's loss is of float32
         ("seq2seq", {"label_smoothing_factor": 0.1}, {}, 1e-8),
     ],
-    ids=["online", "library loss", "label smoothing"],
+    ids=["online", "kind_of", "kinds", "library loss", "label smoothing"],
 )
 def test_so_they_are_with(kind, changes, ours, apart, tmp_path):
     found = []
@@ -292,6 +317,19 @@ def test_ranks_that_share_samples_or_parameters_are_asked_for_more(tmp_path, mon
         trainer("causal", tmp_path, fits=True)
 
 
+def test_a_memory_budget_without_a_model_is_told_the_trainers(tmp_path):
+    """A regressor that knows nothing stays near the hardest batch: half as many steps again as with a model that is traced."""
+    given = [MemoryBudget(4), MemoryBudget(4, model=MemoryRegressor.pretrained())]
+    own, careful = (trainer("causal", tmp_path, fits=True, config={"budget": budget}) for budget in given)
+    assert careful.dynagroup.budget == given[1]
+    assert 1.5 * len(own.get_train_dataloader().loader) < len(careful.get_train_dataloader().loader)
+    how = {"bf16": True, "gradient_checkpointing": True}
+    attach(other := trainer("causal", tmp_path, fits=False, **how), MemoryBudget(4), dynagroup_eval=MemoryBudget(8))
+    budgets = (own.dynagroup.budget, other.dynagroup.budget, other.dynagroup_eval)
+    known = [(w.mode, w.autocast, w.gradient_checkpointing) for w in (b.model.workload for b in budgets) if w.phases]
+    assert known == [("train", None, False), ("train", "bfloat16", True), ("forward", "bfloat16", False)]
+
+
 def test_attaching_makes_the_trainer_that_the_class_makes(tmp_path):
     changes = {"exact_loss": True, "max_steps": 8, "count": 48}
     made = trainer("causal", tmp_path / "a", fits=True, config={"lengths": None}, **changes)
@@ -300,9 +338,8 @@ def test_attaching_makes_the_trainer_that_the_class_makes(tmp_path):
     for run in (made, attached):
         run.train()
     assert torch.equal(parameters(made.model), parameters(attached.model))
-    assert (
-        sum(attached.update_loader.stats.batch_sizes.values()) == sum(made.update_loader.stats.batch_sizes.values()) > 8
-    )
+    batches = [sum(run.update_loader.stats.batch_sizes.values()) for run in (made, attached)]
+    assert batches[0] == batches[1] > 8
     assert type(attached) is dynagroup_trainer(Trainer)
     rows = toys.samples("causal", 9)
     assert attached.evaluate(rows)["eval_loss"] == made.evaluate(rows)["eval_loss"]

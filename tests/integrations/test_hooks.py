@@ -1,7 +1,5 @@
 """Small doors into other frameworks: each example is what a user writes. They skip where the framework is absent."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType, SimpleNamespace
@@ -97,8 +95,7 @@ def test_sentence_transformers_take_batches_that_fit():
     for batch in batches:
         longest = [max(len(data[i][column].split()) for i in batch) for column in ("a", "b")]
         assert len(batch) == 1 or len(batch) * sum(longest) <= 200
-    assert getattr(sampler, "batch_size", None) is None, (
-        "accelerate would take a number for a fixed size, and lose samples"
-    )
+    # accelerate would take a number for a fixed size, and lose samples
+    assert getattr(sampler, "batch_size", None) is None
     with pytest.raises(ConfigError, match="no text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))

@@ -1,14 +1,12 @@
 """The Lightning adapter against the real Lightning."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
 
 lightning = pytest.importorskip("lightning.pytorch")
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget  # noqa: E402
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget, Work  # noqa: E402
 from dynagroup.integrations.lightning import LightningSteps, update_loss  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
@@ -18,6 +16,7 @@ from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = toys.samples("causal", 48)
+LABELS = ["a", None, ("b", 2)] * 16
 STEPS = 9  # three epochs
 
 
@@ -53,11 +52,11 @@ def tokens(batch):
     return float(batch["labels"][:, 1:].ne(-100).sum())
 
 
-def loader(online=False, budget=160):
+def loader(online=False, budget=160, **how):
     if online:
         return OnlineDataLoader(ROWS, TokenBudget(budget), collate_fn=toys.collate, samples_per_update=16, shuffle=True)
     lengths = toys.lengths(ROWS)
-    return PlannedDataLoader(ROWS, lengths, budget, collate_fn=toys.collate, samples_per_update=16, weigh=tokens)
+    return PlannedDataLoader(ROWS, lengths, budget, collate_fn=toys.collate, samples_per_update=16, weigh=tokens, **how)
 
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -74,7 +73,7 @@ def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
 @pytest.mark.parametrize("automatic", [True, False])
 def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
     whole, parts = Module(automatic), Module(automatic)
-    assert fit(tmp_path, whole, loader(budget=10**6)).global_step == 6
+    assert fit(tmp_path, whole, loader(budget=10**6, work=Work(per_step=1e12))).global_step == 6
     assert fit(tmp_path, parts, loader()).global_step == 6
     assert len(parts.seen) > len(whole.seen) == 6
     assert (parameters(whole) - parameters(parts)).abs().max() < 1e-10
@@ -82,6 +81,20 @@ def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
     by_epoch = [[i for epoch, indices in parts.seen if epoch == e for i in indices] for e in (0, 1)]
     assert [sorted(indices) for indices in by_epoch] == [list(range(48))] * 2
     assert by_epoch[0] != by_epoch[1]
+
+
+class Kinds(Module):
+    def training_step(self, step, batch_idx):
+        assert {LABELS[i] for i in step.indices} == {step.kind}
+        return super().training_step(step, batch_idx)
+
+
+def test_kinds_reach_the_loop_and_change_no_update(tmp_path):
+    plain, kinds = Module(), Kinds()
+    fit(tmp_path, plain, loader())
+    fit(tmp_path, kinds, loader(kinds=LABELS))
+    assert len(kinds.seen) > len(plain.seen)
+    assert (parameters(plain) - parameters(kinds)).abs().max() < 1e-10
 
 
 def resumed_and_whole(tmp_path, module, online, step):
@@ -112,9 +125,7 @@ def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     late = lambda self, *_: restored(self, self.late) if hasattr(self, "late") else None  # noqa: E731
     monkeypatch.setattr(LightningSteps, "load_state_dict", lambda self, state: setattr(self, "late", state))
     monkeypatch.setattr(LightningSteps, "on_train_start", late, raising=False)
-    with pytest.raises(
-        StateError, match=r"would come again. Count steps by `trainer.max_steps` or `loader.num_updates"
-    ):
+    with pytest.raises(StateError, match=r"come again. Count steps by `trainer.max_steps` or `loader.num_updates"):
         resumed_and_whole(tmp_path, Estimating, False, 4)
 
 

@@ -1,7 +1,5 @@
 """LLaMA-Factory's own trainers, template and collators. Needs an environment of its own: scripts/test_llamafactory.sh."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Trainer and Accelerate on two real ranks, at length: what one process learns. ``tests/test_ranks.py`` is the short start."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -61,6 +59,9 @@ def agreeing(folder: Any) -> dict[str, list[torch.Tensor]]:
         "seq2seq": train_both("seq2seq", f"{folder}/b", longer),
         "classifier": train_both("classifier", f"{folder}/c", {**longer, "exact_loss": False}),
         "online": [train("causal", f"{folder}/d", bool(c), {**longer, "config": c}) for c in MODES],
+        "kinds": [
+            train("causal", f"{folder}/f", True, {**longer, "config": c}) for c in ({}, {"kinds": [0, 1, 1] * 32})
+        ],
         "scheduled": [train("causal", f"{folder}/e", True, {**longer, "config": {**c, **schedule}}) for c in MODES],
     }
     return {name: [found for found, _ in pair] for name, pair in pairs.items()}

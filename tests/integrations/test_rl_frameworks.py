@@ -1,7 +1,5 @@
 """verl's, OpenRLHF's and ms-swift's own code beside ours. Needs an environment of its own: scripts/test_rl_frameworks.sh."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """TRL's trainers with batches that fit, SFT on packed ones too: TRL's updates, figures and refusals; and compiled models."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Any

@@ -1,12 +1,12 @@
 """Packed attention with torch alone gives what the model's own attention gives, and refuses what it would get wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
@@ -170,3 +170,26 @@ def test_the_kernel_gives_what_one_by_one_gives(causal: bool, window: int | None
     how = {"causal": causal, "scale": 0.3, "window": window}
     found, wanted = kernel(q, k, v, borders, 16, **how), one_by_one(q, k, v, borders, **how)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements that operations make."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.made += sum(x.numel() for x in tree_leaves(found) if isinstance(x, torch.Tensor))
+        return found
+
+
+def test_a_sample_more_costs_its_own_tokens_only() -> None:
+    def made(samples: int) -> int:
+        q, k, v = (torch.randn(4 * samples, 2, 4, requires_grad=True) for _ in range(3))
+        with Elements() as elements:
+            one_by_one(q, k, v, 4 * torch.arange(samples + 1), causal=True, scale=None, window=None).sum().backward()
+        return elements.made
+
+    assert made(32) < 9 * made(4), (
+        "8 times the samples; a gradient as large as the batch for each of them would be 16 times"
+    )

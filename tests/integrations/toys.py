@@ -1,21 +1,14 @@
 """Tiny models and data for the adapters' tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    BertForSequenceClassification,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-    T5ForConditionalGeneration,
-)
 
 from tests import models
 
@@ -25,7 +18,7 @@ VOCAB = 64
 def causal_lm():
     torch.manual_seed(0)
     config = models.gpt2(vocab=VOCAB, n_positions=128, pad_token_id=0, attn_implementation="eager")
-    return GPT2LMHeadModel(config).double()
+    return hf.GPT2LMHeadModel(config).double()
 
 
 def with_dropout(model):
@@ -37,13 +30,13 @@ def with_dropout(model):
 
 def seq2seq():
     torch.manual_seed(0)
-    return T5ForConditionalGeneration(models.t5(vocab=VOCAB, layers=1)).double()
+    return hf.T5ForConditionalGeneration(models.t5(vocab=VOCAB, layers=1)).double()
 
 
 def classifier():
     torch.manual_seed(0)
     config = models.bert(vocab=VOCAB, layers=1, max_position_embeddings=128, num_labels=3, attn_implementation="eager")
-    return BertForSequenceClassification(config).double()
+    return hf.BertForSequenceClassification(config).double()
 
 
 def doubling(first: int, *milestones: int) -> Any:
@@ -91,13 +84,13 @@ def collate_seq2seq(rows: list[dict]) -> dict[str, torch.Tensor]:
     return {**batch, "decoder_input_ids": torch.cat([first, batch["labels"][:, :-1].clamp(min=0)], dim=1)}
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> hf.PreTrainedTokenizerFast:
     """Of the words w4 to w63."""
     words = {f"w{i}": i for i in range(4, VOCAB)} | {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
     raw = Tokenizer(WordLevel(words, unk_token="<unk>"))
     raw.pre_tokenizer = Whitespace()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=raw, **special)
 
 
 def lengths(rows: list[dict]) -> list[int]:

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, StepLoader, TokenBudget
+from dynagroup import (
+    AdditiveCap,
+    Budget,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    TokenBudget,
+)
 from dynagroup.plan.cost import Work
 from dynagroup.update.loss_weight import Share
 from dynagroup.update.schedule import linear_ramp
@@ -17,7 +24,37 @@ from tests.online.helpers import Stream, Tokens, collate, collate_packed, length
 
 LENGTHS = lengths_of(19, seed=2, top=30)
 TOKENS = 60
+MOST_EDGES = 120
+
+
+def kinds_of(number: int) -> list[Any]:
+    """Labels of so many samples: one kind is rare, one of them a single sample's, one None."""
+    return [("clip", 7) if k == 4 else 2 if k % 5 == 3 else None if k % 3 else "image" for k in range(number)]
+
+
+KINDS = kinds_of(len(LENGTHS))
 COLLATE = {"padded": collate, "packed": collate_packed}
+
+
+def budget_of(lengths: Any, max_tokens: int, layout: Any) -> Budget:
+    budget = TokenBudget(max_tokens, layout=layout)
+    return budget & AdditiveCap("edges", MOST_EDGES) if isinstance(lengths, dict) else budget
+
+
+def data_of(lengths: Any) -> Tokens:
+    return Tokens(lengths["nodes"] if isinstance(lengths, dict) else lengths)
+
+
+def graph_of(nodes: int) -> dict[str, int]:
+    return {"nodes": nodes, "edges": nodes + 37 * nodes % 50}
+
+
+def graphs_of(lengths: list[int]) -> dict[str, list[int]]:
+    return {name: [graph_of(nodes)[name] for nodes in lengths] for name in ("nodes", "edges")}
+
+
+def size_of(sample: Any) -> dict[str, int]:
+    return graph_of(len(sample["input_ids"]))
 
 
 class SamplerSteps:
@@ -34,14 +71,21 @@ class SamplerSteps:
             scale = float(plan.loss_scale[row, self.rank])
             total = plan.batches.sizes[plan.table[row]] * self.size / np.maximum(plan.loss_scale[row], 1e-9)
             share = Share(len(batch) if scale else 0, float(np.round(total.min())))
-            yield Step(batch, batch, share, share, scale, bool(plan.update_ends[row]), not scale)
+            kind = plan.kinds[row][self.rank]
+            yield Step(batch, batch, share, share, scale, bool(plan.update_ends[row]), not scale, kind)
         self.sampler.set_epoch(epoch + 1)
 
-    updates: Any = StepLoader.updates
+    def updates(self) -> Iterator[list[Step[Any]]]:
+        update: list[Step[Any]] = []
+        for step in self:
+            update.append(step)
+            if step.ends_update:
+                yield update
+                update = []
 
 
 def sampler(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: int = TOKENS, **how: Any) -> Any:
-    budget = TokenBudget(max_tokens, layout=layout)
+    budget = budget_of(lengths, max_tokens, layout)
     how = {"shuffle": True, **how}
     made = LengthAwareBatchSampler(lengths, budget, rank=world.rank, world_size=world.size, **how)
     return SamplerSteps(made, world.rank, world.size)
@@ -49,12 +93,12 @@ def sampler(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_t
 
 def planned(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: int = TOKENS, **how: Any) -> Any:
     how = {"collate_fn": COLLATE[layout], **how}
-    return PlannedDataLoader(Tokens(lengths), lengths, TokenBudget(max_tokens, layout=layout), world=world, **how)
+    return PlannedDataLoader(data_of(lengths), lengths, budget_of(lengths, max_tokens, layout), world=world, **how)
 
 
 def online(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: int = TOKENS, **how: Any) -> Any:
     how = {"collate_fn": COLLATE[layout], "shuffle": True, "window": 6, **how}
-    return OnlineDataLoader(Tokens(lengths), TokenBudget(max_tokens, layout=layout), world=world, **how)
+    return OnlineDataLoader(data_of(lengths), budget_of(lengths, max_tokens, layout), world=world, **how)
 
 
 def streamed(
@@ -63,6 +107,11 @@ def streamed(
     how = {"collate_fn": COLLATE[layout], "window": 6, **how}
     data = Stream(lengths, world.rank, world.size)
     return OnlineDataLoader(data, TokenBudget(max_tokens, layout=layout), world=world, **how)
+
+
+def labelled(world: Any, layout: Any = "padded", *, kinds: Any, **how: Any) -> Any:
+    """A loader whose samples tell their kinds only once they are processed."""
+    return online(world, layout, kind_of=lambda sample: kinds[int(sample["input_ids"][0])], **how)
 
 
 @dataclass(frozen=True)
@@ -86,6 +135,8 @@ DATA = {"lengths": LENGTHS[:-1], "max_tokens": TOKENS + 1, "layout": "packed"}
 BOTH = {**DATA, "seed": 1, "weigh": "samples", "work": Work(per_step=9)}
 SIZED = {**BOTH, "samples_per_update": 6, "drop_last": True, "shuffle": False, "sampler": [*range(19)]}
 PLANNED = {"lengths": [*LENGTHS[:-1], LENGTHS[-1] + 1], "round_batch": abs, "oversize": "drop"}
+GRAPHS = {"lengths": graphs_of(LENGTHS)}
+FEWER = {"nodes": LENGTHS, "edges": [0] * len(LENGTHS)}
 ENTRIES: dict[str, Entry] = {
     "sampler": Entry(
         sampler,
@@ -118,6 +169,54 @@ ENTRIES: dict[str, Entry] = {
         {"accumulation": 2, "window": 9},
         {**BOTH, **PLANNED, "accumulation": 3, "window": 8, "shuffle": False},
     ),
+    "sampler-graphs": Entry(sampler, {**GRAPHS, "window": 9}, {"lengths": FEWER, "max_tokens": TOKENS + 1}),
+    "planned-graphs": Entry(planned, {**GRAPHS, "samples_per_update": 5}, {"lengths": FEWER, "seed": 1}),
+    "online-graphs": Entry(
+        online, {**GRAPHS, "samples_per_update": 5, "length_of": size_of}, {"max_tokens": TOKENS + 1}
+    ),
+    "sampler-kinds": Entry(
+        sampler,
+        {"window": 9, "kinds": KINDS},
+        {"kinds": KINDS[::-1], "one_kind": "batch", "seed": 1, "window": 8},
+    ),
+    "sampler-updates-kinds": Entry(
+        sampler,
+        {"samples_per_update": 5, "grouping": 2, "kinds": KINDS, "one_kind": "batch"},
+        {"one_kind": "step", "kinds": [*KINDS[:-1], "other"]},
+    ),
+    "planned-set-kinds": Entry(
+        planned,
+        {"samples_per_update": 7, "kinds": KINDS},
+        {"kinds": [repr(kind) for kind in KINDS], "one_kind": "batch", "grouping": 2},
+    ),
+    "planned-scheduled-kinds": Entry(
+        planned,
+        {"samples_per_update": linear_ramp(2, 7, num_updates=4), "kinds": KINDS, "grouping": 2},
+        {"kinds": None, "one_kind": "batch"},
+    ),
+    "planned-free-kinds": Entry(
+        planned,
+        {"accumulation": 2, "kinds": KINDS},
+        {"kinds": [None] * len(KINDS), "window": 9},
+    ),
+    "planned-free-kinds-batch": Entry(
+        planned,
+        {"accumulation": 2, "window": 9, "kinds": KINDS, "one_kind": "batch"},
+        {"kinds": [None] * len(KINDS), "one_kind": "step"},
+    ),
+    "planned-shapes": Entry(planned, {"samples_per_update": 5, "shapes": 3}, {"shapes": 4, "max_tokens": TOKENS + 1}),
+    "planned-free-shapes": Entry(planned, {"window": 9, "shapes": 4, "accumulation": 2}, {"shapes": 3, "window": 8}),
+    "online-shapes": Entry(
+        online,
+        {"samples_per_update": 5, "shapes": 3, "length_hint": LENGTHS},
+        {"shapes": 4, "length_hint": LENGTHS[::-1]},
+    ),
+    "online-free-shapes": Entry(
+        online, {"shapes": 4, "length_hint": LENGTHS}, {"shapes": 3, "length_hint": LENGTHS[::-1]}
+    ),
+    "online-set-kinds": Entry(labelled, {"samples_per_update": 7, "kinds": KINDS}, {"kinds": KINDS[::-1]}),
+    "online-free-kinds": Entry(labelled, {"accumulation": 2, "kinds": KINDS}, {"kinds": [1] * 19, "one_kind": "batch"}),
+    "online-known-kinds": Entry(online, {"kinds": KINDS}, {"kinds": KINDS[::-1], "one_kind": "batch", "window": 7}),
     "online-set": Entry(online, {"samples_per_update": 5}, {**SIZED, "window": 7}),
     "online-free": Entry(
         online,

@@ -1,7 +1,5 @@
 """Every state that a loader gives is taken back, on any number of ranks, and each sample of the epoch comes once."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import islice
@@ -13,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynagroup.testing import run_ranks
-from tests.laws.loaders import ENTRIES
+from tests.laws.loaders import ENTRIES, graphs_of, kinds_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:too few samples for an equal number"),
@@ -32,14 +30,14 @@ LENGTHS = np.random.default_rng(24).integers(1, 60, 23).tolist()
     chain=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=3, max_size=3),
 )
 @example(lengths=LENGTHS, most=1, kind="planned-free", layout="padded", seed=1, chain=[(2, 1), (5, 3), (1, 1)])
-def test_a_state_is_taken_back_after_three_changes_of_ranks(
-    lengths: list[int], most: int, kind: str, layout: str, seed: int, chain: list[tuple[int, int]]
-) -> None:
+def test_a_state_is_taken_back_after_three_changes_of_ranks(lengths, most, kind, layout, seed, chain):
     """Rows are filled by repeats where a batch holds one sample: those come beyond the epoch's samples, never instead of them."""
     emitted: Counter[int] = Counter()
     states: Any = None
     how = {"lengths": lengths, "max_tokens": most, **ENTRIES[kind].base, "seed": seed}
+    how |= {"lengths": graphs_of(lengths)} if kind.endswith("graphs") else {}
     how |= {"length_hint": lengths} if "length_hint" in how else {}
+    how |= {"kinds": kinds_of(len(lengths))} if "kinds" in how else {}
     for ranks, steps in [*chain, (2, None)]:
 
         def run(world: Any, states: Any = states, steps: int | None = steps) -> tuple[list[int], Any]:

@@ -1,8 +1,6 @@
 """Every architecture that the installed transformers builds from a small config: what is predicted is at least what is
 simulated, or the model is refused in our words."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The GPU's measuring script without a GPU: everything runs but the counters."""
 
-from __future__ import annotations
-
 import pytest
 
 from regressor import measure_gpu
@@ -18,9 +16,7 @@ def test_what_fails_or_has_no_time_left_is_written_down_and_the_others_are_measu
         return build(config, workload, device)
 
     monkeypatch.setattr(measure_gpu, "as_random_model", fails_for_gpt2)
-    rows, about = measure_all(
-        ["gpt2", "qwen2", "bert"], DRY, DryDevice(), tmp_path / "d.parquet", 25, lambda: next(now)
-    )
+    rows, about = measure_all(["gpt2", "qwen2", "bert"], DRY, DryDevice(), tmp_path / "d", 25, lambda: next(now))
     assert (about["failed"], about["left_out"]) == ({"gpt2": "RuntimeError: no kernel"}, ["bert"])
     assert {(row["model"], row["mode"]) for row in rows} == {("qwen2", "train"), ("qwen2", "generate")}
     assert all(row["error"] == row["simulated_peak_bytes"] / row["peak_bytes"] - 1 for row in rows)

@@ -83,11 +83,8 @@ def test_batch_size_alone_is_enough_and_knowing_more_is_bolder():
     budget = MemoryBudget(32).bind({"tokens": np.array([10, 500], np.int32)})
     training = MemoryRegressor.pretrained(Workload(mode="train"))
     assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
-    assert (
-        48
-        < budget.largest(np.array([50]))[0]
-        < MemoryBudget(32, longest=500, model=training).largest(np.array([50]))[0]
-    )
+    bolder = MemoryBudget(32, longest=500, model=training).largest(np.array([50]))[0]
+    assert 48 < budget.largest(np.array([50]))[0] < bolder
     pairs = MemoryBudget(8, longest={"tokens": 1280, "target": 640}, model=training)
     shape = BatchShape.of([8, 9, 16], {"tokens": [1280, 1280, 8], "target": [640, 640, 4]})
     assert pairs.fits(shape).tolist() == [True, False, True]
@@ -119,9 +116,8 @@ def test_absurd_measurements_name_their_row(size, oom):
 
 def test_too_few_rows_are_refused_and_those_without_a_size_do_not_count():
     full = Measurement(9, {"tokens": 4}, 0, None, oom=True)
-    few = Measurements(
-        (*rows(lambda n, length: n * length, shapes=[(1, 8), (2, 8), (3, 8)]), full), Workload(mode="train")
-    )
+    three = rows(lambda n, length: n * length, shapes=[(1, 8), (2, 8), (3, 8)])
+    few = Measurements((*three, full), Workload(mode="train"))
     with pytest.raises(ConfigError, match="at least 4 rows"):
         ProfiledMemory.fit(few)
     with pytest.raises(ConfigError, match="at least 8 measurements"):

@@ -1,7 +1,5 @@
 """A traced model says what simulating all of it says, for shapes that nobody traced; what fits a device follows from it."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
@@ -15,18 +13,11 @@ from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.memory import (
-    Measurement,
-    Measurements,
-    MemoryRegressor,
-    TracedMemory,
-    Workload,
-    simulate,
-)
+from dynagroup.memory import Measurement, Measurements, MemoryRegressor, TracedMemory, Workload, simulate
 from dynagroup.memory.run import Phases
 from dynagroup.memory.trace import phases
 from dynagroup.memory.trace.model import as_meta_model
-from dynagroup.memory.trace.program import kept_bytes
+from dynagroup.memory.trace.program import kept_bytes, static_bytes
 from dynagroup.memory.traced import line_above, optimizer_bytes
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
@@ -82,9 +73,8 @@ def assert_as_simulated(memory, model, shapes, least=0.97, most=1.05):
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_traced_is_what_the_whole_model_takes(name):
     config, _, how = CASES[name]
-    shapes = (
-        [(13, 1), (13, 10)] if name == "wide generating" else SHAPES
-    )  # its cache takes more than a prompt of one token
+    # its cache takes more than a prompt of one token
+    shapes = [(13, 1), (13, 10)] if name == "wide generating" else SHAPES
     if name == "t5":  # a target counts under any name
         shapes = [(n, {"tokens": ln, "target": to}) for (n, ln), to in zip(SHAPES, (90, 14, 600), strict=True)]
         renamed = [BatchShape.of(8, {"tokens": [64, 300], other: [200, 50]}) for other in ("target", "labels")]
@@ -119,9 +109,7 @@ def test_a_cache_that_slides_stops_growing():
 
 
 @settings(max_examples=25)
-@given(
-    st.sampled_from(sorted(CASES)), st.integers(1, 300), st.integers(1, 3000), st.integers(0, 50), st.integers(0, 400)
-)
+@given(st.sampled_from([*CASES]), st.integers(1, 300), st.integers(1, 3000), st.integers(0, 50), st.integers(0, 400))
 def test_a_traced_workload_keeps_the_law_of_budgets(name, n, length, more, longer):
     regressor = MemoryRegressor.pretrained(memory_of(name).workload)
     shapes = BatchShape.of([n, n + more, n, n + more], [length, length, length + longer, length + longer])
@@ -235,9 +223,8 @@ def test_the_token_budget_is_safe_and_the_largest_that_is(name):
     assert safe(found["max_tokens"])
     assert not safe(found["max_tokens"] + 16)
     assert found["tokens"][0] == found["samples"][0] * (64 + new)
-    assert (f"of lengths + {new} (prompts with what is generated) that is safe for prompts of" in str(budget)) == (
-        new > 0
-    )
+    said = f"of lengths + {new} (prompts with what is generated) that is safe for prompts of" in str(budget)
+    assert said == (new > 0)
 
 
 def test_packed_batches_are_held_against_the_sum_of_their_tokens():
@@ -260,9 +247,8 @@ def test_static_memory_is_divided_over_ranks():
     cases = ((None, 1), ("ddp", 8), ("zero1", 8), ("zero2", 8), ("zero3", 8), ("fsdp", 8), ("fsdp", 1))
     static = {case: static_of(*case) for case in cases}
     whole = static[None, 1]
-    part = (
-        static["ddp", 8] - whole
-    )  # a bucket of all gradients: as many bytes as the parameters, and each of two states
+    # a bucket of all gradients: as many bytes as the parameters, and each of two states
+    part = static["ddp", 8] - whole
     assert part == pytest.approx(whole / 4, rel=0.1)
     assert static["zero1", 8] == pytest.approx(whole - 2 * part * 7 / 8 + part, rel=0.05)
     assert static["zero2", 8] == pytest.approx(whole - 3 * part * 7 / 8 + part, rel=0.05)
@@ -282,11 +268,20 @@ def test_ranks_that_share_parameters_gather_them_in_the_precision_that_runs():
     """Autocast would keep a lower copy of every weight, and hidden states in float32; sharding's mixed precision does not."""
     mixed = {"dtype": "fp32", "autocast": "bf16"}
     runs = ({"dtype": "bf16"}, mixed, {**mixed, "sharding": "fsdp", "num_ranks": 8})
-    half, whole, shared = (
-        simulate(SHALLOW, Workload.from_model(SHALLOW, trace=False, **how), [(2, 256)]).rows[0] for how in runs
-    )
+    workloads = (Workload.from_model(SHALLOW, trace=False, **how) for how in runs)
+    half, whole, shared = (simulate(SHALLOW, workload, [(2, 256)]).rows[0] for workload in workloads)
     assert shared.batch_bytes == half.batch_bytes < whole.batch_bytes
     assert half.static_bytes / 8 < shared.static_bytes < whole.static_bytes / 2
+
+
+def test_ranks_that_share_parameters_hold_two_of_the_largest_layers():
+    """A decoder's, which look at the encoder too."""
+    model = as_meta_model(models.t5(**SMALL, layers=4, d_kv=8))
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in (*model.encoder.block, *model.decoder.block)]
+    outside = sum(p.numel() for p in model.parameters()) - sum(sizes)
+    shared = Workload(mode="train", dtype="float32", sharding="fsdp", num_ranks=10**9)
+    assert min(sizes) < 0.8 * max(sizes)
+    assert static_bytes(model, shared) == pytest.approx(4 * (outside + 3 * max(sizes)), rel=0.01)
 
 
 def test_adapters_train_alone():
@@ -301,6 +296,11 @@ def test_adapters_train_alone():
     [
         ({"memory": "lots"}, "`memory` must be a size such as 80GB or 24GiB"),
         ({"memory": "24"}, "write 24GB"),
+        ({"memory": "1e999"}, "`memory` must be a size"),
+        ({"dtpye": "bf16"}, r"has no option `dtpye`; did you mean `dtype`\?$"),
+        ({"gradient_checkpoint": True}, r"did you mean `gradient_checkpointing`\?$"),
+        ({"num_layer": 3}, r"did you mean `num_layers`\?$"),
+        ({"zzz": 3}, "no option `zzz`$"),
         ({"headroom": 1.5}, "at most 1(.0)?, but is 1.5"),
         ({"optimizer": "best"}, "or one of adamw, .* but is 'best'"),
         ({"sharding": "fsdp"}, "say how many: num_ranks=8"),
@@ -316,6 +316,15 @@ def test_what_cannot_be_is_said(arguments, message):
     arguments.pop("model", None)
     with pytest.raises(ConfigError, match=message):
         MemoryBudget.from_model(model, **arguments)
+
+
+def test_memory_may_be_said_in_any_way_and_a_long_trace_shows_a_bar(monkeypatch):
+    bars = []
+    monkeypatch.setattr("tqdm.auto.tqdm", lambda shapes, **how: bars.append((how["delay"], how["disable"])) or shapes)
+    found = {MemoryBudget.from_model(BERT, memory) for memory in (24e9, 24 * 10**9, "24e9", "24.0 GB")}
+    found |= {MemoryBudget.from_bytes(limit, model=memory_of("bert")) for limit in (24e9, "24GB", 24 * 10**9)}
+    assert {budget.fingerprint.split(",")[0] for budget in found} == {"MemoryBudget(limit_bytes=24000000000"}
+    assert set(bars) == {(2, None)}  # after two seconds; where a terminal is
 
 
 def test_a_device_that_the_model_alone_fills():
@@ -342,9 +351,8 @@ def test_a_quantised_models_dtype_is_that_of_what_it_computes_with():
 
 
 # 5,000 bytes whatever the batch, or 100 a token and one a pair of tokens.
-TRACED = TracedMemory(
-    1000, Workload(mode="train", phases=Phases(((5000.0, *[0.0] * 11), (0, 0, 0, 100, 0, 1, *[0] * 6))))
-)  # type: ignore[arg-type]  # noqa: E501
+PHASES = Phases(((5000.0, *[0.0] * 11), (0, 0, 0, 100, 0, 1, *[0] * 6)))  # type: ignore[arg-type]
+TRACED = TracedMemory(1000, Workload(mode="train", phases=PHASES))
 
 
 def rows_of(memory, factor=1.0, constant=0.0, workload=None):

@@ -4,8 +4,6 @@ The oracle knows nothing of the library: it reads which samples the emitted batc
 function of one integer, so ``python -m tests.online.attack SEED`` repeats it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

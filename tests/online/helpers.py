@@ -1,7 +1,5 @@
 """Small real data for the online tests; picklable, so that workers of every start method can have it."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import numpy as np
@@ -56,10 +54,8 @@ class Stream(IterableDataset):
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         own = range(self.rank, len(self.lengths), self.size)
         for index in own[worker::workers]:
-            yield {
-                "input_ids": torch.full((self.lengths[index],), index),
-                "labels": torch.full((self.lengths[index],), index),
-            }
+            ids = torch.full((self.lengths[index],), index)
+            yield {"input_ids": ids, "labels": ids.clone()}
 
 
 def collate(samples):

@@ -1,7 +1,5 @@
 """The worker's side: samples are measured, cut, collated and packed for their way to the main process."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An online loader's own promises beside the laws: what is refused and when, copies, and what goes on by itself."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from itertools import islice
@@ -11,11 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import AlignmentError, ConfigError, MemoryBudget, OnlineDataLoader, StateError, TokenBudget
+from dynagroup import (
+    AlignmentError,
+    ConfigError,
+    MemoryBudget,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    StateError,
+    TokenBudget,
+)  # fmt: skip
 from dynagroup.distributed import SingleProcess
 from dynagroup.memory import PaddedTokens
 from dynagroup.online.state import LearnedLengths
 from dynagroup.testing import run_ranks
+from dynagroup.update.schedule import linear_ramp
 from tests.online.helpers import Tokens, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(60, seed=3)
@@ -149,3 +156,42 @@ def test_of_an_epoch_that_is_begun_anew_nothing_is_used(options: dict[str, Any])
     resumed.set_epoch(0)
     resumed.load_state_dict(resumed.state_dict())
     assert (resumed.epoch, resumed.cursor.samples_used) == (0, 0)
+
+
+RAMP = linear_ramp(5, 23, num_updates=7)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("size", "workers"), [(1, {"num_workers": 2, "prefetch_factor": 2}), (2, {}), (3, {})])
+def test_updates_of_a_schedule_are_those_of_the_offline_loader(size, workers, drop_last):
+    """Whatever is prefetched."""
+    lengths, how = lengths_of(90, seed=4), {"samples_per_update": RAMP, "drop_last": drop_last, "seed": 3}
+
+    def epochs(loader: Any) -> list[list[list[int]]]:
+        found = []
+        for _ in range(3):
+            announced = loader.num_updates
+            found.append([[i for step in update for i in used(step)] for update in loader.updates()])
+            assert announced == len(found[-1])
+        return found
+
+    by_rank = run_ranks(size, lambda world: epochs(make_loader(world, lengths, shuffle=True, **how, **workers)))
+    offline = epochs(PlannedDataLoader(Tokens(lengths), lengths, TokenBudget(128), collate_fn=collate, **how))
+    found = [[sorted(sum(parts, [])) for parts in zip(*ranks, strict=True)] for ranks in zip(*by_rank, strict=True)]
+    assert found == [[sorted(update) for update in epoch] for epoch in offline]
+    sizes = [len(update) for epoch in found for update in epoch]
+    assert sizes[:5] == [5, 7, 10, 12, 15]
+    assert sum(sizes) < 270 if drop_last else sum(sizes) == 270
+    assert sizes[8:11] == [23, 23, 23], "the schedule counts over the whole run"
+
+
+def test_schedules_that_differ_or_make_no_sense_are_refused() -> None:
+    def sized(world: Any, least: int) -> Any:
+        return make_loader(world, LENGTHS, samples_per_update=lambda update, current: least)
+
+    with pytest.raises(AlignmentError, match=r"ranks differ in .*sizes of updates"):
+        run_ranks(2, lambda world: list(sized(world, 4 + world.rank)))
+    with pytest.raises(ConfigError, match="`samples_per_update` must be an int of at least 1.* at update 0"):
+        next(iter(sized(None, 0)))
+    with pytest.raises(ConfigError, match="this one is free-running"):
+        make_loader(None, LENGTHS).set_samples_per_update(4)

@@ -1,14 +1,13 @@
 """The alignment protocol as an explicit-state model, explored exhaustively with the loader's own decision functions.
 
-A rank is (queued batches, windows handed out, batches made so far, where it stands). What a window holds is unknown until it is
-taken, so taking one branches into every number of batches. Ranks interleave freely between exchanges. How batches are
-split at the end depends on their sizes only; that part is explored over all multisets of sizes.
+A rank is (queued batches, windows handed out, batches made so far, where it stands), batches by kind. What a window holds is
+unknown until it is taken, so taking one branches into every number of batches. Ranks interleave freely between exchanges. How
+batches are split at the end depends on their sizes only; that part is explored over all multisets of sizes.
 """
-
-from __future__ import annotations
 
 from functools import cache
 from itertools import combinations_with_replacement, product
+from operator import add
 
 import pytest
 
@@ -26,13 +25,16 @@ class Explorer:
         windows: windows that each rank was handed out when the exploration starts.
         extra: windows not handed out yet; each exchange gives them to the ranks with the smallest loads.
         every_interleaving: explore all orders in which ranks load between exchanges; else one (loading commutes).
+        kinds, most: a window holds any numbers of batches of each kind, so many in all.
     """
 
-    def __init__(self, windows, *, extra=0, every_interleaving=True):
+    def __init__(self, windows, *, extra=0, every_interleaving=True, kinds=1, most=MOST_BATCHES):
         self.every = every_interleaving
         self.size = len(windows)
         self.seen = set()
-        self.start = (tuple((0, w, 0, LOADING) for w in windows), extra)
+        none = (0,) * kinds
+        self.contents = [counts for counts in product(range(most + 1), repeat=kinds) if 0 < sum(counts) <= most]
+        self.start = tuple((none, w, none, LOADING) for w in windows), extra, none, False
 
     @classmethod
     def explored(cls, starts, capsys, name, **how):
@@ -58,56 +60,67 @@ class Explorer:
         return self
 
     def following(self, state):
-        ranks, extra = state
+        ranks, *rest = state
         if all(place == WAITING for *_, place in ranks):
-            yield self.exchange(ranks, extra)
+            yield self.exchange(ranks, *rest)
             return
         for number, rank in enumerate(ranks):
             if rank[3] == LOADING:
                 for moved in self.load(rank):
-                    yield (*ranks[:number], moved, *ranks[number + 1 :]), extra
+                    yield (*ranks[:number], moved, *ranks[number + 1 :]), *rest
                 if not self.every:
                     return
 
     def load(self, rank):
         queued, windows, made, _ = rank
-        if windows and queued < LOW_WATER:
-            for batches in range(1, MOST_BATCHES + 1):
-                yield queued + batches, windows - 1, made + batches, LOADING
+        if windows and sum(queued) < LOW_WATER:
+            for counts in self.contents:
+                yield added(queued, counts), windows - 1, added(made, counts), LOADING
         else:
             yield queued, windows, made, WAITING
 
-    def exchange(self, ranks, extra):
+    def exchange(self, ranks, extra, taken, forced):
         receiving = [bool(w) or (extra > 0) for _, w, _, _ in ranks]
         offers = [offer(queued, receives) for (queued, *_), receives in zip(ranks, receiving, strict=True)]
         agreement = agree([max(column) for column in zip(*offers, strict=True)])
-        assert agreement.steps >= 0
-        for (queued, *_), receives in zip(ranks, receiving, strict=True):
-            if receives and not agreement.last:
-                assert agreement.steps <= queued, "a rank that still receives windows never idles"
-        assert agreement.steps or agreement.last, "an exchange brings the end nearer"
+        open_queues = [queued for (queued, *_), receives in zip(ranks, receiving, strict=True) if receives]
+        common = [min(counts) for counts in zip(*open_queues, strict=True)]
+        assert all(sum(queued) < LOW_WATER + MOST_BATCHES for queued, *_ in ranks), "what waits is bounded"
+        if not agreement.last and any(common):
+            assert agreement.steps == common, "a rank that still receives never idles in a kind that all of them have"
+        assert sum(agreement.steps) or agreement.last, "an exchange brings the end nearer"
+        held = [max(counts) for counts in zip(*(queued for queued, *_ in ranks), strict=True)]
+        assert all(step <= most for step, most in zip(agreement.steps, held, strict=True)), "some rank has a batch"
+        taken = added(taken, agreement.steps)
+        if agreement.last:
+            self.check_end(ranks, agreement, taken, forced)
+            return None
         after = []
         for queued, windows, made, _ in ranks:
-            after.append((max(0, queued - agreement.steps), windows, made, LOADING))
-        if agreement.last:
-            self.check_end(ranks, agreement)
-            return None
+            left = tuple(max(0, q - step) for q, step in zip(queued, agreement.steps, strict=True))
+            after.append((left, windows, made, LOADING))
         shares = self.shares(after, extra)
         after = tuple((q, w + share, m, p) for (q, w, m, p), share in zip(after, shares, strict=True))
-        return after, extra - sum(shares)
+        return after, extra - sum(shares), taken, forced or not any(common)
 
     def shares(self, ranks, extra):
         """One window is one sample for ``hand_out``; loads are the windows and batches that a rank holds."""
         if not extra:
             return [0] * self.size
-        grants, _ = hand_out([q + w for q, w, *_ in ranks], 0, extra, window=1, target=LOW_WATER)
+        grants, _ = hand_out([sum(q) + w for q, w, *_ in ranks], 0, extra, window=1, target=LOW_WATER)
         return [sum(stop - start for start, stop in windows) for windows in grants]
 
-    def check_end(self, ranks, agreement):
+    def check_end(self, ranks, agreement, taken, forced):
         assert not any(windows for _, windows, *_ in ranks), "nothing that was handed out is left"
-        taken = max(made - queued for queued, _, made, _ in ranks)
-        most = max(made for *_, made, _ in ranks)
-        assert taken + agreement.steps == most, "as many steps as the rank with most batches needs, and no more"
+        for kind, (steps, count) in enumerate(zip(agreement.steps, taken, strict=True)):
+            assert all(queued[kind] <= steps for queued, *_ in ranks), "nothing that was made is left"
+            made = [made[kind] for *_, made, _ in ranks]
+            most = sum(made) if forced else max(made)
+            assert max(made) <= count <= most, "as many steps as the rank with most batches needs, and no more"
+
+
+def added(counts, others):
+    return tuple(map(add, counts, others))
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -119,6 +132,15 @@ def test_every_interleaving_ends_without_deadlock(size, capsys):
 def test_three_ranks_where_loading_commutes(capsys):
     """Loading touches a rank's own state only, so one order of loading stands for all (seen above for two ranks)."""
     Explorer.explored(combinations_with_replacement(range(5), 3), capsys, "3 ranks", every_interleaving=False)
+
+
+@pytest.mark.parametrize(("size", "windows"), [(1, 4), (2, 4), (3, 2)])
+def test_two_kinds_of_batches(size, windows, capsys):
+    """Where no kind is on all ranks that receive, all of one kind is taken; else no rank idles before the end."""
+    starts = combinations_with_replacement(range(windows), size)
+    how = {"kinds": 2, "most": 2, "every_interleaving": size < 3}
+    Explorer.explored(starts, capsys, f"{size} ranks, two kinds", **how)
+    Explorer.explored([(1,) * size], capsys, f"{size} ranks, two kinds, handed out", extra=windows - 1, **how)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -135,8 +157,8 @@ def test_an_epoch_is_finite():
     def longest(state):
         return 1 + max((longest(after) for after in explorer.following(state) if after is not None), default=0)
 
-    for windows in product(range(4), repeat=2):
-        explorer = Explorer(windows)
+    for windows, kinds in product(product(range(4), repeat=2), (1, 2)):
+        explorer = Explorer(windows, kinds=kinds, most=MOST_BATCHES // kinds)
         assert longest(explorer.start) <= 2 + 3 * (2 * sum(windows) + MOST_BATCHES * max(windows, default=0) + 2)
         longest.cache_clear()
 
@@ -168,15 +190,23 @@ def test_handing_out_over_all_small_loads():
 
 
 def test_the_model_notices_a_broken_rule(monkeypatch):
-    """Break the protocol once: taking the longest queue while others still receive must be seen."""
+    """Break the protocol: taking the longest queue while others still receive, and waiting where no kind is on all, are seen."""
     import sys
 
     module = sys.modules[Explorer.__module__]
     whole = agree
 
     def greedy(highest):
-        return type(whole(highest))(highest[0], whole(highest).last)
+        return type(whole(highest))(highest[1 : len(highest) // 2], whole(highest).last)
 
     monkeypatch.setattr(module, "agree", greedy)
     with pytest.raises(AssertionError, match="never idles"):
         Explorer((2, 2)).explore()
+
+    def patient(highest):
+        found = whole(highest)
+        return found if found.last or not found.further else type(found)([0, 0])
+
+    monkeypatch.setattr(module, "agree", patient)
+    with pytest.raises(AssertionError, match="nearer"):
+        Explorer((4, 4), kinds=2, most=1).explore()

@@ -1,7 +1,5 @@
 """Every fault of a rank ends in an error on every surviving one instead of a hang."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

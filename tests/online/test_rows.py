@@ -1,7 +1,5 @@
 """Before lengths are known: batches of like work meet in a step, as far as what the ranks hold allows."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 
@@ -33,14 +31,8 @@ def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(layout: An
     """Predicted time of the dearest rank of each step, over the mean rank's, all steps of a first epoch together."""
     noise = np.random.default_rng(1).lognormal(0, 0.25, len(LENGTHS))
     how: dict[str, Any] = {"length_hint": LENGTHS * noise} if hinted else {}
-    how |= {
-        "weigh": "samples",
-        "shuffle": True,
-        "seed": 1,
-        "window": 128,
-        "work": WORK,
-        "length_of": lambda i: int(LENGTHS[i]),
-    }
+    how |= {"weigh": "samples", "shuffle": True, "seed": 1, "window": 128, "work": WORK}
+    how["length_of"] = lambda i: int(LENGTHS[i])
 
     def rank(world: Any) -> list[float]:
         budget = TokenBudget(8192, layout=layout)

@@ -1,7 +1,5 @@
 """Iterable datasets: they divide themselves, resume where they were, and are told where they do not divide themselves."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """The loader with real worker processes, every kind of batch, and existing loaders taken over."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Two jobs whose results may differ have other identities; the same job has the same one in every process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,7 @@ class Processor(transformers.LogitsProcessor):
         return scores
 
 
-def identity(
-    model: Any = None, tokenizer: Any = None, texts: Any = TEXTS, token: int = 3, **more: Any
-) -> dict[str, Any]:
+def identity(model=None, tokenizer=None, texts: Any = TEXTS, token: int = 3, **more: Any) -> dict[str, Any]:
     arguments = {"logits_processor": transformers.LogitsProcessorList([Processor(token)]), **more}
     settings = {"task": "generate", "max_length": None, "arguments": arguments}
     return identity_of(model or small_llama(), tokenizer or small_tokenizer(), texts, settings)
@@ -71,7 +67,12 @@ def swap(model: Any) -> None:
 
 
 CHANGES: dict[str, list[Callable[[Any], Any]]] = {
-    "model": [swap, lambda model: model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001)],
+    "model": [
+        swap,
+        lambda model: model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001),
+        lambda model: model.model.register_buffer("scale", torch.ones(2), persistent=False),
+    ],
+    "model's attention": [lambda model: model.set_attn_implementation("eager")],
     "model's generation_config": [lambda model: setattr(model.generation_config, "num_beams", 3)],
     "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],
     "model's switches": [lambda model: setattr(model, "temperature", 2.0)],
@@ -121,3 +122,8 @@ def test_what_is_done_with_adapters_is_noticed() -> None:
     model.merge_adapter()
     seen.append(identity(model))
     assert len({one["model's switches"] for one in seen}) == len(seen)
+    said = [one["model's adapters"].split(", scaling")[0] for one in seen]
+    state = "active_adapters={}, disable_adapters={}, merged_adapters={}".format
+    assert said[1] == state(["second"], False, [])
+    assert said[3:] == [state(["first"], True, []), state(["first"], False, []), state(["first"], False, ["first"])]
+    assert seen[4]["model's adapters"] != before["model's adapters"], "another scaling"

@@ -1,7 +1,5 @@
 """Whole datasets: results are those of one text at a time, whatever batches, memory, crashes, ranks and files do."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -17,13 +15,17 @@ import torch
 import transformers
 
 from dynagroup import encode
+from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.demo import train_tokenizer
 from dynagroup.errors import BudgetError, ConfigError, StateError
+from dynagroup.memory import MemoryRegressor
 from dynagroup.oom import (
     LearningBudget,
     classify_dataset,
     embed_dataset,
     generate_dataset,
+    generate_with_oom_retry,
     iter_classify,
     iter_generate,
 )
@@ -86,9 +88,7 @@ def same(got: Any, want: Any) -> None:
     assert got.dtype == np.float32
 
 
-def test_results_are_those_of_one_text_at_a_time_in_input_order(
-    model: Any, tokenizer: Any, expected: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_those_of_one_text_at_a_time_in_input_order(model, tokenizer, expected, capsys):
     for size in (SMALL, {"batch_size": 4, "progress": True}):
         assert generate_dataset(model, tokenizer, TEXTS, **{**NEW, "budget": None, **size}) == expected
     assert len(set(expected)) > 20
@@ -98,9 +98,27 @@ def test_results_are_those_of_one_text_at_a_time_in_input_order(
     assert len(generate_dataset(model, tokenizer, ["", "w1"], **NEW)) == 2
 
 
-def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(
-    model: Any, tokenizer: Any, expected: list[str]
-) -> None:
+def test_a_memory_budget_without_a_model_is_that_of_the_batch_size(model, tokenizer):
+    """The hardest four of another run fit; of what, this model says. One without a config is taken for a hungry one."""
+    MemoryRegressor.of_model(model.model, "forward", max_new_tokens=0)  # a trace runs the hooks of a copy, too
+    runs: list[list[Any]] = []
+    note = lambda _, args, kwargs: runs[-1].append(tuple(kwargs["input_ids"].shape))  # noqa: E731
+    handle = model.model.register_forward_pre_hook(note, with_kwargs=True)
+    for how in (
+        {"batch_size": 4},
+        {"budget": MemoryBudget(4)},
+        {"budget": MemoryBudget(4, model=MemoryRegressor.pretrained())},
+    ):
+        runs.append([])
+        embed_dataset(model, tokenizer, TEXTS, progress=False, **how)
+    handle.remove()
+    assert runs[0] == runs[1] != runs[2]
+    own = torch.nn.Linear(1, 1)
+    assert MemoryRegressor.of_model(own, "forward").workload.mode == "forward"
+    assert MemoryRegressor.of_model(own, "forward") is MemoryRegressor.of_model(own, "forward")
+
+
+def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(model, tokenizer, expected):
     allocator, learned = Allocator(60), LearningBudget()
     remove = allocator.in_forward(model.model.layers[2])
     got = generate_dataset(model, tokenizer, TEXTS, **{**NEW, "budget": TokenBudget(100)}, learned=learned)
@@ -115,9 +133,7 @@ def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(
     remove()
 
 
-def test_a_finished_job_called_again_gives_its_results_back(
-    model: Any, tokenizer: Any, expected: list[str], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_finished_job_called_again_gives_its_results_back(model, tokenizer, expected, tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     call = lambda texts=TEXTS, **more: generate_dataset(model, tokenizer, texts, output=path, **NEW, **more)  # noqa: E731
     assert call() == expected
@@ -154,9 +170,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("calls", "given", "message"), WRONG, ids=range(len(WRONG)))
-def test_what_no_job_can_run_is_refused_by_name(
-    calls: Any, given: Any, message: str, model: Any, tokenizer: Any
-) -> None:
+def test_what_no_job_can_run_is_refused_by_name(calls, given, message, model, tokenizer):
     for call in calls:
         with pytest.raises(ConfigError, match=message):
             call(**{"model": model, "tokenizer": tokenizer, "texts": ["w1", "w2 w3"], **SMALL, **given})
@@ -178,6 +192,24 @@ def test_a_generation_config_counts_like_arguments(model: Any, tokenizer: Any) -
         assert run() == want
     finally:
         model.generation_config = before
+
+
+def test_generation_ends_with_stop_strings():
+    """The tokenizer that `generate` needs for them is the job's."""
+    tokenizer = train_tokenizer(TEXTS, vocabulary=290)
+    torch.manual_seed(0)
+    own = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = transformers.LlamaForCausalLM(models.llama(vocab=290, layers=1, **own)).eval()
+    for parameter in model.parameters():
+        parameter.data *= 8  # so that answers differ
+    how, want = {"stop_strings": [*"0123456789"], "max_new_tokens": 6}, []
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        whole = generate_with_oom_retry(model, dict(ids), tokenizer=tokenizer, **how).output
+        assert torch.equal(whole, model.generate(**ids, tokenizer=tokenizer, **how))
+        want.append(tokenizer.decode(whole[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    assert generate_dataset(model, tokenizer, TEXTS, **how, **SMALL) == want
+    assert 0 < sum(text[-1:].isdigit() for text in want) < len(TEXTS)
 
 
 def test_iterating_gives_the_same_as_they_come(model: Any, tokenizer: Any, expected: list[str]) -> None:
@@ -237,9 +269,7 @@ def test_ranks_share_the_work_also_after_a_crash_on_fewer(expected: list[str], t
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
-def test_embeddings_are_those_of_one_text_at_a_time_also_read_again(
-    pooling: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_embeddings_are_those_of_one_text_at_a_time_also_read_again(pooling, tokenizer, tmp_path):
     model, allocator = small("BertModel"), Allocator(60)
     remove = allocator.in_forward(model.encoder.layer[2])
     options: Any = {"pooling": pooling, "budget": TokenBudget(100), "progress": False, "output": tmp_path / "out.npy"}
@@ -249,6 +279,15 @@ def test_embeddings_are_those_of_one_text_at_a_time_also_read_again(
     np.testing.assert_array_equal(embed_dataset(model, tokenizer, TEXTS, **options), got)
     pick = {"mean": lambda s: s.mean(0), "first": lambda s: s[0], "last": lambda s: s[-1]}[pooling]
     same(got, map(pick, states(model)))
+
+
+def test_embeddings_of_few_shapes_are_the_same(tokenizer: Any) -> None:
+    model, shapes = small("BertModel"), set()
+    note = lambda _, args, kwargs: shapes.add(tuple(kwargs["input_ids"].shape))  # noqa: E731
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    got = embed_dataset(model, tokenizer, TEXTS, budget=TokenBudget(60), shapes=2, progress=False)
+    assert len(shapes) == 2
+    same(got, (state.mean(0) for state in states(model)))
 
 
 def test_an_adapted_causal_model_is_embedded_by_its_states_with_its_adapter(tokenizer: Any) -> None:
@@ -295,9 +334,7 @@ def test_classification_and_normalised_embeddings(tokenizer: Any) -> None:
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
 
 
-def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(tokenizer, caplog):
     model, texts = small("BertModel", max_position_embeddings=8), [" ".join(["w1"] * 20), "w2 w3"]
     got = embed_dataset(model, tokenizer, texts, **SMALL)
     assert "1 of 2 texts have the 8 tokens that the model takes, or more" in caplog.text

@@ -1,7 +1,5 @@
 """Out of memory on some ranks of a DistributedDataParallel job: real processes, real gloo."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from datetime import timedelta
@@ -152,9 +150,7 @@ def test_ranks_raise_alike(two_ranks: dict[Any, list[Any]]) -> None:
     assert "on rank 1 even alone" in first
 
 
-def test_buffers_follow_the_first_rank_and_a_parameter_used_on_one_rank_is_averaged(
-    two_ranks: dict[Any, list[Any]],
-) -> None:
+def test_buffers_follow_the_first_rank_and_a_parameter_used_on_one_rank_is_averaged(two_ranks):
     first, second = two_ranks[buffers_and_unused_parameters]
     assert first == second
     assert first[0] == [2.0]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -31,9 +29,8 @@ def test_every_usual_kind_of_batch_is_cut_and_keeps_its_kind() -> None:
     assert [part.tolist() for part in take(collated, 0, 2)] == [[1, 3], [2, 4]]
     part = take({"x": torch.arange(4), "extra": {"names": ["a", "b", "c", "d"], "scale": 2.0}}, 2, 4)
     assert (part["x"].tolist(), part["extra"]) == ([2, 3], {"names": ["c", "d"], "scale": 2.0})
-    mapping = OrderedDict(
-        input_ids=torch.zeros(4, 4), cache_position=torch.arange(4), num_items_in_batch=torch.tensor(7)
-    )
+    fields = {"input_ids": torch.zeros(4, 4), "cache_position": torch.arange(4)}
+    mapping = OrderedDict(fields, num_items_in_batch=torch.tensor(7))
     part = take(mapping, 0, 1)
     assert isinstance(part, OrderedDict)
     assert part["cache_position"].tolist() == [0, 1, 2, 3]  # as long as the batch has samples, by accident

@@ -1,7 +1,5 @@
 """Whatever happens to a journal: its whole records count, the rest is done again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -52,9 +50,8 @@ def test_what_was_written_comes_back_and_a_job_that_finished_nothing_is_in_nobod
 
 def test_another_jobs_journal_is_refused_with_what_differs_and_never_read(tmp_path: Path) -> None:
     written(tmp_path, [1])
-    refused = pytest.raises(
-        StateError, match=r"out.jsonl.job .* belongs to another run; texts: 4 then, 5 now. .*remove"
-    )
+    said = r"out.jsonl.job .* belongs to another run; texts: 4 then, 5 now. .*remove"
+    refused = pytest.raises(StateError, match=said)
     with closing(other := out_of(tmp_path, {**JOB, "texts": 5})), refused:
         other.claim()
     (tmp_path / "out.jsonl.job").unlink()
@@ -124,14 +121,8 @@ def crashing(monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
 
         return acting
 
-    for owner, name in (
-        (os, "fsync"),
-        (os, "open"),
-        (os, "replace"),
-        (Path, "unlink"),
-        (Path, "rmdir"),
-        (Path, "open"),
-    ):
+    operations = {os: ("fsync", "open", "replace"), Path: ("unlink", "rmdir", "open")}
+    for owner, name in ((owner, name) for owner, names in operations.items() for name in names):
         monkeypatch.setattr(owner, name, before(getattr(owner, name)))
 
 

@@ -1,7 +1,5 @@
 """A tokenizer of a few words, a small model, and texts of many lengths."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small models and loops that run out of memory where a test says, on one or many ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

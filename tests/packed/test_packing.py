@@ -1,7 +1,5 @@
 """Packed collation: what a model needs, and what it would get wrong is refused before training."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A packed batch that runs out of memory is split between its samples, and its gradient stays what it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

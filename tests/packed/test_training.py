@@ -1,7 +1,5 @@
 """Packed batches train what padded fixed batches train: the same samples an update, the same losses and parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Training on packed and on fixed batches, importable from spawned ranks."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

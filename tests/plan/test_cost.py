@@ -1,8 +1,9 @@
 """The price of a batch, and the few shapes that compiled models are given."""
 
-from __future__ import annotations
-
+import dataclasses
 import math
+import warnings
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    PretrainedConfig,
+)
 
-from dynagroup import ConfigError, LengthAwareBatchSampler, ShapeLadder, TokenBudget, Work
-from dynagroup.plan.batches import Batches
+from dynagroup import (
+    AdditiveCap,
+    ConfigError,
+    LearningBudget,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    Price,
+    ShapeLadder,
+    TokenBudget,
+    Work,
+)
+from dynagroup.plan.batches import Batches, shapes_of
+from dynagroup.plan.cost import CPU_PER_STEP
+from dynagroup.plan.padded import in_order
+from dynagroup.plan.ranks import cut
+from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_budget_law
 from tests import models
 
@@ -55,10 +79,17 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
     ("call", "message"),
     [
         (lambda: Work(per_step=-1), "`per_step` must be greater than 0 and finite, but is -1"),
-        (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least three different shapes, but was given 2 rows of 1 shapes"),
+        (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 different shapes, but was given 2 rows of 1 shapes"),
         (lambda: Work.of(object()), "does not state hidden_size"),
         (lambda: ShapeLadder([5], TokenBudget(100, layout="packed")), "needs a padded budget"),
-        (lambda: ShapeLadder([5], 100).shape_for(9), "sample of 9 tokens is longer than the highest rung, 5"),
+        (
+            lambda: ShapeLadder([5], 100).shape_for(2, 9),
+            r"none of the shapes \[\(1, 5\)\] holds 2 samples of \(9,\) tokens",
+        ),
+        (lambda: ShapeLadder([], 100), "needs lengths to be fitted to"),
+        (lambda: ShapeLadder([5, 200], 100, 1), "must be at least 2, since some samples do not fit even alone"),
+        (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a choice within a budget"),
+        (lambda: LearningBudget(ShapeLadder([5], 100)), "follows what its budget learns"),
     ],
 )
 def test_mistakes_are_named(call: Any, message: str) -> None:
@@ -73,20 +104,190 @@ def test_the_planning_page_shows_what_configs_say(name: str, config: PretrainedC
     assert row in (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 9), st.sampled_from([1, 8]))
-def test_planned_batches_have_few_shapes_that_fit(lengths: list[int], num_shapes: int, multiple: int) -> None:
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=60),
+    st.booleans(),
+    st.integers(2, 9),
+    st.sampled_from([1, 8]),
+    st.integers(1, 3),
+)
+def test_planned_batches_have_few_shapes_that_fit(
+    values: list[int], two: bool, most: int, multiple: int, ranks: int
+) -> None:
+    """Also of samples that do not fit even alone, of which all have one shape; no other batch has it."""
+    lengths = {
+        "tokens": np.asarray(values, np.int32),
+        **({"target": np.asarray(values[::-1], np.int32)} if two else {}),
+    }
     budget = TokenBudget(400, pad_to_multiple_of=multiple)
-    ladder = ShapeLadder(lengths, budget, num_shapes)
-    assert len(ladder.shapes) <= num_shapes
-    assert all(samples * longest <= 400 for samples, longest in ladder.shapes)
-    for batch in LengthAwareBatchSampler(lengths, ladder, rank=0, world_size=1):
-        samples, longest = ladder.shape_for(max(lengths[i] for i in batch))
+    try:
+        ladder = ShapeLadder(lengths, budget, most, window=7)
+    except ConfigError:  # of two lengths as many shapes may be needed as samples are longest in none
+        if not two:
+            raise
+        return
+    assert len(ladder.shapes) <= most
+    assert sum(samples * sum(longest) > 400 for samples, *longest in ladder.shapes) <= 1
+    assert_budget_law(ladder, lengths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = LengthAwareBatchSampler(lengths, ladder, rank=0, world_size=ranks).plan
+    work = plan.work.of_batches(plan.batches, lengths, ladder)
+    for number, batch in enumerate(plan.batches):
+        longest = [max(int(values[batch].max()), 1) for values in lengths.values()]
+        samples, *wide = ladder.shape_for(len(batch), *longest)
+        assert (samples, *wide) in ladder.shapes
         assert len(batch) <= samples
-        assert max(lengths[i] for i in batch) <= longest
-    assert_budget_law(ladder, {"tokens": np.asarray(lengths, np.int32)})
+        assert all(a <= b for a, b in zip(longest, wide, strict=True))
+        assert work[number] == pytest.approx(samples * plan.work.of_lengths(wide).sum())
+        assert plan.padded[number] == samples * sum(wide)
+        assert samples * sum(wide) <= 400 or bool(np.isin(plan.oversize, batch).any())
+        holding = [
+            n * sum(w)
+            for n, *w in ladder.shapes
+            if n >= len(batch) and all(a <= b for a, b in zip(longest, w, strict=True))
+        ]
+        assert samples * sum(wide) <= 1.1 * min(holding) or samples * sum(wide) > 400, (
+            "the cheapest holds it, attention counted"
+        )
 
 
-def test_rungs_stand_where_lengths_are() -> None:
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.booleans(), st.sampled_from([0.0, 30.0, 1024.0]))
+def test_no_cut_into_rungs_takes_less_time(values: list[int], two: bool, per_step: float) -> None:
+    work, lengths = Work(per_step=per_step), {"tokens": np.asarray(values, np.int32)}
+    lengths |= {"target": np.asarray(sorted(values), np.int32)} if two else {}
+    ladder = ShapeLadder(lengths, TokenBudget(90), 3, window=3, work=work)
+    order = in_order(lengths, ladder, work, None)[0]
+    time = lambda batches: work.of_rows(work.of_batches(batches, lengths, ladder)[:, None])  # noqa: E731
+    cuts = (
+        np.array([0, *inner, len(order)]) for n in range(len(order)) for inner in combinations(range(1, len(order)), n)
+    )
+    found = [Batches(order, offsets) for offsets in cuts]
+    best = min(time(batches) for batches in found if ladder.fits(shapes_of(batches, lengths)).all())
+    assert time(cut(lengths, ladder, work=work)) == pytest.approx(best)
+
+
+def test_literal_ladders() -> None:
     lengths = [100] * 50 + [300] * 50 + [290] * 20 + [900] * 2
-    assert ShapeLadder(lengths, 1800, num_shapes=3).shapes == [(18, 100), (6, 300), (2, 900)]
+    assert ShapeLadder(lengths, 1800, num_shapes=3, window=122, work=Work()).shapes == [(18, 100), (6, 300), (2, 900)]
+    pairs = {"tokens": [10, 10, 50], "target": [5, 5, 40], "patches": [900, 900, 900]}
+    pair, dear = (
+        {"tokens": [9, 2, 2, 9], "target": [1, 2, 2, 2]},
+        Work(per_step=9, streams={"target": Price(unit=50.0)}),
+    )
+    for work, shape in ((Work(per_step=9), (1, 2, 2)), (dear, (1, 9, 1))):  # what is dear is padded least
+        found = ShapeLadder(pair, TokenBudget(40), 2, window=1, work=work)
+        assert {*found.shapes} == {shape, (1, 9, 2)}
+    ladder = ShapeLadder(pairs, TokenBudget(180) & AdditiveCap("patches", 2000), num_shapes=2, window=3, work=Work())
+    assert ladder.shapes == [(3, 10, 5), (2, 50, 40)]
+    assert ladder.fits(BatchShape.of(2, {"tokens": 9, "target": 5, "patches": [900, 1100]})).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("values", "most"), [("narrow", 1.12), ("wide", 1.35)])
+def test_few_shapes_cost_little_more_than_free_ones(values: str, most: float) -> None:
+    """Of updates of 64: against any shape, and against uniform lengths at their largest sizes."""
+    rng, spread = np.random.default_rng(0), 0.35 if values == "narrow" else 1.0
+    lengths = rng.lognormal(6, spread, 6400).astype(np.int32).clip(1, 8000)
+    budget = TokenBudget(4 * int(lengths.max()))
+    times = {}
+    for name, asked in {"free": budget, "few": ShapeLadder(lengths, budget, 16, window=64, work=Work())}.items():
+        times[name] = LengthAwareBatchSampler(
+            lengths, asked, samples_per_update=64, work=Work(), rank=0, world_size=1
+        ).plan.predicted_time
+    assert times["few"] <= most * times["free"]
+
+
+def test_what_was_learned_rules_rungs_out() -> None:
+    budget = LearningBudget(TokenBudget(1000))
+    ladder = ShapeLadder([10] * 90 + [100] * 9, budget, 4, window=20, work=Work())
+    before = ladder.largest(np.array([10, 100])).tolist()
+    budget.record_failed_cost(before[1] * 100.0)
+    budget.apply()
+    after = ladder.largest(np.array([10, 100]))
+    assert after[1] < before[1]
+    assert ladder.learner is not None
+    assert after[0] == before[0]
+
+
+@pytest.mark.parametrize(("device", "price"), [("cpu", CPU_PER_STEP), ("cuda", 1024)])
+def test_the_default_is_that_of_the_device_that_torch_has(device: str, price: float, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
+    data: list[dict] = [{"input_ids": [1, 2]}]
+    found = [
+        LengthAwareBatchSampler([2], 8, rank=0, world_size=1).plan.work,
+        PlannedDataLoader(data, [2], 8, work=None).plan.work,
+        OnlineDataLoader(data, 8).config.work,
+    ]
+    assert [work.per_step for work in found] == [price] * 3
+
+
+def test_literal_prices_and_where_ranks_meet() -> None:
+    lengths = {"tokens": np.array([10, 30, 20], np.int32), "patches": np.array([0, 8, 40], np.int32)}
+    prices = {"patches": Price(unit=0.5, crossover=40)}
+    work, budget = Work(per_step=7, crossover=math.inf, streams=prices), TokenBudget(99) & AdditiveCap("patches", 99)
+    batches = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
+    found = work.by_stream(batches, lengths, budget)
+    assert found.tolist() == [[2 * 30, 0.5 * (8 + 1.6)], [20, 0.5 * (40 + 40)]]
+    assert work.of_batches(batches, lengths, budget).tolist() == pytest.approx([64.8, 60])
+    assert work.of_rows(found[None]) == pytest.approx(7 + 64.8)
+    assert dataclasses.replace(work, meet="stream").of_rows(found[None]) == pytest.approx(7 + 60 + 40)
+    assert Work(crossover=math.inf).of_batches(batches, lengths, budget).tolist() == [
+        60,
+        20,
+    ]  # without a price, no time
+    assert work.of_batches(batches, {"tokens": lengths["tokens"]}, TokenBudget(99)).tolist() == [60, 20]
+    with pytest.raises(ConfigError, match="`work` prices 'patches', but lengths have"):
+        work.of_batches(batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"streams": {"patches": 0.5}}, "streams"), ({"streams": [Price()]}, "streams"), ({"meet": "layer"}, "meet")],
+)
+def test_wrong_prices_are_refused(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{named}`"):
+        Work(**wrong)
+    with pytest.raises(ConfigError, match="`unit`"):
+        Price(unit=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0, 5000), st.floats(100, 1e5), st.floats(0.01, 9), st.floats(10, 1e5), st.integers(0, 99))
+def test_measured_steps_with_several_lengths_are_fitted(a: float, b: float, unit: float, c: float, seed: int) -> None:
+    work, rng = (
+        Work(per_step=a, crossover=b, streams={"patches": Price(unit=unit, crossover=c)}),
+        np.random.default_rng(seed),
+    )
+    rows = []
+    for _ in range(30):
+        each = {"tokens": int(rng.integers(1, 8000)), "patches": int(rng.integers(0, 4000))}
+        n = int(rng.integers(1, 32))
+        rows.append((n, each, 1e-6 * (a + n * float(work.of_lengths(each)))))
+    fitted = Work.fit(rows)
+    for n, each, _ in rows:
+        predicted = (fitted.per_step + n * float(fitted.of_lengths(each))) / (a + n * float(work.of_lengths(each)))
+        assert predicted == pytest.approx(1, rel=1e-3)
+    assert fitted.streams["patches"].unit == pytest.approx(unit, rel=0.02)
+
+
+def test_a_vision_tower_is_priced_by_what_it_multiplies() -> None:
+    vision = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, image_size=56, patch_size=14
+    )
+    config = LlavaConfig(vision_config=vision, text_config=models.llama(vocab=512, width=128, inner=256, heads=4))
+    price, patches = Work.of(config).streams["patches"], (56 // 14) ** 2 + 1
+    with torch.device("meta"):
+        tower, language = (
+            CLIPVisionModel(vision),
+            AutoModelForCausalLM.from_config(config.text_config, attn_implementation="eager"),
+        )
+        with FlopCounterMode(display=False) as seen:
+            tower(torch.zeros(1, 3, 56, 56), interpolate_pos_encoding=False)
+        with FlopCounterMode(display=False) as read:
+            language(torch.zeros((1, 1), dtype=torch.int64))
+    conv = 2 * 64 * 3 * 14 * 14 * (patches - 1)
+    work = Work.of(config)
+    of_token = read.get_total_flops() / float(work.of_lengths([1])[0])
+    assert float(price.of(patches)) == pytest.approx((seen.get_total_flops() - conv) / of_token, rel=0.02)

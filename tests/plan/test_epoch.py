@@ -1,7 +1,5 @@
 """The order of an epoch, seeded or a user's: it has one, whenever it is asked for, and windows hold all of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from dynagroup import PlannedDataLoader, TokenBudget
 from dynagroup.errors import ConfigError
-from dynagroup.plan.epoch import EpochOrder, OrderSource, epoch_order, windows_of
+from dynagroup.plan.epoch import EpochOrder, Mixture, OrderSource, epoch_order, windows_of
 
 COUNT = 20
 
@@ -88,9 +87,7 @@ def test_every_sample_is_equally_likely_everywhere_and_neighbours_are_unrelated(
 
 
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(0, 299), st.booleans())
-def test_windows_hold_every_sample_once_and_the_one_with_the_longest_comes_first(
-    count: int, size: int, longest: int, keep_order: bool
-) -> None:
+def test_windows_hold_every_sample_once_and_the_one_with_the_longest_comes_first(count, size, longest, keep_order):
     at = min(longest, count - 1)
     windows = windows_of(count, size, keep_order=keep_order, longest=None if keep_order else lambda: at)
     assert sorted(place for start, stop in windows for place in range(start, stop)) == list(range(count))
@@ -101,3 +98,52 @@ def test_windows_hold_every_sample_once_and_the_one_with_the_longest_comes_first
         assert windows[0][0] <= at < windows[0][1]
         assert held[1:] == [size] * (len(held) - 1)
         assert held[0] < 2 * size
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    weights=st.lists(st.integers(0, 5), min_size=12, max_size=12),
+    num_samples=st.integers(1, 60),
+    seed=st.integers(0, 5),
+)
+def test_a_mixture_gives_shares_and_each_source_pass_after_pass(sizes, weights, num_samples, seed):
+    starts = np.cumsum([0, *sizes])
+    sources = {str(k): range(starts[k], starts[k + 1]) for k in range(len(sizes))}
+    shares = lambda epoch: {name: weights[3 * epoch % 12 + k % 3] + (k == 0) for k, name in enumerate(sources)}  # noqa: E731
+    order, drawn = Mixture(sources, shares, num_samples=num_samples, seed=seed), []
+    for epoch in range(4):
+        order.set_epoch(epoch)
+        found = list(order)
+        assert len(found) == len(order) == num_samples
+        assert found == Mixture(sources, shares, num_samples=num_samples, seed=seed).of_epoch(epoch).tolist()
+        for name, members in sources.items():
+            wanted = num_samples * shares(epoch)[name] / sum(shares(epoch).values())
+            assert abs(sum(i in members for i in found) - wanted) < 1
+        drawn += found
+    for members in sources.values():
+        times = np.bincount([i - members[0] for i in drawn if i in members], minlength=len(members))
+        assert np.ptp(times) <= 1
+
+
+@pytest.mark.parametrize("shares", [{"a": 1}, {"a": 1, "b": -1}, {"a": 0, "b": 0}, {"a": 1, "b": float("nan")}])
+def test_wrong_shares_are_refused(shares):
+    with pytest.raises(ConfigError, match=r"`shares` of epoch 0 must give each of \['a', 'b'\]"):
+        Mixture({"a": [0], "b": [1]}, shares)
+
+
+def test_a_loader_over_a_mixture_resumes_and_keeps_the_size_of_updates():
+    make = lambda: PlannedDataLoader(  # noqa: E731
+        range(50), np.arange(1, 51), TokenBudget(100), samples_per_update=8, weigh="samples",
+        sampler=Mixture({"a": range(10), "b": range(10, 50)}, lambda epoch: {"a": 1 + epoch, "b": 1}, num_samples=32),
+    )  # fmt: skip
+    whole = make()
+    epochs = [[list(step.indices) for step in whole] for _ in range(2)]
+    assert [sum(map(len, epoch)) for epoch in epochs] == [32, 32]
+    again = make()
+    next(iter(again.updates()))
+    resumed = make()
+    resumed.load_state_dict(again.state_dict())
+    rest = [list(step.indices) for step in resumed]
+    assert rest == epochs[0][len(epochs[0]) - len(rest) :]
+    assert sum(map(len, rest)) == 24
+    assert [list(step.indices) for step in resumed] == epochs[1]

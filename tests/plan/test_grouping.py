@@ -1,7 +1,5 @@
 """Grouped updates: of exactly the size that was asked, of samples that were drawn together, of similar length."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Packed batches: every sample once, every batch within its budget, the batches of a row of equal work, few of them."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -59,9 +57,7 @@ BUDGETS = st.one_of(
     budget=BUDGETS,
     multiple=st.integers(1, 5),
 )
-def test_every_sample_once_and_every_batch_fits(
-    values: list[int], patches: list[int], budget: Budget, multiple: int
-) -> None:
+def test_every_sample_once_and_every_batch_fits(values, patches, budget, multiple):
     lengths = streams(values, patches[: len(values)])
     batches = pack(lengths, budget, multiple)
     assert sorted(batches.order.tolist()) == list(range(len(values)))

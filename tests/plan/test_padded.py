@@ -1,7 +1,5 @@
 """One window cut into runs: every batch fits, and no cut of the order into runs takes less time, of one stream or several."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,9 +47,7 @@ KINDS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(strategies.lengths, KINDS, strategies.ROUNDINGS, WORKS)
-def test_every_batch_fits_and_nothing_is_lost(
-    values: list[int], kind: tuple[Budget, str], rounding: Any, work: Work
-) -> None:
+def test_every_batch_fits_and_nothing_is_lost(values, kind, rounding, work):
     others: dict[str, Any] = {"two": {"labels": values[::-1]}, "patches": {"patches": [n % 37 for n in values]}}
     lengths = streams(values, **others.get(kind[1], {}))
     budget = kind[0].bind(lengths)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,7 @@ HARD, HARD_LIMIT = [5, 3, 2, 10, 5, 9, 12], 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3,
 
 @settings(max_examples=150)
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9), st.booleans(), st.none() | st.integers(1, 200))
-def test_every_item_is_in_one_part_of_about_equal_cost_within_the_limit(
-    costs: list[int], num_parts: int, equal: bool, limit: int | None
-) -> None:
+def test_every_item_is_in_one_part_of_about_equal_cost_within_the_limit(costs, num_parts, equal, limit):
     sizes = np.random.default_rng(len(costs)).integers(0, 60, len(costs))
     try:
         parts = balanced_partitions(costs, num_parts, sizes=sizes, limit=limit, equal_size=equal)
@@ -47,16 +43,12 @@ def test_literal_parts() -> None:
         assert max(loads) <= 1.001 * np.mean(loads)
 
 
+SOME = st.lists(st.integers(1, 50), min_size=24, max_size=120)
+
+
 @settings(max_examples=40)
-@given(
-    st.lists(st.integers(1, 50), min_size=24, max_size=120),
-    st.integers(1, 6),
-    st.integers(1, 4),
-    st.sampled_from(["padded", "packed"]),
-)
-def test_ranks_get_equally_many_batches_that_fit_and_every_sample_once(
-    lengths: list[int], num_ranks: int, multiple_of: int, layout: Any
-) -> None:
+@given(SOME, st.integers(1, 6), st.integers(1, 4), st.sampled_from(["padded", "packed"]))
+def test_ranks_get_equally_many_batches_that_fit_and_every_sample_once(lengths, num_ranks, multiple_of, layout):
     shards = shard_micro_batches(lengths, num_ranks, TokenBudget(100, layout=layout), multiple_of=multiple_of)
     assert [len(rank) % multiple_of for rank in shards] == [0] * num_ranks
     assert len({len(rank) for rank in shards}) == 1

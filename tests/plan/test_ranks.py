@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -10,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.plan.cost import Work
+from dynagroup.plan.batches import Batches
+from dynagroup.plan.cost import Price, Work
 from dynagroup.plan.ranks import cut, prove
 from tests import strategies
 from tests.plan.test_padded import WORKS, streams
@@ -22,9 +21,7 @@ LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
 
 @settings(max_examples=150)
 @given(strategies.lengths, strategies.budgets, strategies.ROUNDINGS, WORKS, st.integers(1, 9))
-def test_rows_are_full_wherever_a_batch_can_be_divided(
-    values: list[int], budget: Budget, rounding: Any, work: Work, ranks: int
-) -> None:
+def test_rows_are_full_wherever_a_batch_can_be_divided(values, budget, rounding, work, ranks):
     lengths = streams(values)
     bound = budget.bind(lengths)
     batches = cut(lengths, bound, ranks, work=work, round_batch=rounding)
@@ -79,9 +76,7 @@ def assert_equal_work(values: NDArray[np.int32], max_tokens: int, ranks: int, wo
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=12, max_size=150), st.integers(300, 3000), WORKS, st.integers(2, 6))
-def test_batches_of_a_row_are_equal_work_or_the_least_that_its_samples_allow(
-    values: list[int], max_tokens: int, work: Work, ranks: int
-) -> None:
+def test_batches_of_a_row_are_equal_work_or_the_least_that_its_samples_allow(values, max_tokens, work, ranks):
     tokens = np.asarray(values, np.int32)
     if len(cut({"tokens": tokens}, TokenBudget(max_tokens), ranks, work=work)) % ranks == 0:
         assert_equal_work(tokens, max_tokens, ranks, work)
@@ -127,3 +122,85 @@ def test_literal_rows() -> None:
     rows = cut(streams([9, 9, 4, 4, 1, 1, 1, 1]), TokenBudget(9), 2, work=Work(per_step=1, crossover=math.inf))
     assert [batch.tolist() for batch in rows][:2] == [[0], [1]]  # the row of the longest sample is in front
     assert sorted(cut(streams([10] * 30), TokenBudget(100), 4).sizes.tolist()) == [6, 8, 8, 8]  # not 10, 10, 5, 5
+
+
+# Several costs: law 9 in each of them.
+
+
+def images(share: float, count: int) -> dict[str, NDArray[np.int32]]:
+    """Texts of some 300 tokens, a share of them with 1 to 4 images of 256 to 2,048 patches, a quarter as many tokens each."""
+    rng = np.random.default_rng(0)
+    text = np.clip(rng.lognormal(np.log(300), 0.9, count), 8, 6000).astype(np.int64)
+    each = rng.integers(256, 2049, (count, 4)) * (np.arange(4) < rng.integers(1, 5, count)[:, None])
+    patches = np.where(rng.random(count) < share, each.sum(axis=1), 0)
+    return {"tokens": (text + patches // 4).astype(np.int32), "patches": patches.astype(np.int32)}
+
+
+def spread(values: NDArray, batches: Any, ranks: int) -> NDArray[np.float64]:
+    """The largest sum of each row over the mean of its ranks."""
+    sums = np.asarray([values[batch].sum() for batch in batches], np.float64).reshape(-1, ranks)
+    sums = sums[sums.any(axis=1)]
+    return sums.max(axis=1) / sums.mean(axis=1)
+
+
+PRICED = {"patches": Price(unit=0.1)}
+MEETS = [Work(), Work(streams=PRICED), Work(streams=PRICED, meet="stream")]
+
+
+@pytest.mark.parametrize("work", MEETS, ids=["unpriced", "step", "stream"])
+@pytest.mark.parametrize("share", [0.5, 0.2, 0.05])
+def test_packed_rows_are_even_in_tokens_and_in_patches(share: float, work: Work) -> None:
+    """Updates of 2,048 on 8 ranks, of texts of which a share has images: medians of rows, and no row that mixes."""
+    lengths = images(share, 2048)
+    budget = TokenBudget(16_384, layout="packed") & AdditiveCap("patches", 24_576)
+    batches = cut(lengths, budget, 8, work=work)
+    prove(batches, 2048, lengths, budget, np.zeros(2048, np.bool_))
+    found = {name: spread(values, batches, 8) for name, values in lengths.items()}
+    assert np.median(found["tokens"]) <= 1.05
+    assert np.median(found["patches"]) <= 1.10
+    seen = np.asarray([bool(lengths["patches"][batch].any()) for batch in batches]).reshape(-1, 8)
+    assert (seen.all(axis=1) | ~seen.any(axis=1)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(20, 100), st.integers(0, 40)), min_size=48, max_size=120),
+    st.integers(2, 4),
+    st.sampled_from(MEETS),
+)
+def test_batches_of_a_row_differ_little_in_each_cost(pairs: list[tuple[int, int]], ranks: int, work: Work) -> None:
+    lengths = dict(zip(("tokens", "patches"), np.asarray(pairs, np.int32).T, strict=True))
+    budget = TokenBudget(100_000, layout="packed") & AdditiveCap("patches", 100_000)
+    batches = cut(lengths, budget, ranks, work=work)
+    for values in lengths.values():
+        sums = np.asarray([values[batch].sum() for batch in batches], np.float64)
+        assert sums.max() - sums.min() <= max(0.1 * sums.mean(), 2 * values.max()), sums
+
+
+@pytest.mark.parametrize("work", MEETS, ids=["unpriced", "step", "stream"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_tiny_rows_are_nearly_the_best_division(layout: Any, work: Work) -> None:
+    """All divisions of eight samples over two ranks, tried one by one."""
+    budget = TokenBudget(10_000, layout=layout) & AdditiveCap("patches", 10_000)
+    ours = best = 0.0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths = {
+            "tokens": rng.integers(10, 99, 8).astype(np.int32),
+            "patches": (rng.integers(0, 900, 8) * rng.integers(0, 2, 8)).astype(np.int32),
+        }
+
+        def time(batches: Batches, lengths: Any = lengths) -> float:
+            return work.of_rows(work.by_stream(batches, lengths, budget)[None]) - work.per_step
+
+        ours += time(cut(lengths, budget, 2, work=work))
+        picks = [np.asarray([bool(mask >> n & 1) for n in range(8)]) for mask in range(1, 255)]
+        best += min(time(Batches.of([np.flatnonzero(pick), np.flatnonzero(~pick)])) for pick in picks)
+    assert ours <= 1.05 * best
+
+
+def test_literal_rows_of_two_costs() -> None:
+    lengths = {"nodes": np.array([4, 4, 4, 4], np.int32), "edges": np.array([9, 9, 0, 0], np.int32)}
+    for budget in (TokenBudget(8, layout="packed"), TokenBudget(8)):
+        rows = cut(lengths, budget & AdditiveCap("edges", 18), 2)
+        assert sorted(sorted(batch.tolist()) for batch in rows) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])

@@ -1,10 +1,12 @@
 """Reports say what plans say, comparisons count padding as by hand, and pictures show the plan's own figures."""
 
-from __future__ import annotations
-
+import html
+import shutil
+import subprocess
 import sys
 from typing import Any
 
+import matplotlib.image
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -58,6 +60,32 @@ def test_every_layout_and_an_empty_dataset_have_a_report_and_a_picture(layout: A
             picture.savefig(tmp_path / "x.png")
 
 
+@pytest.mark.parametrize("budget", [TokenBudget(2000), MemoryBudget(4, longest=200, model=PaddedTokens())])
+def test_a_plan_is_one_static_page_with_its_own_figures(budget: Any, tmp_path: Any) -> None:
+    made = plan(budget, samples_per_update=64, shuffle=True)
+    made.to_html(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert html.unescape(text.split("<pre>")[1].split("</pre>")[0]) == made.report()
+    assert "<script" not in text
+    panels = plots.plot_plan(made).axes
+    assert [axes.get_title() for axes in panels][::3] == ["padding, batch by batch", "shapes"]
+    by_row = made.work_by_row
+    assert [line.get_ydata().tolist() for line in panels[1].lines] == [by_row.max(1).tolist(), by_row.min(1).tolist()]
+    assert sorted(zip(*(v.tolist() for v in panels[3].lines[0].get_data()), strict=True)) == sorted(
+        zip(made.shapes.longest["tokens"].tolist(), made.batches.sizes.tolist(), strict=True)
+    )
+
+
+@pytest.mark.slow  # needs a browser
+def test_the_page_shows_in_a_browser(tmp_path: Any) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("no chromium here")
+    compare(LENGTHS, 8).to_html(tmp_path / "page.html")
+    shot = ["--headless", "--no-sandbox", "--window-size=1200,900", f"--screenshot={tmp_path / 'page.png'}"]
+    subprocess.run([browser, *shot, f"file://{tmp_path / 'page.html'}"], check=True, timeout=60)
+    pixels = matplotlib.image.imread(tmp_path / "page.png")[..., :3]
+    assert pixels.std() > 0.1  # text and pictures, not one colour
+
+
 def test_predicted_memory_is_that_of_batches_as_padded_by_any_part_of_the_budget() -> None:
     """100 % are 4 samples of 100: batches of 3 of 65 tokens, padded to 128 for the other part, take 384 of 400."""
     memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
@@ -86,15 +114,13 @@ def test_every_padded_stream_is_counted_and_told_apart() -> None:
     text = made.report()
     assert "sample length in 'tokens', median" in text
     assert "sample length in 'labels', median" in text
-    assert "patches" not in text
+    assert "length in 'patches'" not in text
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
 @pytest.mark.filterwarnings("ignore")
-def test_every_way_has_every_sample_and_counts_its_padding(
-    lengths: list[int], batch_size: int, world_size: int, accumulation: int
-) -> None:
+def test_every_way_has_every_sample_and_counts_its_padding(lengths, batch_size, world_size, accumulation):
     found = compare(lengths, batch_size, world_size=world_size, accumulation=accumulation)
     for way in found.ways:
         assert set(way.plan.batches.order.tolist()) == set(range(len(lengths)))

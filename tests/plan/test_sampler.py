@@ -1,7 +1,5 @@
 """The sampler: it emits its plan, moves through epochs, and its state says what remains. The table of laws holds the rest."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading
@@ -25,7 +23,7 @@ from dynagroup.plan import planner as planner_module
 from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan.batches import multiple_of
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.ranks import cut
+from dynagroup.plan.ranks import cut_kinds
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
@@ -76,7 +74,7 @@ def test_a_state_is_small_and_only_what_comes_is_planned(monkeypatch: pytest.Mon
     assert Cursor.of(reread(state["cursor"])) == Cursor(steps=5, window_size=40, segments=((1, 5),))
     other.load_state_dict(state)
     asked = []
-    monkeypatch.setattr(planner_module, "cut", lambda *args, **how: asked.append(1) or cut(*args, **how))
+    monkeypatch.setattr(planner_module, "cut_kinds", lambda *args, **how: asked.append(1) or cut_kinds(*args, **how))
     next(iter(other))
     assert len(asked) == 1
 
@@ -123,10 +121,8 @@ def test_a_framework_that_counts_from_zero_after_a_resume_does_not_lose_the_plac
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_after_a_resume_the_plan_is_what_is_emitted_and_len_is_the_whole_epoch(ranks: int) -> None:
-    one, resumed, whole = (
-        sampler(0, 2, samples_per_update=64),
-        *(sampler(0, ranks, samples_per_update=64) for _ in range(2)),
-    )
+    one = sampler(0, 2, samples_per_update=64)
+    resumed, whole = (sampler(0, ranks, samples_per_update=64) for _ in range(2))
     steps = int(np.flatnonzero(one.plan.update_ends)[1]) + 1
     assert len(list(islice(one, steps))) == steps
     resumed.load_state_dict(reread(one.state_dict(num_steps=steps)))

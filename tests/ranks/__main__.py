@@ -8,8 +8,6 @@ Scripts leave their process groups alone: what gloo's threads let go of may need
   (pytorch issue 190489, pull request 179291).
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import runpy

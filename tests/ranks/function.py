@@ -1,7 +1,5 @@
 """Runs the function of ``tests.torchrun.on_ranks`` and leaves what it returns in the folder. usage: function.py FOLDER"""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Generate for a dataset; optionally die without a word after some batches. Under torchrun, or alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """One of three real gloo ranks that iterate an online loader until rank 1 is lost; started by tests/online/test_ranks.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,8 @@
 """What both loaders promise beside the laws of tests/laws: epochs, iterations, books and statistics."""
 
-from __future__ import annotations
-
+import copy
 import json
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StepLoader, TokenBudget
+from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
 from dynagroup.testing import assert_conserves, run_ranks
 from dynagroup.update.schedule import linear_ramp
 from dynagroup.update.step import LoaderStats
@@ -133,6 +133,20 @@ def test_a_state_is_of_its_epoch_and_at_an_epochs_end_of_the_next(make, sizes):
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert resumed.epoch == loader.epoch == 1
     assert epochs_of(resumed, 1) == epochs_of(loader, 1)
+
+
+def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):
+    """Also with workers that stay: a copy starts its own."""
+    loader = make(**sizes, num_workers=1, persistent_workers=True)
+    for _ in range(2):
+        copies = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
+        expected = epochs_of(loader, 1)
+        assert [epochs_of(one, 1) for one in copies] == [expected] * 2
+    steps = iter(loader)
+    next(steps)
+    for again in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StateError, match="being iterated: pickle or copy it between epochs"):
+            again(loader)
 
 
 def test_iterating_leaves_the_global_random_state_alone(make):
@@ -305,12 +319,7 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"num_workers": -1},
-        {"prefetch_factor": 2},
-        {"num_workers": 1, "multiprocessing_context": "thread"},
-        {"num_worker": 1},
-    ],
+    [{"num_workers": -1}, {"prefetch_factor": 2}, {"num_workers": 1, "multiprocessing_context": ""}, {"num_worker": 1}],
     ids=", ".join,
 )
 def test_wrong_arguments_are_refused_at_once(make, wrong):

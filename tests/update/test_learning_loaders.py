@@ -1,7 +1,5 @@
 """Loaders apply what running out of memory has taught when an epoch begins, and keep it in their state."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

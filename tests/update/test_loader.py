@@ -1,7 +1,5 @@
 """Laws of a loader whose items are updates."""
 
-from __future__ import annotations
-
 import re
 import warnings
 
@@ -11,13 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import (
-    AlignmentError,
-    BudgetError,
-    ConfigError,
-    ShapeLadder,
-    TokenBudget,
-)
+from dynagroup import AlignmentError, BudgetError, ConfigError, ShapeLadder, TokenBudget
 from dynagroup.testing import run_ranks
 from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate
@@ -122,9 +114,12 @@ def test_samples_that_are_dropped_leave_updates_whole(sampler):
     lengths = [90, 90, 90, 5, 6, 7, 8, 9, 10]
     loader = loader_of(lengths, samples_per_update=3, oversize="drop", sampler=sampler)
     assert (loader.num_samples, loader.num_updates) == (6, 2)
+    assert loader.plan.dropped.tolist() == [0, 1, 2]
     found = [samples(update) for update in loader.updates()]
     assert [len(update) for update in found] == [3, 3]
     assert sorted(sum(found, [])) == [3, 4, 5, 6, 7, 8]
+    twice = loader_of(lengths, samples_per_update=2, oversize="drop", sampler=[0, 3, 0, 4])
+    assert twice.plan.dropped.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("where", ["load", "weigh"])
@@ -138,9 +133,8 @@ def test_a_rank_that_fails_ends_the_others_at_once(where, how):
         return held
 
     def one(world):
-        loader = loader_of(
-            world=world, collate=lambda rows: fail("load", rows), weigh=lambda rows: len(fail("weigh", rows)), **how
-        )
+        weigh = lambda rows: len(fail("weigh", rows))  # noqa: E731
+        loader = loader_of(world=world, collate=lambda rows: fail("load", rows), weigh=weigh, **how)
         with pytest.raises((OSError, AlignmentError)) as found:
             list(loader)
         return str(found.value)
@@ -167,9 +161,10 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once():
     assert "another order than the dataset" in text
     assert len(warned_by(LENGTHS, BUDGET, padded_to(8), LENGTHS)) == 1, "padded further than the budget was told"
     assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8), LENGTHS) == []
-    ladder = ShapeLadder(LENGTHS, BUDGET, num_shapes=4)
-    on_rungs = lambda rows: {"input_ids": torch.zeros(len(rows), ladder.shape_for(max(rows))[1])}  # noqa: E731
-    assert warned_by(LENGTHS, ladder & TokenBudget(10**6), on_rungs, LENGTHS) == []
+    ladder = ShapeLadder(LENGTHS, BUDGET, num_shapes=4, window=10)
+    assert warned_by(LENGTHS, ladder, padded_to(1), LENGTHS) == [], "filled by the loader"
+    with pytest.raises(ConfigError, match="none of .* holds: `lengths` are in another order"):
+        warned_by(LENGTHS[::-1], ladder, padded_to(1), LENGTHS)
     assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], "a batch without names shows nothing"
 
 
@@ -256,9 +251,7 @@ def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refus
             self[:] = [0, 1, 2, 3] if epoch == 0 else [0, 0, 1, 2]
 
     lengths = [1000, 5, 5, 5]
-    loader = loader_of(
-        lengths, TokenBudget(50), sampler=Other(range(4)), samples_per_update=1, oversize="drop", weigh="samples"
-    )
+    loader = loader_of(lengths, TokenBudget(50), sampler=Other(range(4)), samples_per_update=1, oversize="drop")
     assert len(list(loader)) == 3
     with pytest.raises(ConfigError, match=r"in epoch 1, .* \(that fit: 2, 3\)"):
         list(loader)

@@ -1,17 +1,9 @@
 """What a batch weighs: label tokens, samples, or what the user says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    T5ForConditionalGeneration,
-)
+import transformers as hf
 
 from dynagroup import ConfigError
 from dynagroup.update.loss_weight import count_label_tokens, mean_items, predicts_next_token, weigher
@@ -50,14 +42,14 @@ TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
 
 
 def test_models_say_whether_their_loss_shifts():
-    gpt2 = GPT2LMHeadModel(models.gpt2(**TINY))
-    t5 = T5ForConditionalGeneration(models.t5(**TINY))
+    gpt2 = hf.GPT2LMHeadModel(models.gpt2(**TINY))
+    t5 = hf.T5ForConditionalGeneration(models.t5(**TINY))
     assert predicts_next_token(gpt2)
     assert predicts_next_token(torch.nn.DataParallel(gpt2))
-    assert predicts_next_token(LlamaForCausalLM(models.llama(**TINY)))
+    assert predicts_next_token(hf.LlamaForCausalLM(models.llama(**TINY)))
     assert not predicts_next_token(t5)
-    assert not predicts_next_token(BertForMaskedLM(models.bert(**TINY)))
-    assert not predicts_next_token(BertForSequenceClassification(models.bert(**TINY)))
+    assert not predicts_next_token(hf.BertForMaskedLM(models.bert(**TINY)))
+    assert not predicts_next_token(hf.BertForSequenceClassification(models.bert(**TINY)))
     assert not predicts_next_token(torch.nn.Linear(2, 2))
 
 

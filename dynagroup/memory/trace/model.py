@@ -11,7 +11,7 @@ import torch
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
-from dynagroup.shapes import TOKENS
+from dynagroup.shapes import primary
 
 ALIKE_LAYERS = 3  # as many layers of one kind make a stack
 
@@ -138,7 +138,7 @@ def make_inputs(
     Speech models always read their full window of audio.
     """
     config: Any = getattr(model, "config", None)
-    length = int(longest[TOKENS])
+    length = int(longest[primary(longest)])
     with torch.device(device):
         ids = torch.zeros(num_samples, length, dtype=torch.long)
         if getattr(model, "main_input_name", "input_ids") == "input_features":

@@ -7,7 +7,7 @@ everything between its own forward and the end of its backward by what it keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -222,7 +222,7 @@ def _sliding_window(config: Any) -> int | None:
 def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
     """What is alive at most, static memory left out. ValueError: programs of shapes differ, or sizes are no polynomial."""
     timeline, lines = traced.timeline(probes[-1]), []
-    for probe in probes:
+    for probe in _shown(probes):
         lines.append(timeline(probe))
         if len(lines[0]) != len(lines[-1]):  # said at once: such a program may loop over the tokens, for minutes
             raise ValueError(f"the program depends on the shape: {probe} makes other allocations than {probes[0]}")
@@ -232,6 +232,13 @@ def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
     if error > EXACT:
         raise ValueError(f"sizes are no polynomial of the shape: relative error {error:.2e}")
     return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # below zero is rounding
+
+
+def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
+    """With a progress bar, if they take longer than two seconds."""
+    from tqdm.auto import tqdm
+
+    return tqdm(shapes, desc="tracing memory", unit=" shapes", delay=2, leave=False, disable=None)
 
 
 def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
@@ -265,7 +272,7 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     most = getattr(traced.config, "max_position_embeddings", None) or LENGTHS[-1]
     timeline, rows = traced.timeline((2, 17, 0)), []
     one_token = len(timeline((1, 1, 0)))
-    for length in sorted({min(length, most) for length in LENGTHS}):
+    for length in _shown(sorted({min(length, most) for length in LENGTHS})):
         one, two = timeline((1, length, 0)), timeline((2, length, 0))
         alike = len(one) == len(two)
         peaks = [one + (n - 1) * (two - one) for n in SAMPLES] if alike else [one, two]

@@ -12,7 +12,7 @@ import torch
 from dynagroup.memory.run import ELEMENT_BYTES, Run
 from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
 from dynagroup.memory.trace.model import checkpoint_layers, make_inputs, stacks
-from dynagroup.shapes import TARGET, TOKENS
+from dynagroup.shapes import TARGET, TOKENS, primary
 
 MakeInputs: TypeAlias = Callable[[torch.nn.Module, int, Mapping[str, int]], dict[str, torch.Tensor]]
 REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's `reduce_bucket_size`
@@ -139,11 +139,9 @@ def trace(
     return tracer
 
 
-def _batch(
-    model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]
-) -> dict[str, torch.Tensor]:
+def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]) -> dict[str, Any]:
     """Arguments of the model, without a mask for flash attention. Packed, they are one row, with a mask of total x total."""
-    packed, total = workload.layout == "packed", num_samples * longest[TOKENS]
+    packed, total = workload.layout == "packed", num_samples * longest[primary(longest)]
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, TARGET: 1}
     shape = (1, {TOKENS: total}) if packed else (num_samples, longest)

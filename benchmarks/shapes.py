@@ -1,0 +1,73 @@
+"""What few shapes cost, counted and not run: predicted time and padding of ladders beside other choices of as many shapes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.data import FILES, lengths_of
+from benchmarks.machine import Machine
+from benchmarks.methods import planned
+from dynagroup import ShapeLadder, TokenBudget, Work
+
+COUNTS, UPDATE, WORK = (4, 8, 16, 32), 64, Work()
+
+
+def few(_machine: Machine) -> dict[str, Any]:
+    """A row a length file, number of shapes and way of training: predicted time over that of free shapes; share of padding; CPU
+    seconds that the choice took. The budget holds four of the longest."""
+    rows: dict[str, Any] = {}
+    for name in FILES:
+        tokens = lengths_of(name, 20_000)
+        longest = int(tokens.max())
+        budget, cv = TokenBudget(4 * longest), round(float(tokens.std() / tokens.mean()), 2)
+        for mode, how in (("updates of 64", {"samples_per_update": UPDATE}), ("a window", {"shuffle": True})):
+            free = planned(tokens, budget, **how)
+            windows = [np.sort(tokens[window])[::-1] for window in windows_of(free, mode)]
+            for number in COUNTS:
+                began = time.process_time()
+                size = UPDATE if mode == "updates of 64" else len(windows[0])
+                ladder = ShapeLadder(tokens, budget, number, window=size, work=WORK)
+                found: dict[str, Any] = {"cv": cv, "chosen_in_s": round(time.process_time() - began, 2)}
+                ways = {"ladder": ladder.shapes, **rivals(longest, number, budget.max_tokens)}
+                for way, shapes in ways.items():
+                    taken, padded = np.sum([cost_of(window, np.asarray(shapes)) for window in windows], axis=0)
+                    real = sum(int(window.sum()) for window in windows)
+                    found[way] = {"time": round(taken / free.predicted_time, 3), "padding": round(1 - real / padded, 3)}
+                found["free"] = {"time": 1.0, "padding": round(free.statistics["padding"], 3)}
+                rows[f"{name}, {mode}, {number} shapes"] = found
+    return rows
+
+
+def windows_of(plan: Any, mode: str) -> list[np.ndarray]:
+    """Dataset indices of what was cut together."""
+    if mode == "updates of 64":
+        ends = np.flatnonzero(plan.update_ends) + 1
+    else:
+        size, sums = plan.start.window_size, np.cumsum(plan.batches.sizes)
+        ends = np.unique([*np.searchsorted(sums, np.arange(size, sums[-1], size)) + 1, len(sums)])
+    parts = np.split(np.arange(len(plan.batches)), ends[:-1])
+    return [plan.batches.take(part).order for part in parts]
+
+
+def rivals(longest: int, number: int, cap: int) -> dict[str, list[tuple[int, int]]]:
+    """As many lengths, of each as many samples as fit."""
+    uniform = np.ceil(longest * np.arange(1, number + 1) / number).astype(int).tolist()
+    powers = [2**n for n in range(1, 40) if 2**n < longest][-(number - 1) :] + [longest]
+    lengths = {"uniform": uniform, "powers of two": powers, "longest": [longest]}
+    return {way: [(cap // wide, wide) for wide in found] for way, found in lengths.items()}
+
+
+def cost_of(window: np.ndarray, shapes: np.ndarray) -> tuple[float, int]:
+    """Least predicted time of a sorted window in these shapes, by dynamic programming, and its padded tokens."""
+    samples, wide = shapes[:, 0], shapes[:, 1]
+    costs, num = samples * WORK.of_lengths(wide) + WORK.per_step, len(window)
+    best, padded = np.zeros(num + 1), np.zeros(num + 1, np.int64)
+    for start in range(num - 1, -1, -1):
+        stops = np.minimum(start + samples, num)
+        taken = np.where(wide >= window[start], costs + best[stops], np.inf)
+        shape = int(taken.argmin())
+        best[start], padded[start] = taken[shape], padded[stops[shape]] + samples[shape] * wide[shape]
+    return float(best[0]), int(padded[0])

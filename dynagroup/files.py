@@ -1,0 +1,264 @@
+"""Lengths of files: read by row group or chunk, measured on all cores, kept in a journal until all are there."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TypeAlias
+from zipfile import ZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.errors import ConfigError
+from dynagroup.fingerprint import described, hashed
+from dynagroup.lengths import LONGEST, as_streams, by_position, limit_of, measure_lengths
+from dynagroup.oom.storage import Kind, Output
+from dynagroup.shapes import TOKENS, primary
+from dynagroup.validation import check_int
+
+KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of them, of a Hub dataset or saved by datasets"
+USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # what a column of lengths or ids is usually called
+UTF8 = "utf-8-sig"  # with or without a mark, as Windows writes it
+ROWS = 10_000  # of a chunk, where files have no row groups
+Chunk: TypeAlias = "tuple[int, tuple[Path, list[str], Any]]"
+"""Number; file, columns, and their table, or a function of columns that reads it in the process that measures it."""
+
+
+def measure_files(
+    data: str | Path | Sequence[str | Path], tokenizer: Callable[..., Any] | None = None,
+    column: str | Sequence[str] | None = None, max_length: int | None = None, num_proc: int | None = None,
+    *, output: str | Path | None = None, kinds: str | None = None, progress: bool = True,
+) -> Any:  # fmt: skip
+    """Tokens of every row of files, in their order: int32 (N,), or of several columns a dict of such by their names.
+
+    Args:
+        data: a file (csv, tsv, jsonl, json, parquet, txt), a pattern such as "data/*.parquet", a folder of a Hub dataset or
+            saved by ``datasets``, of which ``train`` is read; or several, in this order.
+        tokenizer: called as transformers tokenizers are; not needed for columns of lengths or ids.
+        column: of texts, ids or lengths; several ("source,target", or a list) are streams. Default: one of a usual name.
+        max_length: of ``tokens``, or of the first column where none has that name: longer samples count as so many.
+        num_proc: processes, each with a row group of parquet or 10,000 rows at a time; default: one a core.
+        output: a ``.npy`` file (``.npz`` for several columns) to write, given back as a memory map. Finished chunks are kept
+            beside it: the same call after a crash does only the rest, and once all is done reads it.
+        kinds: a column of labels, which is none of those by default.
+
+    A ConfigError names the file that is not there, not what its name says, or whose rows are no texts, ids or lengths; a
+    StateError: ``output``, or what was kept beside it, is of other files or another tokenizer.
+
+    >>> measure_files("data/*.parquet", tokenizer, "text", output="lengths.npy").dtype  # doctest: +SKIP
+    dtype('int32')
+    """
+    paths, affinity = _paths(data), getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1  # those that this process may use
+    chunks = _chunks(paths)
+    if (first := next(chunks, None)) is None:
+        raise ConfigError(f"{str(data)!r} holds no samples")
+    columns, limit = _chosen(first, column, kinds, texts=tokenizer is not None), limit_of(max_length) or LONGEST
+    work = _Measure(columns, tokenizer, limit)
+    found = partial(_measured, chain([first], chunks), work, check_int("num_proc", num_proc or cores), progress)
+    if output is None:
+        return _by_name(columns, np.concatenate([lengths for _, lengths in found((), [])], axis=1))
+    inside = [file for path in paths for file in sorted(path.rglob("*.arrow")) or [path]]
+    stats = hashed(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in inside]))
+    identity = {"files": f"{len(inside)} #{stats}", "column": ",".join(columns), "max_length": limit, "rows": ROWS}
+    out = Output(Path(output), {**identity, "tokenizer": described(tokenizer)}, 0, _kind(columns))
+    if not out.is_finished():
+        with closing(out):
+            if not out.claim():  # no other process has finished it meanwhile
+                numbers: list[int] = []
+                for number, lengths in found(out.finished().keys(), numbers):
+                    out.append([number], [lengths])
+                out.num_samples = len(numbers)
+                out.publish()
+    out.clear()
+    return out.read()
+
+
+def _by_name(names: Sequence[str], rows: Any) -> Any:
+    return rows[0] if len(names) == 1 else dict(zip(names, rows, strict=True))
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """What a worker does with a chunk: number and lengths, int32 (columns, rows), or an error of the user's."""
+
+    columns: list[str]
+    tokenizer: Callable[..., Any] | None
+    limit: int
+
+    def __getitem__(self, chunk: Chunk) -> tuple[int, NDArray[np.int32] | ConfigError]:
+        number, (path, names, table) = chunk
+        try:
+            if missing := [name for name in self.columns if name not in names]:
+                raise ConfigError(f"`--column` must be one of {names} in {str(path)!r}, but is {missing[0]!r}")
+            with _reading(path):
+                table = table(columns=self.columns) if callable(table) else table
+            found = np.stack([self._lengths(table, name) for name in self.columns])
+        except ConfigError as error:
+            return number, ConfigError(f"{error} (in {str(path)!r}, chunk {number} of all)")
+        limits = [self.limit if name == primary(self.columns) else LONGEST for name in self.columns]
+        return number, np.minimum(found, np.array(limits, np.int32)[:, None])
+
+    def _lengths(self, table: Any, name: str) -> NDArray[np.int32]:
+        if (ndim := getattr(table[name], "ndim", 1)) != 1:
+            raise ConfigError(f"it holds an array of {ndim} dimensions; give one number a sample, an array (N,)")
+        first = next(iter(by_position(table[name][:1])), 0)
+        if isinstance(first, str):
+            if self.tokenizer is None:
+                raise ConfigError("it holds texts; say which `--tokenizer` measures them")
+            return measure_lengths(by_position(table[name]), self.tokenizer, progress=False)
+        if hasattr(first, "__len__") and hasattr(table, "column_names"):  # of pyarrow: counted without looking at ids
+            from datasets import Dataset
+
+            return measure_lengths(Dataset(table), column=name)
+        values = by_position(table[name])
+        return measure_lengths(values, progress=False) if hasattr(first, "__len__") else as_streams(values)[TOKENS]
+
+
+# A DataLoader over chunks: its sampler reads what only one process can read in order (csv, jsonl), its workers read row groups
+# and measure. Two chunks a worker are out at a time; they come back in order, and a worker that was killed is noticed.
+def _measured(
+    chunks: Iterator[Chunk], work: Any, processes: int, progress: bool, done: Collection[int], numbers: list[int]
+) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    """(number, lengths) of each chunk that is not ``done``; all numbers are noted."""
+    from torch.utils.data import DataLoader
+    from tqdm.auto import tqdm
+
+    todo = (chunk for chunk in chunks if not (numbers.append(chunk[0]) or chunk[0] in done))
+    how: Any = {"sampler": todo, "num_workers": processes if processes > 1 else 0, "collate_fn": tuple}
+    with tqdm(desc="measuring lengths", unit=" samples", unit_scale=True, disable=None if progress else True) as bar:
+        for number, lengths in DataLoader(work, batch_size=None, **how):
+            if isinstance(lengths, ConfigError):
+                raise lengths
+            yield number, lengths
+            bar.update(lengths.shape[1])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # what a broken file makes of its reader
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{str(path)!r} cannot be read as what its name says: {reason}") from error
+
+
+def _paths(data: Any) -> list[Path]:
+    """The files that are meant; a folder that datasets saved is one."""
+    if not isinstance(data, (str, Path)):
+        return [path for one in data for path in _paths(one)]
+    path = Path(data)
+    if path.is_dir() and not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+        from datasets import load_dataset_builder
+
+        with _reading(path):  # which files are data, and of which split, the folder's README or their names say
+            return [Path(name) for name in (load_dataset_builder(str(path)).config.data_files or {})["train"]]
+    found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    if not found:
+        raise ConfigError(f"there is no file {str(path)!r}; give {KINDS}")
+    return found
+
+
+def _chunks(data: Any) -> Iterator[Chunk]:
+    return enumerate((path, *part) for path in _paths(data) for part in _parts(path))
+
+
+def _parts(path: Path) -> Iterator[tuple[list[str], Any]]:
+    """(columns, table) of each chunk of a file."""
+    with _reading(path):
+        if path.is_dir():
+            from datasets import DatasetDict, load_from_disk
+
+            saved: Any = load_from_disk(str(path))
+            data = saved["train"] if isinstance(saved, DatasetDict) else saved  # another split has a folder of its own
+            yield from ((data.column_names, partial(_rows, data, first)) for first in range(0, len(data), ROWS))
+        elif path.suffix.lower() == ".parquet":
+            import pyarrow.dataset
+
+            groups = next(pyarrow.dataset.dataset(str(path)).get_fragments()).split_by_row_group()
+            yield from ((group.physical_schema.names, group.to_table) for group in groups)
+        else:
+            yield from ((list(table), table) for table in _tables(path, path.suffix.lower()))
+
+
+def _rows(data: Any, first: int, columns: list[str]) -> Any:
+    return data.select_columns(columns).with_format("arrow")[first : first + ROWS]
+
+
+def _tables(path: Path, kind: str) -> Iterator[Any]:
+    """Chunks of a file without an index, as pandas reads it. Whether a column holds texts or numbers, its first rows say."""
+    import pandas
+
+    if kind in (".npy", ".npz"):
+        with path.open("rb") as file:  # numpy leaves a broken file open that it opened itself
+            found: Any = np.load(file)
+            yield {"tokens": found} if kind == ".npy" else dict(found)
+    elif kind == ".txt":
+        with path.open(encoding=UTF8) as file:
+            lines, texts = (line.rstrip("\n") for line in file if line.strip()), None
+            while chunk := list(islice(lines, ROWS)):
+                numbers: Any = pandas.to_numeric(pandas.Series(chunk), errors="coerce")
+                texts = bool(numbers.isna().any()) if texts is None else texts
+                yield {"tokens": chunk if texts else numbers}
+    elif kind in (".csv", ".tsv"):
+        sep = "," if kind == ".csv" else "\t"
+        form: Any = {"sep": sep, "index_col": False, "keep_default_na": False, "encoding": UTF8}
+        head = pandas.read_csv(path, nrows=ROWS, **form)
+        types = {name: str for name in head if not pandas.api.types.is_numeric_dtype(head[name])}
+        yield from pandas.read_csv(path, chunksize=ROWS, dtype=types, **form)
+    elif kind in (".json", ".jsonl"):
+        by_line: Any = {"lines": True, "chunksize": ROWS} if kind == ".jsonl" else {}
+        found = pandas.read_json(path, encoding=UTF8, **{"dtype": False, **by_line})
+        yield from found if by_line else [found]
+    else:
+        raise ConfigError(f"{str(path)!r} has an unknown ending; give {KINDS}")
+
+
+def read_column(data: Any, name: str, option: str) -> list[Any]:
+    """What a column of files holds, in their order."""
+    found: list[Any] = []
+    for _, (path, names, table) in _chunks(data):
+        if name not in names:
+            raise ConfigError(f"`{option}` must be one of {names} in {str(path)!r}, but is {name!r}")
+        read: Any = table(columns=[name]) if callable(table) else table
+        found += by_position(read[name])
+    return found
+
+
+def _chosen(chunk: Chunk, column: str | Sequence[str] | None, kinds: str | None, *, texts: bool) -> list[str]:
+    """The columns that are meant: the named ones, the only one, or one whose name says it."""
+    path, names, _ = chunk[1]
+    names = [name for name in names if name != kinds]
+    usual = [name for name in (["text"] if texts else USUAL) if name in names][:1]
+    usual = names if path.suffix.lower() == ".npz" else usual  # streams, all of them
+    if column is None and len(names) > 1 and not usual:
+        raise ConfigError(f"{str(path)!r} has the columns {names}; choose with `--column A`, or streams with `A,B`")
+    return (usual or names) if column is None else column.split(",") if isinstance(column, str) else list(column)
+
+
+def _kind(names: list[str]) -> Kind:
+    """Lengths by chunk."""
+    pack = lambda lengths: np.ascontiguousarray(lengths, "<i4").tobytes()  # noqa: E731
+    unpack = lambda data: np.frombuffer(data, "<i4").reshape(len(names), -1)  # noqa: E731
+    read = lambda path: _by_name(names, [*as_streams(path).values()])  # noqa: E731
+    return Kind(".npz" if len(names) > 1 else ".npy", pack, unpack, list, partial(_write, names), read)
+
+
+def _write(names: Sequence[str], path: Path, chunks: Sequence[NDArray[np.int32]]) -> None:
+    """One column's lengths are held at a time: 4 bytes a sample."""
+    with path.open("wb") as file:
+        if len(names) == 1:
+            return np.save(file, np.concatenate([chunk[0] for chunk in chunks]))
+        with ZipFile(file, "w") as archive:  # as numpy's savez does
+            for place, name in enumerate(names):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.save(member, np.concatenate([chunk[place] for chunk in chunks]))  # type: ignore[arg-type]

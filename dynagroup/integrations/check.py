@@ -1,0 +1,155 @@
+"""What an architecture makes of padded and packed batches, asked of a small model of its config on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dynagroup.errors import ConfigError
+from dynagroup.integrations.packing import PROBES, packing_collator
+from dynagroup.integrations.varlen import use_varlen_attention
+from dynagroup.memory.trace.model import as_config, as_random_model
+from dynagroup.memory.traced import TracedMemory
+from dynagroup.memory.workload import Workload
+from dynagroup.oom.jobs import evaluating
+
+NARROW = {
+    "hidden_size": 64, "d_model": 64, "n_embd": 64, "num_attention_heads": 4, "n_head": 4, "num_heads": 4,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+SMALL = {
+    "vocab_size": 512, "intermediate_size": 128, "ffn_dim": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "d_ff": 128,
+    "n_inner": 128, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 0, "max_position_embeddings": 2048,
+}  # fmt: skip
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+FEWEST = 2
+CLOSE = 1e-4  # of the largest number: in float32 two ways to the same answer differ by rounding
+RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")  # kinds of layers that run along the row
+KERNELS = "need the kernels of flash-linear-attention and causal_conv1d (GPU), which start anew at each sample"
+
+
+def check_model(model_or_config: Any) -> dict[str, str]:
+    """Ask an architecture, one line an answer: ``packed``, ``padding``, ``loss`` and ``memory``.
+
+    Args:
+        model_or_config: a transformers config or its name; of a model its config. No weights are read: a model of the same
+            layers, but few of them and with a small vocabulary, is made with random weights in float32.
+
+    Raises:
+        ConfigError: no such config, or no model can be built from it.
+
+    >>> from transformers import LlamaConfig
+    >>> check_model(LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2))["loss"]
+    'the mean over label tokens'
+    """
+    torch.manual_seed(0)
+    model = small_model(getattr(model_or_config, "config", model_or_config))
+    return {name: _told(ask, model) for name, ask in QUESTIONS.items()}
+
+
+def small_model(source: Any) -> Any:
+    """A model of the same kinds of layers as a config's, as few as hold each kind, with a small vocabulary, and narrow where its
+    code allows that. ConfigError: none can be built."""
+    failed = None
+    for sizes in ({**SMALL, **NARROW}, {n: v for n, v in {**SMALL, **NARROW}.items() if n != "head_dim"}, SMALL):
+        config = copy.deepcopy(as_config(source))
+        for part in _parts(config):
+            kinds = getattr(part, "layer_types", None) or ()
+            count = max(FEWEST, *(kinds.index(kind) + 1 for kind in kinds), 0)
+            for name, size in {**sizes, **dict.fromkeys(LAYERS, count)}.items():
+                value = getattr(part, name, None)
+                if isinstance(value, int) and (value > size or value < 0):
+                    setattr(part, name, size)
+            if "layer_types" in vars(part) and kinds:
+                part.layer_types = kinds[:count]
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0
+        try:
+            model: Any = as_random_model(config, Workload(dtype="float32"), torch.device("cpu"))
+            _answer(model, torch.tensor([PROBES[0]]))
+            return model
+        except Exception as error:  # whatever the model's own code raises: other sizes may do
+            failed = error
+    raise ConfigError(f"no small model of this config runs on a row of tokens ({failed!r:.200})") from failed
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "to_dict"):
+            yield from _parts(value)
+
+
+def _told(ask: Callable[[Any], str], model: Any) -> str:
+    try:
+        return ask(model)
+    except Exception as error:  # whatever the model's own code raises
+        return f"not known ({type(error).__name__}: {error})".splitlines()[0][:200]
+
+
+def _packed(model: Any) -> str:
+    if model.config.is_encoder_decoder:
+        return "not for encoder-decoders: group by both lengths"
+    kinds = {str(kind) for part in _parts(model.config) for kind in getattr(part, "layer_types", None) or ()}
+    kinds |= {str(getattr(model.config, "model_type", ""))}
+    found = sorted(kind for kind in kinds if any(name in kind for name in RECURRENT))
+    if found:
+        return f"layers that run along the row ({', '.join(found)}) {KERNELS}; pad otherwise"
+    model.config.use_cache = False  # with a cache transformers makes no mask between packed samples
+    own = model.config._attn_implementation
+    ways = {own: lambda: model, "use_varlen_attention": lambda: use_varlen_attention(model)}
+    apart, refused = [], []
+    for name, way in ways.items():
+        try:
+            packing_collator(way())
+            apart.append(name)
+        except ConfigError as error:
+            refused.append(str(error))
+    if apart:
+        return f"samples are kept apart with {' or '.join(apart)}"
+    return f"samples are not kept apart on a CPU: {refused[0][:150]}"
+
+
+def _answer(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    decoder = {"decoder_input_ids": ids[:, :2]} if model.config.is_encoder_decoder else {}
+    with evaluating(model), torch.no_grad():
+        output = model(input_ids=ids, attention_mask=mask, **decoder)
+    return output.logits if getattr(output, "logits", None) is not None else output[0]
+
+
+def _padding(model: Any) -> str:
+    """Whether a short sample, padded on the right beside a long one, is answered as alone."""
+    long, short = (torch.tensor([probe]) for probe in PROBES)
+    width = short.shape[1]
+    padded = torch.nn.functional.pad(short, (0, long.shape[1] - width), value=model.config.pad_token_id or 0)
+    mask = torch.stack([torch.ones_like(long[0]), (torch.arange(long.shape[1]) < width).long()])
+    alone, beside = _answer(model, short)[0], _answer(model, torch.cat([long, padded]), mask)[1]
+    apart = float((beside[: len(alone)][:width] - alone[:width]).abs().max() / alone.abs().max())
+    return "changes no answer" if apart < CLOSE else f"changes answers by {apart:.1%}: group equal lengths"
+
+
+def _loss(model: Any) -> str:
+    """Whether the loss of two samples is the mean over their labels. The first token, which causal models skip, has none."""
+    ids = torch.tensor([PROBES[0], PROBES[0][::-1]])
+    places = torch.arange(ids.shape[1])
+    many, few = (torch.where((places > 0) & (places < most), ids, -100) for most in (9, 3))
+    parts = [(ids[:1], many[:1]), (ids[1:], few[1:]), (ids, torch.cat([many[:1], few[1:]]))]
+    with evaluating(model), torch.no_grad():
+        first, second, both = (float(model(input_ids=rows, labels=labels).loss) for rows, labels in parts)
+    counts = [int((labels != -100).sum()) for _, labels in parts]
+    mean = (first * counts[0] + second * counts[1]) / counts[2]
+    is_mean = abs(both - mean) < CLOSE * abs(mean)
+    return "the mean over label tokens" if is_mean else "no mean over label tokens: weigh it"
+
+
+def _memory(model: Any) -> str:
+    TracedMemory.of(model.config, "train")
+    return "traced exactly: MemoryBudget.from_model"
+
+
+QUESTIONS: dict[str, Callable[[Any], str]] = {"padding": _padding, "loss": _loss, "packed": _packed, "memory": _memory}

@@ -1,0 +1,200 @@
+"""Collated batches filled to one of few shapes: columns of padding, and rows of weight 0; and each shape run once beforehand."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.device import is_out_of_memory
+from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.shapes import BatchShape, Streams, largest_within, primary
+from dynagroup.update.loader import StepLoader
+from dynagroup.update.loss_weight import IGNORED
+from dynagroup.update.step import SHOWN_IN, width_of
+
+Shape: TypeAlias = tuple[int, ...]
+Pad: TypeAlias = Mapping[str, float | None] | Callable[[Any, int, Any], Any]
+
+LABELS = {"label", "labels", "shift_labels"}
+MASKS = "attention_mask decoder_attention_mask token_type_ids mm_token_type_ids position_ids completion_mask".split()
+PADDING = {**dict.fromkeys(LABELS, IGNORED), **dict.fromkeys(MASKS, 0), "special_tokens_mask": 1}
+WAY_OUT = "give `pad`, a number for each such field, or a function (batch, number of samples, ladder) -> batch"
+
+
+@dataclass
+class FillingCollator:
+    """A collate function whose batches have one of a ladder's shapes.
+
+    Rows are added that repeat a batch's first sample, with labels of -100 throughout, behind its own: a loss that leaves such
+    labels out, and weights that count the others, do not see them.
+
+    Args:
+        collate_fn: samples -> a mapping of tensors; None: ``default_collate``.
+        ladder: a :class:`~dynagroup.ShapeLadder`; None: batches are not filled.
+        pad: field -> the number that pads it, None where it has no tokens, besides what transformers names; or a function
+            ``(batch, number of samples, ladder)`` that does all. Ids are padded by the collate function's tokenizer's.
+
+    Raises:
+        ConfigError: a field cannot be filled.
+    """
+
+    collate_fn: Callable[[list[Any]], Any] | None
+    ladder: Any
+    pad: Pad | None = None
+
+    def __call__(self, samples: list[Any], shape: Shape | None = None) -> Any:
+        return self.fill((self.collate_fn or default_collate)(samples), len(samples), shape)
+
+    def fill(self, batch: Any, num_samples: int, shape: Shape | None = None) -> Any:
+        """A batch of so many samples that was collated, filled to ``shape``, or to the cheapest of the ladder."""
+        ladder = self.ladder
+        if ladder is None:
+            return batch
+        if callable(self.pad):
+            return self.pad(batch, num_samples, ladder)
+        if not hasattr(batch, "keys"):
+            raise ConfigError(f"what pads a {type(batch).__name__} to one of few shapes is not known; {WAY_OUT}")
+        now = {name: width_of(batch, num_samples, name, ladder.streams) for name in ladder.streams}
+        missing = [name for name, width in now.items() if width is None]
+        if missing:
+            raise ConfigError(f"no field of a batch shows its padded {missing[0]!r} ({num_samples} samples); {WAY_OUT}")
+        asked = BatchShape.of(num_samples, now)  # type: ignore[arg-type]
+        if num_samples > 1 and not ladder.holds(asked).any():
+            came_out = f"a batch of {num_samples} samples came out {[*now.values()]} tokens wide"
+            raise ConfigError(
+                f"{came_out}, which none of {ladder.shapes} holds: `lengths` are in another order than the dataset, or "
+                "`collate_fn` pads further than the budget's `pad_to_multiple_of`"
+            )
+        run = ladder.as_run(asked)
+        rows, *wide = shape or (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in now))
+        to, made, pad = dict(zip(now, wide, strict=True)), copy.copy(batch), self._pad()
+        for key in batch:
+            stream = _stream_of(key, ladder.streams)
+            made[key] = _grown(key, batch[key], num_samples, rows, (now[stream], to[stream]), pad)
+        return made
+
+    def _pad(self) -> dict[str, Any]:
+        """What pads fields: ids by what the collate function or its tokenizer says."""
+        parts = self.collate_fn, getattr(self.collate_fn, "tokenizer", None)
+        told = (getattr(part, "pad_token_id", None) for part in parts)
+        ids = next((number for number in told if number is not None), 0)
+        own: Any = self.pad or {}
+        return {**PADDING, "input_ids": ids, "decoder_input_ids": ids, **own}
+
+
+def _stream_of(key: str, streams: tuple[str, ...]) -> str:
+    """The stream whose padding a field has."""
+    of_decoder = key in LABELS or key.startswith("decoder_")
+    first = primary(streams)
+    named = (name for name in streams if key in (name, SHOWN_IN.get(name)) and name != first)
+    return next(named, streams[-1] if of_decoder else first)
+
+
+def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any, int], pad: Mapping[str, Any]) -> Any:
+    """A field with padding behind its columns, if they are a stream's tokens, and with more rows."""
+    if isinstance(value, (list, tuple)) and len(value) == num_samples:
+        return type(value)([*value, *[value[0]] * (rows - num_samples)])
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    if len(value) != num_samples or (key in LABELS and value.is_floating_point()):
+        raise ConfigError(
+            f"{key!r} {tuple(value.shape)} of {num_samples} samples cannot be filled with rows of weight 0; {WAY_OUT}"
+        )
+    if value.ndim > 1 and value.shape[1] == widths[0] and pad.get(key, 0) is not None:
+        if key not in pad:
+            raise ConfigError(f"what pads {key!r}, which is as wide as the tokens, is not known; {WAY_OUT}")
+        value = torch.nn.functional.pad(value, [0, 0] * (value.ndim - 2) + [0, widths[1] - widths[0]], value=pad[key])
+    more = value[:1].expand(rows - num_samples, *value.shape[1:])
+    return torch.cat([value, torch.full_like(more, IGNORED) if key in LABELS else more])
+
+
+# What: of a ladder a batch of each rung, of any other budget the most samples of a few lengths; each is made of one sample of the
+#   dataset, the longest that the shape holds, as many times as it has rows.
+# Why on all ranks: a backward pass exchanges gradients, so ranks must run alike; shapes follow from lengths and budget alone.
+def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> list[Shape]:
+    """Run a batch of each shape that a model will meet, forward and backward, dearest first: what runs out of memory does so in
+    the first seconds, and a compiled model is compiled. Call it on every rank, before training.
+
+    Gradients, buffers and random states are afterwards what they were; the loader has not moved.
+
+    Args:
+        model: as it is trained: in DDP or FSDP, compiled, on its device.
+        loader: of training. Of one whose budget is no :class:`~dynagroup.ShapeLadder` the most samples that fit are run, of the
+            longest, the shortest, and three lengths in between.
+        compute_loss: (model, batch) -> loss.
+
+    Returns:
+        (samples, tokens) of the batches, in the order in which they were run; of several padded streams with each one's.
+
+    Raises:
+        BudgetError: a batch ran out of memory; names its shape.
+
+    >>> from dynagroup import PlannedDataLoader, TokenBudget
+    >>> loader = PlannedDataLoader(torch.eye(6), [1, 2, 2, 4, 4, 4], TokenBudget(8), weigh="samples")
+    >>> layer = torch.nn.Linear(6, 1)
+    >>> preflight(layer, loader, lambda model, batch: model(batch).sum()), layer.weight.grad
+    ([(4, 2), (2, 4), (6, 1)], None)
+    """
+    lengths, read, collate = loader.examples()
+    shown: list[Shape] = []
+    with _unchanged(model):
+        for sample, shape in _shapes_to_run(lengths, loader.budget):
+            try:
+                compute_loss(model, collate([read(sample)] * shape[0], shape)).backward()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = f"a batch of {shape[0]} samples of {shape[1:]} tokens, which the budget allows"
+                raise BudgetError(f"{said}, runs out of memory; lower the budget or its headroom") from error
+            model.zero_grad(set_to_none=True)
+            shown.append(shape)
+    return shown
+
+
+def _shapes_to_run(lengths: Streams, budget: Budget) -> list[tuple[int, Shape]]:
+    """A sample, and the shape of a batch of nothing else; the most tokens first."""
+    names, ladder = padded_streams(budget, lengths), budget.ladder
+    units = np.stack([lengths[name].astype(np.int64) for name in names])
+    tokens = units.sum(axis=0)
+    if ladder is not None:
+        shapes = ladder.shapes
+    else:
+        order = np.argsort(tokens, kind="stable")
+        chosen = np.unique(order[np.linspace(0, len(order) - 1, 5).astype(np.int64)])
+        shape = lambda count: BatchShape.of(count, {name: values[chosen] for name, values in lengths.items()})  # noqa: E731
+        most = largest_within(lambda count: budget.fits(shape(count)), len(chosen), len(order)).clip(1)
+        shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
+    held = np.stack([np.all(units.T <= wide, axis=1) for _, *wide in shapes])
+    longest = np.where(held, tokens, -1).argmax(axis=1).tolist()
+    found = zip(longest, shapes, np.atleast_1d(held.any(axis=1)), strict=True)
+    dearest = sorted(found, key=lambda run: (-run[1][0] * sum(run[1][1:]), -run[1][0]))
+    return [(sample, shape) for sample, shape, met in dearest if met]
+
+
+@contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards gradients, buffers and random states are what they were; inside there are no gradients."""
+    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    drawn = random.getstate(), np.random.get_state()
+    model.zero_grad(set_to_none=True)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -1,0 +1,94 @@
+"""Compiled models that meet few shapes: how many graphs torch makes of them, forward and backward, over two epochs."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from dynagroup import PlannedDataLoader, TokenBudget
+from tests.integrations.jobs import trainer
+from tests.torchrun import on_ranks
+from tests.update.test_filling import LENGTHS, WORDS, Model, Texts, collate
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of compiling
+SHAPES = 4
+
+
+class Compiled:
+    """A model, compiled for each shape anew, that counts its graphs."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        torch._dynamo.reset()
+        counters.clear()
+        self.forward = self.backward = 0
+        self.model = model
+        model.compile(backend=aot_autograd(fw_compiler=self._forward, bw_compiler=self._backward), dynamic=False)
+
+    def _forward(self, graph: Any, inputs: Any) -> Any:
+        self.forward += 1
+        return graph
+
+    def _backward(self, graph: Any, inputs: Any) -> Any:
+        self.backward += 1
+        return graph
+
+    @property
+    def counted(self) -> dict[str, int]:
+        return {"forward": self.forward, "backward": self.backward, "captured": counters["stats"]["unique_graphs"]}
+
+
+def plain_loop(shapes: int | None) -> dict[str, int]:
+    """Two epochs, on as many ranks as there are."""
+    compiled = Compiled(Model())
+    model = DistributedDataParallel(compiled.model) if dist.is_initialized() else compiled.model
+    how: dict[str, Any] = {"samples_per_update": 16, "shapes": shapes, "collate_fn": collate}
+    loader = PlannedDataLoader(Texts(), LENGTHS, TokenBudget(90), **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (step for _ in range(2) for step in loader):
+        (model(**step.batch) * step.loss_scale).backward()
+        if step.ends_update:
+            optimizer.step()
+            optimizer.zero_grad()
+    del model
+    return compiled.counted
+
+
+@pytest.fixture(autouse=True)
+def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        logging.getLogger("torch.__trace"), "disabled", True
+    )  # thousands of lines that pytest would keep
+
+
+def compiles_once_a_shape(found: dict[str, int]) -> bool:
+    return 1 < found["forward"] == found["backward"] == found["captured"] <= SHAPES
+
+
+def test_a_loop_compiles_once_a_shape() -> None:
+    assert compiles_once_a_shape(plain_loop(SHAPES))
+
+
+@pytest.mark.slow
+def test_two_ranks_compile_once_a_shape() -> None:
+    assert all(map(compiles_once_a_shape, on_ranks(2, plain_loop, SHAPES)))
+
+
+class WithLoss(Model):
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+        return {"loss": super().forward(input_ids % WORDS, attention_mask, labels.where(labels < 0, labels % WORDS))}
+
+
+def test_the_trainer_compiles_once_a_shape(tmp_path: Any) -> None:
+    model = WithLoss()
+    how: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "config": {"shapes": SHAPES}}
+    run = trainer("causal", tmp_path, fits=True, model=model, **how)
+    run.loss_is_scaled_for_ga = False  # known: it need not be asked, without gradients
+    compiled = Compiled(model)
+    run.train()
+    assert run.state.epoch == 2
+    assert compiles_once_a_shape(compiled.counted)
