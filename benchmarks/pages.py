@@ -88,7 +88,7 @@ def loader_speed(found: Figures) -> list[Row]:
 
 def demo_speed(found: Figures) -> str:
     low, high = found["speedup_quartiles"]
-    return f"{found['speedup']:.2f} times as many samples a second (half of the updates: {low:.2f} to {high:.2f} times)"
+    return f"{found['speedup']:.2f} times as many samples a second (quartiles over the updates: {low:.2f} to {high:.2f})"
 
 
 def rivals(same: bool) -> Callable[[Figures], list[str]]:
@@ -121,8 +121,8 @@ def rivals_best(found: Figures) -> str:
         same = {name: run["samples_per_s"]["median"] for name, run in one["methods"].items() if run["same_updates"]}
         theirs = max((name for name in same if not name.startswith("dynagroup")), key=same.__getitem__)
         ours = max((name for name in same if name.startswith("dynagroup")), key=same.__getitem__)
-        figures = f"{same['dynagroup'] / same[theirs]:.2f} times the best of them ({theirs})"
-        sentences.append(f"{case}: {figures}" + f", {ours} {same[ours] / same[theirs]:.2f}" * (ours != "dynagroup"))
+        figures = f"{same['dynagroup'] / same[theirs]:.2f} times that of {theirs}"
+        sentences.append(f"{case}: {figures}" + f" ({ours}: {same[ours] / same[theirs]:.2f})" * (ours != "dynagroup"))
     return "; ".join(sentences)
 
 
@@ -147,10 +147,12 @@ def recovery(update: Figures) -> list[Row]:
     work, about = read("oom_work"), f"{update['parameters'] / 1e6:.0f} million parameters"
     left = f"{work['batches_that_do_not_fit']:.0%} of {work['planned_batches']} planned batches do not fit"
     about_texts = f"{work['texts']:,} texts, {left}"
-    found = {f"{about_texts}: {name} over a run that knew": f"{x:.2f}x" for name, x in work["ratio"].items()}
-    found["times that it ran out of memory there"] = work["learned"]["failures"]
+    names = {name: name.replace("_", " ") for name in work["ratio"]}
+    knew = "relative to a run that knew the limit beforehand"
+    found = {f"{about_texts}: {names[name]} {knew}": f"{x:.2f}x" for name, x in work["ratio"].items()}
+    found["the same texts: how often memory ran out"] = work["learned"]["failures"]
     for case, one in update.get("updates", {}).items():
-        found[f"an update of {case}, {about}, over a plain one's wall time"] = f"{Spread(one['ratio']):.2fx}"
+        found[f"an update of {case}, {about}, wall time relative to a plain update"] = f"{Spread(one['ratio']):.2fx}"
     return [{"key": key, "found": value} for key, value in found.items()]
 
 
