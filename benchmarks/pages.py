@@ -88,7 +88,9 @@ def loader_speed(found: Figures) -> list[Row]:
 
 def demo_speed(found: Figures) -> str:
     low, high = found["speedup_quartiles"]
-    return f"{found['speedup']:.2f} times as many samples a second (quartiles over the updates: {low:.2f} to {high:.2f})"
+    return (
+        f"{found['speedup']:.2f} times as many samples a second (quartiles over the updates: {low:.2f} to {high:.2f})"
+    )
 
 
 def rivals(same: bool) -> Callable[[Figures], list[str]]:
