@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.packing import PROBES, packing_collator
+from dynagroup.integrations.packing import PROBES, answer, packing_collator
 from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.memory.traced import TracedMemory
@@ -30,6 +30,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_lay
 FEWEST = 2
 CLOSE = 1e-4  # of the largest number: in float32 two ways to the same answer differ by rounding
 RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")  # kinds of layers that run along the row
+VARLEN = "use_varlen_attention"
 KERNELS = "need the kernels of flash-linear-attention and causal_conv1d (GPU), which start anew at each sample"
 
 
@@ -48,8 +49,13 @@ def check_model(model_or_config: Any) -> dict[str, str]:
     'the mean over label tokens'
     """
     torch.manual_seed(0)
-    model = small_model(getattr(model_or_config, "config", model_or_config))
-    return {name: _told(ask, model) for name, ask in QUESTIONS.items()}
+    model, found = small_model(getattr(model_or_config, "config", model_or_config)), {}
+    for name, ask in QUESTIONS.items():
+        try:
+            found[name] = ask(model)
+        except Exception as error:  # whatever the model's own code raises
+            found[name] = f"not known ({type(error).__name__}: {error})".splitlines()[0][:200]
+    return found
 
 
 def small_model(source: Any) -> Any:
@@ -85,26 +91,19 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(value)
 
 
-def _told(ask: Callable[[Any], str], model: Any) -> str:
-    try:
-        return ask(model)
-    except Exception as error:  # whatever the model's own code raises
-        return f"not known ({type(error).__name__}: {error})".splitlines()[0][:200]
-
-
 def _packed(model: Any) -> str:
     if model.config.is_encoder_decoder:
         return "not for encoder-decoders: group by both lengths"
     kinds = {str(kind) for part in _parts(model.config) for kind in getattr(part, "layer_types", None) or ()}
-    kinds |= {str(getattr(model.config, "model_type", ""))}
-    found = sorted(kind for kind in kinds if any(name in kind for name in RECURRENT))
-    if found:
+    kinds.add(str(getattr(model.config, "model_type", "")))
+    if found := sorted(kind for kind in kinds if any(name in kind for name in RECURRENT)):
         return f"layers that run along the row ({', '.join(found)}) {KERNELS}; pad otherwise"
     model.config.use_cache = False  # with a cache transformers makes no mask between packed samples
-    own = model.config._attn_implementation
-    ways = {own: lambda: model, "use_varlen_attention": lambda: use_varlen_attention(model)}
     apart, refused = [], []
-    for name, way in ways.items():
+    for name, way in (
+        (model.config._attn_implementation, lambda: model),
+        (VARLEN, lambda: use_varlen_attention(model)),
+    ):
         try:
             packing_collator(way())
             apart.append(name)
@@ -115,20 +114,18 @@ def _packed(model: Any) -> str:
     return f"samples are not kept apart on a CPU: {refused[0][:150]}"
 
 
-def _answer(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def _answer(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
     decoder = {"decoder_input_ids": ids[:, :2]} if model.config.is_encoder_decoder else {}
-    with evaluating(model), torch.no_grad():
-        output = model(input_ids=ids, attention_mask=mask, **decoder)
-    return output.logits if getattr(output, "logits", None) is not None else output[0]
+    return answer(model, {"input_ids": ids, **more, **decoder})
 
 
 def _padding(model: Any) -> str:
     """Whether a short sample, padded on the right beside a long one, is answered as alone."""
     long, short = (torch.tensor([probe]) for probe in PROBES)
-    width = short.shape[1]
-    padded = torch.nn.functional.pad(short, (0, long.shape[1] - width), value=model.config.pad_token_id or 0)
-    mask = torch.stack([torch.ones_like(long[0]), (torch.arange(long.shape[1]) < width).long()])
-    alone, beside = _answer(model, short)[0], _answer(model, torch.cat([long, padded]), mask)[1]
+    width, missing = short.shape[1], long.shape[1] - short.shape[1]
+    padded = torch.nn.functional.pad(short, (0, missing), value=model.config.pad_token_id or 0)
+    mask = torch.stack([torch.ones_like(long[0]), torch.tensor([1] * width + [0] * missing)])
+    alone, beside = _answer(model, short)[0], _answer(model, torch.cat([long, padded]), attention_mask=mask)[1]
     apart = float((beside[: len(alone)][:width] - alone[:width]).abs().max() / alone.abs().max())
     return "changes no answer" if apart < CLOSE else f"changes answers by {apart:.1%}: group equal lengths"
 
@@ -136,13 +133,13 @@ def _padding(model: Any) -> str:
 def _loss(model: Any) -> str:
     """Whether the loss of two samples is the mean over their labels. The first token, which causal models skip, has none."""
     ids = torch.tensor([PROBES[0], PROBES[0][::-1]])
-    places = torch.arange(ids.shape[1])
-    many, few = (torch.where((places > 0) & (places < most), ids, -100) for most in (9, 3))
-    parts = [(ids[:1], many[:1]), (ids[1:], few[1:]), (ids, torch.cat([many[:1], few[1:]]))]
+    labels, counts = ids.clone(), (4, 2)
+    for row, count in zip(labels, counts, strict=True):
+        row[0] = row[count + 1 :] = -100
     with evaluating(model), torch.no_grad():
-        first, second, both = (float(model(input_ids=rows, labels=labels).loss) for rows, labels in parts)
-    counts = [int((labels != -100).sum()) for _, labels in parts]
-    mean = (first * counts[0] + second * counts[1]) / counts[2]
+        rows = (slice(1), slice(1, 2), slice(2))
+        first, second, both = (float(model(input_ids=ids[part], labels=labels[part]).loss) for part in rows)
+    mean = (first * counts[0] + second * counts[1]) / sum(counts)
     is_mean = abs(both - mean) < CLOSE * abs(mean)
     return "the mean over label tokens" if is_mean else "no mean over label tokens: weigh it"
 

@@ -95,20 +95,21 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
     shape = tuple(batch["input_ids"].shape)
     if shape != (1, sum(SIZES)):
         raise ConfigError(f"`collate_fn` does not pack: 8 tokens came out as {shape}; use packing_collator(model)")
-    with evaluating(model), torch.no_grad():
-        together = _answer(model, batch)
-        parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
-        alone = torch.cat([_answer(model, {"input_ids": part}) for part in parts], dim=1)
+    together = answer(model, batch)
+    parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
+    alone = torch.cat([answer(model, {"input_ids": part}) for part in parts], dim=1)
     if together.shape != alone.shape:
         raise ConfigError(f"{type(model).__name__} does not answer token by token; use the padded layout")
     return together, alone
 
 
-def _answer(model: Any, batch: dict[str, Any]) -> Any:
+def answer(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A model's logits, or what else it gives first."""
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
-    output = model(**inputs)
-    return (output.logits if getattr(output, "logits", None) is not None else output[0]).detach()
+    with evaluating(model), torch.no_grad():
+        output = model(**inputs)
+    return output.logits if getattr(output, "logits", None) is not None else output[0]
 
 
 def _rounding(model: Any, answer: Any) -> float:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+import torch
 
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
-from dynagroup.oom.retry import Parts
+from dynagroup.oom.retry import run_parts
 from dynagroup.oom.split import BatchSplitter, VisionTokens, longest_of
 from dynagroup.shapes import BatchShape
-
-if TYPE_CHECKING:
-    import torch
 
 _REFUSED = (
     "streamer", "synced_gpus", "return_dict_in_generate", "past_key_values", "encoder_outputs", "prefix_allowed_tokens_fn",
@@ -59,57 +59,47 @@ def generate_with_oom_retry(
         generate_kwargs["pad_token_id"] = pad_token_id
     if learned is None:
         learned = _learned_by_model.setdefault(model, LearningBudget())
-    return Generating(model, data, generate_kwargs, learned, indices, min_samples=min_samples).generated()
+    return generated(model, data, generate_kwargs, learned, indices, min_samples=min_samples)
 
 
-class Generating(Parts[Any]):
-    """One batch to generate for: how it splits, what each part is given, and how the parts' outputs fit together."""
+def generated(
+    model: Any, batch: Mapping[str, Any], options: Mapping[str, Any], learned: LearningBudget, indices: Sequence[int], *,
+    min_samples: int = 1,
+) -> Generated:  # fmt: skip
+    """What the whole gives, put together of what its parts give. ``options`` of ``generate``: checked."""
+    kwargs = {name: value for name, value in options.items() if not is_data(value)}
+    batch = {**batch, **{name: value for name, value in options.items() if name not in kwargs}}
+    option = partial(generation_option, model=model, kwargs=kwargs)
+    # Parts stay as wide as the batch: some options look at padding, or count from the left.
+    splitter = BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config))
+    shape = partial(_final_shape, option, model.config.is_encoder_decoder)
+    run = lambda part: model.generate(**part, **kwargs)  # noqa: E731
+    how: Any = {"min_samples": min_samples, "indices": indices, "shape": shape, "watch": watch_of(model)}
+    rows = run_parts(run, batch, splitter, learned, **how)
+    width = max(part.shape[1] for part in rows)
+    fill = _pad_token_id(option) if any(part.shape[1] < width for part in rows) else 0
+    ended = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in rows]
+    return Generated(torch.cat(ended) if len(rows) > 1 else rows[0], len(rows) - 1)
 
-    def __init__(
-        self, model: Any, batch: Mapping[str, Any], kwargs: Mapping[str, Any], learned: LearningBudget,
-        indices: Sequence[int], *, min_samples: int = 1,
-    ) -> None:  # fmt: skip
-        self.model, self.watch = model, watch_of(model)
-        self.kwargs = {name: value for name, value in kwargs.items() if not is_data(value)}
-        self.batch = {**batch, **{name: value for name, value in kwargs.items() if name not in self.kwargs}}
-        # Parts stay as wide as the batch: some options look at padding, or count from the left.
-        splitter = BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config))
-        run = lambda part: model.generate(**part, **self.kwargs)  # noqa: E731
-        super().__init__(run, self.batch, splitter, learned, min_samples, indices)
 
-    def generated(self) -> Generated:
-        """What the whole gives."""
-        rows = self.run_all()
-        return Generated(rows[0] if len(rows) == 1 else self._merged(rows), len(rows) - 1)
+def _final_shape(option: Callable[[str], Any], is_encoder_decoder: bool, part: Any, num_samples: int) -> BatchShape:
+    """What memory grows with: every beam and returned sequence, at its full length in the end."""
+    new, total, width = option("max_new_tokens"), option("max_length"), longest_of(part)
+    if new is None and total is not None:
+        new = total if is_encoder_decoder else max(total - width, 0)
+    new = 20 if new is None else new  # transformers' default
+    copies = max(option(name) or 1 for name in ("num_beams", "num_return_sequences"))
+    return BatchShape.of(num_samples * copies, width + new)
 
-    def shape(self, start: int, stop: int) -> BatchShape:
-        """What memory grows with: every beam and returned sequence, at its full length in the end."""
-        new, total, width = self._option("max_new_tokens"), self._option("max_length"), longest_of(self.batch)
-        if new is None and total is not None:
-            new = total if self.model.config.is_encoder_decoder else max(total - width, 0)
-        new = 20 if new is None else new  # transformers' default
-        copies = max(self._option(name) or 1 for name in ("num_beams", "num_return_sequences"))
-        return BatchShape.of((stop - start) * copies, width + new)
 
-    def _option(self, name: str) -> Any:
-        return generation_option(name, self.model, self.kwargs)
-
-    def _merged(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Token ids of consecutive parts as the whole's, which ends where the longest ends."""
-        import torch
-
-        width = max(part.shape[1] for part in rows)
-        fill = self._pad_token_id() if any(part.shape[1] < width for part in rows) else 0
-        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in rows])
-
-    def _pad_token_id(self) -> int:
-        pad, eos = self._option("pad_token_id"), self._option("eos_token_id")
-        first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
-        if pad is None or (pad == 0 and (self._option("num_beams") or 1) > 1 and first_eos is not None):
-            pad = first_eos  # transformers' beam search takes a padding token 0 for none
-        if pad is None:
-            raise ConfigError("parts end after different numbers of tokens: give `pad_token_id` to fill them")
-        return int(pad)
+def _pad_token_id(option: Callable[[str], Any]) -> int:
+    pad, eos = option("pad_token_id"), option("eos_token_id")
+    first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
+    if pad is None or (pad == 0 and (option("num_beams") or 1) > 1 and first_eos is not None):
+        pad = first_eos  # transformers' beam search takes a padding token 0 for none
+    if pad is None:
+        raise ConfigError("parts end after different numbers of tokens: give `pad_token_id` to fill them")
+    return int(pad)
 
 
 def check_options(model: Any, given: Mapping[str, Any]) -> None:

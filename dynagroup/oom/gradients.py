@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup.device import is_out_of_memory
 from dynagroup.errors import AlignmentError, ConfigError
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_BYTES = 2**20
 """Smaller gradients travel together; a larger one travels in the tensor that holds it, without a copy."""
@@ -21,9 +21,6 @@ _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The ``DistributedDataParallel`` in a model. What one rank cannot repeat alone is refused."""
-    from torch.nn import SyncBatchNorm
-    from torch.nn.parallel import DistributedDataParallel
-
     modules = list(model.modules())
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
     for module in modules:
@@ -36,23 +33,19 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     return ddp
 
 
-@contextmanager
-def local_gradients(ddp: DistributedDataParallel | None) -> Iterator[None]:
+def local_gradients(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:
     """Forward and backward passes without any exchange between ranks: neither gradients nor buffers."""
-    if ddp is not None:
-        # Otherwise the first forward broadcasts buffers, and a rank that repeats it would wait for the others forever.
-        ddp.require_forward_param_sync = False
-    with nullcontext() if ddp is None else ddp.no_sync():
-        yield
+    if ddp is None:
+        return nullcontext()
+    # Otherwise the first forward broadcasts buffers, and a rank that repeats it would wait for the others forever.
+    ddp.require_forward_param_sync = False
+    return ddp.no_sync()
 
 
 # DDP's own exchange cannot be called off: a rank that fails inside it leaves the others waiting for ever. So ours begins when
 # every rank has all its gradients. Nothing of it overlaps with the backward pass; in exchange large gradients are not copied.
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero. ``parameters``: alike on all ranks."""
-    import torch
-    import torch.distributed as dist
-
     size = dist.get_world_size(group)
     with torch.no_grad():
         buckets = _buckets([_gradient_of(p) for p in parameters])
@@ -72,8 +65,6 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    import torch
-
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     if parameter.grad.is_sparse:
@@ -91,16 +82,12 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _packed(bucket: list[torch.Tensor]) -> torch.Tensor:
-    import torch
-
     alone = len(bucket) == 1 and bucket[0].is_contiguous()
     return bucket[0] if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
 
 
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:
     """What DDP does before a forward pass, done after the update instead: buffers follow the group's first rank."""
-    import torch.distributed as dist
-
     if not ddp.broadcast_buffers:
         return
     first = dist.get_process_group_ranks(ddp.process_group)[0]

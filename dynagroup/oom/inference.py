@@ -7,21 +7,19 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.oom.generate import Generating, check_options, generation_option, is_data
+from dynagroup.oom.generate import check_options, generated, generation_option, is_data
 from dynagroup.oom.jobs import Job, Task
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.storage import TEXTS
 from dynagroup.validation import check_choice, check_int
-
-if TYPE_CHECKING:
-    import torch
 
 Pooling: TypeAlias = Literal["mean", "first", "last"]
 
@@ -124,7 +122,6 @@ def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **op
     >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
     (1000, 384)
     """
-    import torch
     from transformers import AutoModel, AutoTokenizer
 
     how = _recipe_of(str(name)) | options
@@ -176,7 +173,7 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
         how["generation_config"].max_new_tokens = new_tokens
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> list[Any]:
-        tokens = Generating(model, batch, how, job.learned, indices).generated().output
+        tokens = generated(model, batch, how, job.learned, indices).output
         tokens = tokens[:, batch["input_ids"].shape[1] :] if is_causal else tokens
         found = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return found if each == 1 else [found[i : i + each] for i in range(0, len(found), each)]
@@ -200,8 +197,6 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
         return rows_of(found, batch["attention_mask"]).float().cpu()
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:
-        import torch
-
         splitter = BatchSplitter(pad_to_multiple_of=job.budget.pad_to_multiple_of)
         with torch.inference_mode():
             rows = run_with_oom_retry(outputs, batch, split=splitter, learned=job.learned, indices=indices)
@@ -244,8 +239,6 @@ def _without_adapter(model: Any) -> Any:
 
 
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling, normalize: bool) -> torch.Tensor:
-    import torch
-
     num_tokens = mask.sum(1).clamp(min=1)
     if pooling == "mean":  # summed in float32: bfloat16 cannot count beyond 256
         total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=torch.float32)

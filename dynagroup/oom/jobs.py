@@ -10,9 +10,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
@@ -32,9 +33,6 @@ from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import TOKENS
 from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_int
-
-if TYPE_CHECKING:
-    import torch
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 30 * 24 * 3600.0  # ranks wait for each other's batches; one that died is noticed: its connections close
@@ -262,11 +260,10 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
 
 
 def _digest(parts: Iterable[str]) -> str:
-    """Each with its length first: "ab", "c" is not "a", "bc"."""
+    """Each in quotes: "ab", "c" is not "a", "bc"."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        raw = part.encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "little") + raw)
+        digest.update(repr(part).encode())
     return f"#{digest.hexdigest()}"
 
 
@@ -322,8 +319,6 @@ def _weights(model: Any) -> Iterator[str]:
 
 
 def _checksums(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    import torch
-
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for part in tensor.detach().reshape(-1).view(kinds[tensor.element_size()]).split(_AT_ONCE):

@@ -7,7 +7,10 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
 
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import PeakWatch, is_out_of_memory
@@ -23,30 +26,32 @@ _log = logging.getLogger(__name__)
 _BACKENDS = ("cuda", "xpu", "mps", "npu")
 
 
-class Outcome(NamedTuple):
-    """What one attempt came to: a value, or the text of the out-of-memory error that ended it; and how long it took."""
-
-    value: Any
-    error: str | None
-    seconds: float
-
-
-def attempt(run: Callable[[], Any]) -> Outcome:
-    """Run it. After an out-of-memory error nothing of the attempt is left alive when this returns; other errors pass through.
+def attempt(
+    run: Callable[[Any], T], part: Any, shape: Callable[[], BatchShape], learned: LearningBudget, watch: PeakWatch | None
+) -> tuple[T | None, str | None]:  # fmt: skip
+    """``run(part)`` and None; or None and the out-of-memory error that ended it, of which then nothing is left alive. Other
+    errors pass through. What passed, and what failing cost, ``learned`` is told; not that this ``shape`` failed.
 
     Frames hold a failed attempt's tensors, the traceback holds the frames, and the exception being handled holds the
     traceback: so the frames are cleared, the ``except`` block is left, and only then is memory collected.
     """
     started = time.perf_counter()
     try:
-        return Outcome(run(), None, time.perf_counter() - started)
+        value = run(part)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         message, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
         _clear_frames(error, set())
+    else:
+        peak, size = (None, None) if watch is None else watch.new_peak()
+        if learned.has_learned or peak is not None:
+            learned.record_pass(shape(), peak_bytes=peak, device_bytes=size)
+        return value, None
     free_memory()
-    return Outcome(None, message, seconds)
+    _log.warning("out of memory at %s; going on in parts. %s", describe(part), message)
+    learned.record_waste(num_ooms=1, num_retries=2, wasted_s=seconds)
+    return None, message
 
 
 def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
@@ -59,8 +64,6 @@ def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
 
 def free_memory() -> None:
     """Collect garbage, then hand the caching allocators' unused blocks back, on every device type in use."""
-    import torch
-
     gc.collect()
     for backend in (getattr(torch, name, None) for name in _BACKENDS):
         if backend is not None and backend.is_available() and getattr(backend, "is_initialized", lambda: True)():
@@ -101,64 +104,35 @@ def run_with_oom_retry(
     [[2, 4], [6], [8, 10]]
     """
     splitter = split if split is not None else BatchSplitter()
-    learned = learned if learned is not None else LearningBudget()
-    return Parts(fn, batch, splitter, learned, min_samples, indices).run_all()
+    return run_parts(fn, batch, splitter, learned or LearningBudget(), min_samples=min_samples, indices=indices)
 
 
-class Parts(Generic[T]):
-    """Ranges of a batch's samples, run in order; what fails, or what was learned does not allow when its turn has come, is cut
-    in halves."""
-
-    watch: PeakWatch | None = None
-
-    def __init__(
-        self, fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, min_samples: int,
-        indices: Sequence[int],
-    ) -> None:  # fmt: skip
-        self.fn, self.batch, self.splitter, self.learned = fn, batch, splitter, learned
-        self._min_samples, self._indices = check_int("min_samples", min_samples), indices
-        self.num_samples = splitter.num_samples(batch)
-
-    def part(self, start: int, stop: int) -> Any:
-        whole = stop - start == self.num_samples
-        return self.batch if whole else self.splitter.take(self.batch, start, stop)
-
-    def shape(self, start: int, stop: int) -> BatchShape:
-        """What its memory grows with."""
-        return shape_of(self.part(start, stop), stop - start)
-
-    def run_all(self) -> list[T]:
-        """The results of all parts."""
-        done: list[T] = []
-        waiting = [(0, self.num_samples)]
-        while waiting:
-            (start, stop), waiting = waiting[0], waiting[1:]
-            if not self._allowed(start, stop):
-                waiting = halves(start, stop) + waiting
+def run_parts(
+    fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, *,
+    min_samples: int = 1, indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of,
+    watch: PeakWatch | None = None,
+) -> list[Any]:  # fmt: skip
+    """The same; ``shape(part, number of samples)`` is what its memory grows with."""
+    num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
+    done, waiting = [], [(0, num_samples)]
+    while waiting:
+        start, stop = waiting.pop(0)
+        part = batch if stop - start == num_samples else splitter.take(batch, start, stop)
+        size, is_smallest = partial(shape, part, stop - start), stop - start < smallest
+        if is_smallest or not learned.has_learned or learned.allows(size())[0]:
+            value, error = attempt(fn, part, size, learned, watch)
+            if error is None:
+                done.append(value)
                 continue
-            outcome = attempt(lambda a=start, b=stop: self.fn(self.part(a, b)))
-            if outcome.error is not None:
-                waiting = self._failed(start, stop, outcome.error, outcome.seconds) + waiting
-                continue
-            peak, size = (None, None) if self.watch is None else self.watch.new_peak()
-            if self.learned.has_learned or peak is not None:
-                self.learned.record_pass(self.shape(start, stop), peak_bytes=peak, device_bytes=size)
-            done.append(outcome.value)
-        return done
+            learned.record_failed_cost(float(learned.cost(size())[0]))
+            if is_smallest:
+                known = indices if len(indices) else range(num_samples)
+                raise _no_way_out(known[start:stop], part, error)
+        waiting[:0] = halves(start, stop)
+    return done
 
-    def _failed(self, start: int, stop: int, error: str, seconds: float) -> list[tuple[int, int]]:
-        """Learn from a range that failed; its halves."""
-        shown = describe(self.part(start, stop))
-        _log.warning("out of memory at %s; going on in halves. %s", shown, error)
-        self.learned.record_oom(self.shape(start, stop), wasted_s=seconds)
-        if stop - start >= 2 * self._min_samples:
-            return halves(start, stop)
-        known = self._indices if len(self._indices) else range(self.num_samples)
-        names = ", ".join(str(int(i)) for i in known[start:stop])
-        alone = stop - start == 1
-        who = f"sample {names} does not fit even alone" if alone else f"samples {names} do not fit together"
-        raise BudgetError(f"{who} ({shown}); truncate or filter out such samples. The allocator said: {error}")
 
-    def _allowed(self, start: int, stop: int) -> bool:
-        smallest = stop - start < 2 * self._min_samples
-        return smallest or not self.learned.has_learned or bool(self.learned.allows(self.shape(start, stop))[0])
+def _no_way_out(samples: Sequence[int], part: Any, error: str) -> BudgetError:
+    names, alone = ", ".join(map(str, map(int, samples))), len(samples) == 1
+    who = f"sample {names} does not fit even alone" if alone else f"samples {names} do not fit together"
+    return BudgetError(f"{who} ({describe(part)}); truncate or filter out such samples. The allocator said: {error}")

@@ -107,12 +107,10 @@ class BatchSplitter:
             return len(borders) - 1
         own = {*self.rules, *_SHARED_KEYS, *_VISION_KEYS}
         sizes = {str(key): len(value) for key, value in fields.items() if key not in own and _is_sized(value)}
-        for key in _SIZED_BY:
-            if key in sizes:
-                return sizes[key]
-        if len(set(sizes.values())) != 1:
+        found = [sizes[key] for key in _SIZED_BY if key in sizes][:1] or [*{*sizes.values()}]
+        if len(found) != 1:
             raise ConfigError(f"how many samples the batch holds is not clear: {sizes}; give BatchSplitter(rules=...)")
-        return next(iter(sizes.values()))
+        return found[0]
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Samples ``start`` to ``stop - 1``, trimmed. Tensors are views of the batch's."""
@@ -129,61 +127,47 @@ class BatchSplitter:
                 parts[key] = value
             elif borders is not None:
                 parts[key] = _take_packed(key, value, borders, start, stop)
+            elif (
+                key in _VISION_KEYS and fields.get(f"{_VISION_KEYS[key][0]}_grid_thw") is not None and value is not None
+            ):
+                parts[key] = _take_vision(fields, key, start, stop, self.vision)
             else:
-                parts[key] = self._take_padded(fields, key, num_samples, start, stop)
-        if borders is None:
+                parts[key] = _take_padded(key, value, num_samples, start, stop)
+        if borders is None and self.trim:
             self._trim(parts, fields, num_samples, start, stop)
         return _rebuild(batch, parts, start, stop)
 
-    def _take_padded(self, fields: Fields, key: Any, num_samples: int, start: int, stop: int) -> Any:
-        value = fields[key]
-        if key in _VISION_KEYS and fields.get(f"{_VISION_KEYS[key][0]}_grid_thw") is not None and value is not None:
-            return _take_vision(fields, key, start, stop, self.vision)
-        if key == "position_ids" and _is_array(value):
-            if value.ndim == 3 and value.shape[1] == num_samples:  # one plane each for time, height, width
-                return value[:, start:stop]
-            if value.ndim == 1 or value.shape[0] == 1:
-                return value
-        return _cut(value, str(key), num_samples, start, stop)
-
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
-        """Cut columns off all that has one entry per token, in place."""
-        mask = fields.get("attention_mask")
-        if not self.trim or not _is_array(mask) or mask.ndim != 2:
+        """Cut columns off all that has one entry per token, in place; off nothing where another field as wide as the mask is not
+        known to hold one entry per token, or a label would be lost."""
+        mask, known = fields.get("attention_mask"), _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
+        if not _is_array(mask) or mask.ndim != 2 or "past_key_values" in fields:
             return
-        width, kept = int(mask.shape[1]), self._kept(fields, num_samples, start, stop)
-        for key in parts.keys() & _TOKEN_KEYS:
-            value = fields[key]
-            if not _is_array(value) or (key == "labels" and "decoder_input_ids" in fields):
-                continue
-            if key == "position_ids" and value.shape[-1] == width:
-                parts[key] = _whole(parts[key][..., :kept])
-            elif tuple(value.shape[:2]) == (num_samples, width):
-                parts[key] = _whole(parts[key][:, :kept])
-
-    def _kept(self, fields: Fields, num_samples: int, start: int, stop: int) -> int:
-        """Token columns that a part keeps: all, unless every other field as wide as the mask is known to hold one entry per
-        token, and no label is lost."""
-        mask, known = fields["attention_mask"], _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
         width, used = int(mask.shape[1]), np.flatnonzero((mask[start:stop] != 0).any(0).tolist())
-        wide = (key for key, value in fields.items() if key not in known and _as_wide(value, num_samples, width))
-        if not len(used) or "past_key_values" in fields or next(wide, None) is not None:
-            return width
+        if not len(used) or any(_as_wide(fields[key], num_samples, width) for key in fields.keys() - known):
+            return
         kept = min(width, -(-(int(used[-1]) + 1) // self.pad_to_multiple_of) * self.pad_to_multiple_of)
-        return kept if _labels_allow(fields, start, stop, kept) else width
+        # Of a target side: as wide as the mask by accident.
+        targets = {"labels"} if "decoder_input_ids" in fields else set()
+        wide = {key: fields[key] for key in parts.keys() & _TOKEN_KEYS - targets if _is_array(fields[key])}
+        labels = wide.get("labels", np.empty(0))
+        if labels.shape[1:] == (width,) and (labels[start:stop, kept:] != _IGNORED_LABEL).any():
+            return
+        for key, value in wide.items():
+            if (key == "position_ids" and value.shape[-1] == width) or tuple(value.shape[:2]) == (num_samples, width):
+                part = parts[key][..., :kept] if key == "position_ids" else parts[key][:, :kept]
+                # In one piece, as models expect what they flatten by `view`.
+                parts[key] = part.contiguous() if hasattr(part, "contiguous") else part
 
 
-def _whole(value: Any) -> Any:
-    """In one piece, as models expect what they flatten by ``view``."""
-    return value.contiguous() if hasattr(value, "contiguous") else value
-
-
-def _labels_allow(fields: Fields, start: int, stop: int, kept: int) -> bool:
-    """Whether no label is lost. Labels as wide as the mask may also be a target side of the same width by accident."""
-    labels, width = fields.get("labels"), fields["attention_mask"].shape[1]
-    if not _is_array(labels) or tuple(labels.shape[1:]) != (width,) or "decoder_input_ids" in fields:
-        return True
-    return bool((labels[start:stop, kept:] == _IGNORED_LABEL).all())
+def _take_padded(key: Any, value: Any, num_samples: int, start: int, stop: int) -> Any:
+    """Some samples' entries of a field; ``position_ids`` may have a plane each for time, height, width, or a row for all."""
+    if key == "position_ids" and _is_array(value):
+        if value.ndim == 3 and value.shape[1] == num_samples:
+            return value[:, start:stop]
+        if value.ndim == 1 or value.shape[0] == 1:
+            return value
+    return _cut(value, str(key), num_samples, start, stop)
 
 
 def _as_wide(value: Any, num_samples: int, width: int) -> bool:

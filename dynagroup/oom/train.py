@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
 
 from dynagroup.budget.learning import COST_UNIT, NO_COST, LearningBudget
 from dynagroup.device import PeakWatch
@@ -14,17 +16,12 @@ from dynagroup.distributed import DistributedWorld, SingleProcess, World
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom.gradients import average_gradients, broadcast_buffers, find_ddp, local_gradients
 from dynagroup.oom.retry import attempt, halves
-from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of, shape_of
+from dynagroup.oom.split import BatchSplitter, Splitter, longest_of, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
 from dynagroup.update.step import Step
 
-if TYPE_CHECKING:
-    import torch
-
-ComputeLoss: TypeAlias = "Callable[[Any], torch.Tensor]"
-
-_log = logging.getLogger(__name__)
+ComputeLoss: TypeAlias = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +55,9 @@ class Part:
         """As a batch of their own."""
         whole = self.start == 0 and self.stop == splitter.num_samples(self.batch)
         return self.batch if whole else splitter.take(self.batch, self.start, self.stop)
+
+    def shape(self, splitter: Splitter[Any]) -> BatchShape:
+        return shape_of(self.samples(splitter), self.num_samples)
 
     def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> list[Part]:
         """Two halves that weigh together what the part weighs."""
@@ -173,8 +173,6 @@ class OomSafeBackward:
             BudgetError: a sample does not fit even alone; on every rank alike, when the update ends.
             AlignmentError: a rank has gone. Any other error ends the update; ``.grad`` then is what a plain loop leaves.
         """
-        import torch
-
         self._update = update = self._update or Update.begin(self._model)
         update.num_calls += 1
         try:
@@ -219,37 +217,30 @@ class OomSafeBackward:
         known = self.learned.has_learned or math.isfinite(update.failed_cost)
         if not known or part.num_samples == 1:
             return True
-        shape = self._shape(part)
+        shape = part.shape(self._splitter)
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
-
-    def _shape(self, part: Part) -> BatchShape:
-        return shape_of(part.samples(self._splitter), part.num_samples)
 
     def _attempt(self, update: Update, part: Part) -> bool:
         """Whether the part fitted. What failed leaves nothing behind but gradients, see ``_began``."""
-        sources = _random_sources(self._device)
+        # What dropout draws from: torch's states on the CPU and on one device.
+        kind = self._device.type
+        sources: list[Any] = [torch] if kind == "cpu" else [torch, getattr(torch, kind)]
         if part.rng is None:
             part.rng = [source.get_rng_state() for source in sources]
         for source, state in zip(sources, part.rng, strict=True):
             source.set_rng_state(state)
         self._began = False
-        outcome = attempt(lambda: self._run(part))
-        if outcome.error is not None:
-            shown = describe(part.samples(self._splitter))
-            _log.warning("out of memory at %s; going on in parts. %s", shown, outcome.error)
-            self.learned.record_waste(num_ooms=1, num_retries=2, wasted_s=outcome.seconds)
-            # Ranks must plan alike, so all of them learn it together, at the vote.
-            update.failed_cost = min(update.failed_cost, float(self.learned.cost(self._shape(part))[0]))
-            return False
-        part.loss = outcome.value
-        peak, size = self._peak.new_peak()
-        if self.learned.has_learned or peak is not None:
-            self.learned.record_pass(self._shape(part), peak_bytes=peak, device_bytes=size)
-        return True
+        shape = partial(part.shape, self._splitter)
+        part.loss, error = attempt(
+            partial(self._run, part), part.samples(self._splitter), shape, self.learned, self._peak
+        )
+        if error is not None:  # ranks must plan alike, so all of them learn it together, at the vote
+            update.failed_cost = min(update.failed_cost, float(self.learned.cost(shape())[0]))
+        return error is None
 
-    def _run(self, part: Part) -> torch.Tensor:
+    def _run(self, part: Part, samples: Any) -> torch.Tensor:
         with local_gradients(self._ddp):
-            loss = part.compute_loss(part.samples(self._splitter))
+            loss = part.compute_loss(samples)
             if loss.ndim:
                 raise ConfigError(f"`compute_loss` must return a scalar, but returned shape {tuple(loss.shape)}")
             self._began = True
@@ -279,10 +270,3 @@ class OomSafeBackward:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
             average_gradients(used, self._ddp.process_group)
             broadcast_buffers(self._ddp)
-
-
-def _random_sources(device: torch.device) -> list[Any]:
-    """What dropout draws from: torch's states on the CPU and on one device."""
-    import torch
-
-    return [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
