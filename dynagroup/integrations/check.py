@@ -100,18 +100,13 @@ def _packed(model: Any) -> str:
         return f"layers that run along the row ({', '.join(found)}) {KERNELS}; pad otherwise"
     model.config.use_cache = False  # with a cache transformers makes no mask between packed samples
     apart, refused = [], []
-    for name, way in (
-        (model.config._attn_implementation, lambda: model),
-        (VARLEN, lambda: use_varlen_attention(model)),
-    ):
+    for name in (model.config._attn_implementation, VARLEN):
         try:
-            packing_collator(way())
+            packing_collator(use_varlen_attention(model) if name == VARLEN else model)
             apart.append(name)
         except ConfigError as error:
-            refused.append(str(error))
-    if apart:
-        return f"samples are kept apart with {' or '.join(apart)}"
-    return f"samples are not kept apart on a CPU: {refused[0][:150]}"
+            refused.append(f"samples are not kept apart on a CPU: {str(error)[:150]}")
+    return f"samples are kept apart with {' or '.join(apart)}" if apart else refused[0]
 
 
 def _answer(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations import hf_data
 from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf_evaluate import Evaluator
-from dynagroup.integrations.hf_progress import DynagroupCallback
+from dynagroup.integrations.hf_step import DynagroupCallback
 from dynagroup.integrations.packing import check_packed_training
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
@@ -86,7 +86,12 @@ class DynagroupTrainerMixin(Evaluator):
                 "the lengths and order of a stream are not known beforehand: pass DynagroupConfig(mode='online', "
                 "updates='free'), and max_steps in the arguments"
             )
+        ids = getattr(self.processing_class, "pad_token_id", None)
         settings: dict[str, Any] = {
+            "kinds": config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds),
+            "one_kind": config.one_kind,
+            "shapes": config.shapes,
+            "pad": None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids),
             "samples_per_update": None if free else config.samples_per_update or self.fixed_samples,
             "accumulation": self.accumulation if free else 1,
             "seed": args.data_seed if args.data_seed is not None else args.seed,
@@ -97,11 +102,6 @@ class DynagroupTrainerMixin(Evaluator):
             **config.plan,
             "work": hf_data.work_of(self),
         }
-        ids = getattr(self.processing_class, "pad_token_id", None)
-        pad = None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids)
-        settings = {"shapes": config.shapes, "pad": pad, **settings}
-        kinds = config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds)
-        settings = {"kinds": kinds, "one_kind": config.one_kind, **settings}
         if config.mode == "online":
             measured = {"length_of": config.length_of, "length_hint": config.lengths, "kind_of": config.kind_of}
             order = None if stream else hf_data.host_order(host)
@@ -109,7 +109,7 @@ class DynagroupTrainerMixin(Evaluator):
         lengths, order = config.lengths, None if free else hf_data.host_order(host)
         if lengths is None:
             lengths = hf_data.sample_lengths(self, self.train_dataset, name="train_dataset")
-        settings = {"grouping": config.grouping, **settings}
+        settings.setdefault("grouping", config.grouping)
         return PlannedDataLoader(dataset, lengths, config.budget, sampler=order, **settings)
 
     # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of

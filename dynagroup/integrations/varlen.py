@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,12 @@ from transformers.masking_utils import eager_mask
 from dynagroup.errors import ConfigError
 from dynagroup.oom.jobs import evaluating
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn: Any = lambda: None  # noqa: E731
+
+HAS_KERNEL = {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys()
 NAME, PROBE = "dynagroup_varlen", "dynagroup_probe"
 NO_MATTER = frozenset(
     "position_ids position_embeddings cache_position seq_idx cu_seq_lens_k max_length_k num_items_in_batch use_cache "
@@ -168,7 +174,7 @@ def _attend(
         cu_seq_lens_q, max_length_q = _rows_as_samples(query, kwargs.get("position_ids"))
     how: dict[str, Any] = {"causal": _is_causal(module, is_causal), "scale": scaling, "window": sliding_window}
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if query.is_cuda and query.dtype.itemsize == 2 and not dropout and has_kernel():
+    if query.is_cuda and query.dtype.itemsize == 2 and not dropout and HAS_KERNEL:
         out = kernel(q, k, v, cu_seq_lens_q, int(max_length_q or cu_seq_lens_q.diff().max()), **how)
     else:
         out = one_by_one(q, k, v, cu_seq_lens_q, dropout=dropout, **how)
@@ -183,20 +189,8 @@ def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> 
     return torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
 
 
-@cache
-def has_kernel() -> bool:
-    """Whether torch has the kernel, and the kernel windows and scales."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys()
-
-
 def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int, **how: Any) -> Any:
     """What :func:`one_by_one` gives, in one call: on CUDA devices, in half precision."""
-    from torch.nn.attention.varlen import varlen_attn
-
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
     near = how["window"] - 1 if how["window"] else -1

@@ -223,14 +223,13 @@ def _classification(model: Any) -> Task:
 
 def _without_head(model: Any) -> Any:
     """The part that gives hidden states: a language model's own output is a number for every word of its vocabulary."""
-    module = sys.modules.get("transformers.modeling_utils")  # whoever holds such a model has imported it
     inner = _without_adapter(model)
-    return inner.base_model if module is not None and isinstance(inner, module.PreTrainedModel) else model
+    return inner.base_model if hasattr(type(inner), "base_model_prefix") else model
 
 
 def _without_adapter(model: Any) -> Any:
     """A model of peft without its outer layer, where its adapters are in the layers beneath, which then still run."""
-    peft = sys.modules.get("peft")
+    peft = sys.modules.get("peft")  # whoever holds such a model has imported it
     if peft is None or not isinstance(model, peft.PeftModel):
         return model
     config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner

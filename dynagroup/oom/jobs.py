@@ -132,10 +132,10 @@ class Job:
     def budget(self) -> Budget:
         """The user's, or one that knows the model, for these lengths."""
         task, budget = self.task, self._given_budget
-        known = partial(MemoryRegressor.of_model, task.model, task.mode, max_new_tokens=task.new_tokens)
+        known: Any = partial(MemoryRegressor.of_model, task.model, task.mode, max_new_tokens=task.new_tokens)
         if budget is None:
             one_batch = len(self.texts) <= self._batch_size  # known to fit: no reason to look at the model
-            budget = MemoryBudget(self._batch_size, model=PaddedTokens() if one_batch else known())
+            budget, known = MemoryBudget(self._batch_size), PaddedTokens if one_batch else known
         budget = budget.with_memory(known).bind({TOKENS: self.lengths})
         if self._shapes is None or not len(self.texts):
             return budget
@@ -145,14 +145,12 @@ class Job:
         """Measure the texts, before anything is run or written. A position that is not there ends the process on a GPU."""
         lengths, (_, last) = self.lengths, _positions(self.task.model)
         new = self.task.new_tokens if self.task.padding_side == "left" else 0
-        over = np.flatnonzero(lengths + new > (np.inf if last is None else last))
-        if last is not None and len(over):
+        if last is not None and len(over := np.flatnonzero(lengths + new > last)):
             raise ConfigError(
                 f"{len(over)} texts are too long for the model, which has {last} positions: text {over[0]} has "
                 f"{lengths[over[0]]} tokens and {new} new ones; truncate with max_length={max(last - new, 1)}, or leave them out"
             )
-        num_full = int((lengths == self._max_length).sum()) if self._says_limit else 0
-        if num_full:
+        if self._says_limit and (num_full := int((lengths == self._max_length).sum())):
             cut = "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen"
             _log.warning(cut, num_full, len(lengths), self._max_length)
 

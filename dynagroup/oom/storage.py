@@ -202,11 +202,7 @@ class Output:
         return self._kind.read(self._path)
 
     def _own_files(self, kind: str = "") -> list[Path]:
-        try:
-            names = sorted(os.listdir(self.journal))
-        except FileNotFoundError:
-            return []
-        return [self.journal / name for name in names if _OWN.fullmatch(name) and name.endswith(kind)]
+        return [path for path in sorted(self.journal.glob(f"*{kind}")) if _OWN.fullmatch(path.name)]
 
     def _checksum(self, index: int, data: Buffer) -> int:
         return zlib.crc32(data, zlib.crc32(index.to_bytes(8, "little", signed=True), self._seed))
