@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,10 +89,6 @@ class _Pass:
         places = np.argsort(self.rows.order)
         return _mapped(lambda values: values[places] if values.ndim and len(values) == len(places) else values, found)
 
-    def compute(self, compute_metrics: Callable[[Any], Any], found: Any) -> Any:
-        """Metrics of results in dataset order."""
-        return compute_metrics(EvalPrediction(*map(self.in_order, (found.predictions, found.label_ids, found.inputs))))
-
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
     """``fn`` of every array or tensor, within tuples, lists and mappings."""
@@ -125,26 +120,22 @@ class Evaluator(UpdateRunner):
             return host
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
         budget = budget if budget.ladder is None else budget.ladder.base  # shapes are training's
-        key = (id(dataset), budget.fingerprint)
+        key = id(dataset), budget.fingerprint
         if key not in self._planned_rows:
-            self._planned_rows[key] = dataset, self._plan_rows(dataset, budget)
+            rows: Any = None
+            try:
+                lengths = sample_lengths(self, dataset, name="eval_dataset")
+                rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self))
+            except ConfigError as error:
+                size = f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}"
+                way_out = "or give eval_dataset a length column; dynagroup_eval=False says that they are wanted"
+                warn_user(f"evaluation runs batches of {size} samples: {error} {way_out}")
+            self._planned_rows[key] = dataset, rows
         rows = self._planned_rows[key][1]
         if rows is None:
             return host
         kept = {name: value for name, value in loader_kwargs(host).items() if name != "persistent_workers"}
-        return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))  # type: ignore[arg-type]
-
-    def _plan_rows(self, dataset: Any, budget: Budget) -> EvaluationRows | None:
-        try:
-            lengths = sample_lengths(self, dataset, name="eval_dataset")
-            return EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self))
-        except ConfigError as error:
-            size = self.args.per_device_eval_batch_size
-            warn_user(
-                f"evaluation runs batches of per_device_eval_batch_size={size} samples: {error} or give eval_dataset a length "
-                "column; dynagroup_eval=False says that they are wanted"
-            )
-            return None
+        return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         rows: Any = getattr(dataloader, "batch_sampler", None)
@@ -157,7 +148,8 @@ class Evaluator(UpdateRunner):
         self.gather_function = run.gather
         self.args.average_tokens_across_devices = False  # each rank's loss is then a mean over its own batch
         if compute is not None and not self.args.batch_eval_metrics:
-            self.compute_metrics = partial(run.compute, compute)
+            parts = lambda found: (found.predictions, found.label_ids, found.inputs)  # noqa: E731
+            self.compute_metrics = lambda found: compute(EvalPrediction(*map(run.in_order, parts(found))))
         try:
             output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         finally:

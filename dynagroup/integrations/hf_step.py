@@ -7,8 +7,9 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, gather_object
@@ -63,7 +64,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
     samples are used, however many updates that takes."""
 
     dynagroup: DynagroupConfig
-    update_loader: StepLoader[Any] | None
+    update_loader: Any  # of the training that runs: a StepLoader; None before
     guard: OomSafeBackward | None
     fixed_samples: int
     just_resumed = False
@@ -101,14 +102,11 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
 
     def updates_of_run(self, loader: StepLoader[Any]) -> int:
         """Of the whole run, its epochs before this one included."""
-        num_epochs = self.args.num_train_epochs
         if self.args.max_steps > 0:
             return self.args.max_steps
-        if not (updates := loader.updates_in(num_epochs)):
-            raise ConfigError(
-                f"no update of {self.samples_per_update} samples can be made of {loader.num_samples}; "
-                "use smaller updates or dataloader_drop_last=False"
-            )
+        if not (updates := loader.updates_in(self.args.num_train_epochs)):
+            none = f"no update of {self.samples_per_update} samples can be made of {loader.num_samples}"
+            raise ConfigError(f"{none}; use smaller updates or dataloader_drop_last=False")
         return updates
 
     # Collective: with "loss" and "learning_rate" the Trainer itself calls it, on all ranks.
@@ -147,16 +145,15 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
         total: Any = 0.0
         mean = self._loss_is_a_mean(model, inputs, num_items_in_batch)
         items = None if mean else num_items_in_batch
-        loader = cast("StepLoader[Any]", self.update_loader)
         for number, step in enumerate(inputs):
             if number:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
             if self.dynagroup.out_of_memory is not None:
-                with loader.timed(step):
+                with self.update_loader.timed(step):
                     total = total + self._run_protected(model, step, mean, items)
                 continue
             weighed, figures = self._weighed(step, mean, len(inputs)), trl_figures(self, idle=step.idle)
-            with self._local_gradients(model, step), loader.timed(step), weighed, figures:
+            with self._local_gradients(model, step), self.update_loader.timed(step), weighed, figures:
                 total = total + super().training_step(model, step.batch, items)
         return total
 
@@ -168,12 +165,11 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
             return True
         if self.label_smoother is not None and self.compute_loss_func is None and not _defines_compute_loss(type(self)):
             return False
-        config, loader = self.dynagroup, cast("StepLoader[Any]", self.update_loader)
-        splitter = config.splitter or BatchSplitter()
+        config = self.dynagroup
         for step in update:
             if self._found_mean is None:  # one sample fits where a batch may not
-                batch = step.batch if config.out_of_memory is None else splitter.take(step.batch, 0, 1)
-                self._found_mean = is_a_mean(self, model, batch, loader.world)
+                one = (config.splitter or BatchSplitter()).take if config.out_of_memory else lambda batch, *_: batch
+                self._found_mean = is_a_mean(self, model, one(step.batch, 0, 1), self.update_loader.world)
         return bool(self._found_mean)
 
     @contextlib.contextmanager
@@ -198,8 +194,16 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
         return (nothing, found[1]) if return_outputs else nothing
 
     def _run_protected(self, model: Any, step: Step[Any], mean: bool, items: Any) -> torch.Tensor:
+        config, loader = self.dynagroup, self.update_loader
         if self.guard is None:
-            self.guard = self._new_guard(model, mean)
+            if _defines_compute_loss(type(self)) and loader.world.size > 1:
+                raise ConfigError(
+                    f"`out_of_memory` ({config.out_of_memory!r}) repeats batches on one rank alone, but the compute_loss of "
+                    f"{type(self).__name__} may exchange data between ranks; leave it None"
+                )
+            weigh, learned = self._weigh if mean else "sum", loader.budget.learner
+            how: Any = {"splitter": config.splitter, "world": loader.world, "backward": self.accelerator.backward}
+            self.guard = OomSafeBackward(model, weigh=weigh, learned=learned, **how)
             self._ooms_logged = self.guard.learned.report.num_ooms
         model.train()
 
@@ -207,21 +211,8 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
             with self.compute_loss_context_manager(), trl_figures(self):
                 return self.compute_loss(model, {**batch}, num_items_in_batch=items)
 
-        scale, batch = step.loss_scale if mean else 1.0, self._prepare_inputs(step.batch)
-        how: Any = {"ends_update": step.ends_update, "indices": step.indices, "idle": step.idle}
-        return self.guard(loss_of, batch, loss_scale=scale, **how).loss * scale
-
-    def _new_guard(self, model: Any, mean: bool) -> OomSafeBackward:
-        config, loader = self.dynagroup, cast("StepLoader[Any]", self.update_loader)
-        if _defines_compute_loss(type(self)) and loader.world.size > 1:
-            raise ConfigError(
-                f"`out_of_memory` ({config.out_of_memory!r}) repeats batches on one rank alone, but the compute_loss of "
-                f"{type(self).__name__} may exchange data between ranks; leave it None"
-            )
-        return OomSafeBackward(
-            model, weigh=self._weigh if mean else "sum", splitter=config.splitter,
-            world=loader.world, learned=loader.budget.learner, backward=self.accelerator.backward,
-        )  # fmt: skip
+        own = replace(step.map(self._prepare_inputs), loss_scale=step.loss_scale if mean else 1.0)
+        return self.guard.step(loss_of, own).loss * own.loss_scale
 
     def _local_gradients(self, model: Any, step: Step[Any]) -> Any:
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)

@@ -34,9 +34,11 @@ def packing_collator(model: Any, **options: Any) -> Collate:
         model: a transformers model, as it will be trained: its choice of attention counts. See :func:`check_packing`.
         options: of the collator, such as ``return_seq_idx=True`` for state-space models.
     """
-    first = _first_position(model)
-    settings = {"return_flash_attn_kwargs": _is_linear(model), **({"position_ids_start": first} if first else {})}
-    collate = DataCollatorWithFlattening(**{**settings, **options})
+    # RoBERTa-like models number positions from behind their padding token's.
+    layers = [module for module in model.modules() if type(module).__name__.endswith("Embeddings")]
+    padding = [getattr(getattr(layer, "position_embeddings", None), "padding_idx", None) for layer in layers]
+    first = next(({"position_ids_start": int(index) + 1} for index in padding if index is not None), {})
+    collate = DataCollatorWithFlattening(**{"return_flash_attn_kwargs": _is_linear(model), **first, **options})
     check_packing(model, collate)
     return collate
 
@@ -53,7 +55,7 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
         ConfigError: the model cannot be asked, or answers differ (no attention that keeps samples apart, a cache, positions
             that start elsewhere).
     """
-    name, attention = type(model).__name__, _attention(model)
+    name, attention = type(model).__name__, model.config._attn_implementation or "eager"
     if attention == NAME:  # it may have been set by its name
         check_own_attention(model)
     try:
@@ -121,16 +123,5 @@ def _rounding(model: Any, answer: Any) -> float:
     return 5e-3 if short else 5e-5
 
 
-def _attention(model: Any) -> str:
-    return str(getattr(model.config, "_attn_implementation", None) or "eager")
-
-
 def _is_linear(model: Any) -> bool:
-    return any(name in _attention(model) for name in LINEAR)
-
-
-def _first_position(model: Any) -> int:
-    """RoBERTa-like models number positions from behind their padding token's."""
-    layers = [module for module in model.modules() if type(module).__name__.endswith("Embeddings")]
-    padding = [getattr(getattr(layer, "position_embeddings", None), "padding_idx", None) for layer in layers]
-    return next((int(index) + 1 for index in padding if index is not None), 0)
+    return any(name in str(model.config._attn_implementation) for name in LINEAR)

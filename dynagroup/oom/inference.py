@@ -222,19 +222,14 @@ def _classification(model: Any) -> Task:
 
 
 def _without_head(model: Any) -> Any:
-    """The part that gives hidden states: a language model's own output is a number for every word of its vocabulary."""
-    inner = _without_adapter(model)
+    """The part that gives hidden states: a language model's own output is a number for every word of its vocabulary. Of a model
+    of peft without its outer layer, where its adapters are in the layers beneath, which then still run."""
+    inner, peft = model, sys.modules.get("peft")  # whoever holds such a model has imported it
+    if peft is not None and isinstance(model, peft.PeftModel):
+        config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner
+        around = config.is_prompt_learning or type(model.base_model).forward is not tuner.forward
+        inner = model if around or getattr(config, "alora_invocation_tokens", None) else model.get_base_model()
     return inner.base_model if hasattr(type(inner), "base_model_prefix") else model
-
-
-def _without_adapter(model: Any) -> Any:
-    """A model of peft without its outer layer, where its adapters are in the layers beneath, which then still run."""
-    peft = sys.modules.get("peft")  # whoever holds such a model has imported it
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return model
-    config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner
-    around = config.is_prompt_learning or type(model.base_model).forward is not tuner.forward
-    return model if around or getattr(config, "alora_invocation_tokens", None) else model.get_base_model()
 
 
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling, normalize: bool) -> torch.Tensor:

@@ -100,7 +100,12 @@ class Job:
         settings = {**self.task.settings, "max_length": self._max_length}
         identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
         out = Output(Path(output), identity, len(self.texts), self.task.kind)
-        _same_job_everywhere(identity, world)
+        numbers = [int(hashed(repr(value), 12), 16) for value in identity.values()]
+        highest, lowest = world.all_max(numbers), world.all_max([-n for n in numbers])
+        if differing := [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != -b]:
+            raise ConfigError(
+                f"ranks were given different jobs: {', '.join(differing)} differ; give all ranks the same"
+            )
         if not _on_all(world, out.is_finished):
             self._prepare()
             with closing(out):
@@ -198,14 +203,6 @@ def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
     if failed >= 0:
         raise ConfigError(f"rank {failed} of {world.size} could not go on with the job; see its error")
     return bool(anywhere)
-
-
-def _same_job_everywhere(identity: Mapping[str, Any], world: World) -> None:
-    numbers = [int(hashed(repr(value), 12), 16) for value in identity.values()]
-    highest, lowest = world.all_max(numbers), world.all_max([-n for n in numbers])
-    differing = [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != -b]
-    if differing:
-        raise ConfigError(f"ranks were given different jobs: {', '.join(differing)} differ; give all ranks the same")
 
 
 @contextmanager

@@ -296,9 +296,14 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
 def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None) -> Any:
     """Some samples' rows of images, None for no images: each ends where its placeholder tokens have been seen."""
     kind, per_patch = _VISION_KEYS[key]
+    token_id, types = getattr(tokens, f"{kind}_token_id", None), fields.get("mm_token_type_ids")
+    if token_id is None and types is None:
+        way_out = "BatchSplitter(vision=VisionTokens.from_config(model.config))"
+        raise ConfigError(f"which {kind}s belong to which sample is not known; give {way_out}")
+    shown = types == _TYPE_IDS[kind] if token_id is None else fields["input_ids"] == token_id
     patches = np.asarray(fields[f"{kind}_grid_thw"].prod(-1).tolist())
     merge = 2 if tokens is None else tokens.merge_size
-    ends, wanted = _sums(patches // merge**2), _sums(_placeholders(fields, kind, tokens))
+    ends, wanted = _sums(patches // merge**2), _sums(shown.sum(-1).tolist())
     images = np.searchsorted(ends, wanted)
     wrong = np.flatnonzero(ends[np.minimum(images, len(patches))] != wanted)
     if len(wrong) or images[-1] != len(patches):
@@ -314,14 +319,3 @@ def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tok
 
 def _sums(counts: Any) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)])
-
-
-def _placeholders(fields: Mapping[Any, Any], kind: str, tokens: VisionTokens | None) -> list[int]:
-    """Placeholder tokens of every sample."""
-    token_id = getattr(tokens, f"{kind}_token_id", None)
-    if token_id is not None:
-        return (fields["input_ids"] == token_id).sum(-1).tolist()
-    if fields.get("mm_token_type_ids") is not None:
-        return (fields["mm_token_type_ids"] == _TYPE_IDS[kind]).sum(-1).tolist()
-    way_out = "BatchSplitter(vision=VisionTokens.from_config(model.config))"
-    raise ConfigError(f"which {kind}s belong to which sample is not known; give {way_out}")

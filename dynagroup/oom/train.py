@@ -1,20 +1,24 @@
-"""A training step that survives running out of memory, with the gradients it would have had."""
+"""A training step that survives running out of memory, with the gradients it would have had. Those of
+``DistributedDataParallel`` are kept on their rank, then averaged once, without its own exchange."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup.budget.learning import COST_UNIT, NO_COST, LearningBudget
-from dynagroup.device import PeakWatch
+from dynagroup.device import PeakWatch, is_out_of_memory
 from dynagroup.distributed import DistributedWorld, SingleProcess, World
-from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom.gradients import average_gradients, broadcast_buffers, find_ddp, local_gradients
+from dynagroup.errors import AlignmentError, BudgetError, ConfigError
 from dynagroup.oom.retry import attempt, halves
 from dynagroup.oom.split import BatchSplitter, Splitter, longest_of, shape_of
 from dynagroup.shapes import BatchShape
@@ -22,6 +26,10 @@ from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
 from dynagroup.update.step import Step
 
 ComputeLoss: TypeAlias = Callable[[Any], torch.Tensor]
+
+BUCKET_BYTES = 2**20
+"""Smaller gradients travel together; a larger one travels in the tensor that holds it, without a copy."""
+_SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,5 +276,67 @@ class OomSafeBackward:
             )
         if self._ddp is not None:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
-            average_gradients(used, self._ddp.process_group)
-            broadcast_buffers(self._ddp)
+            group: Any = self._ddp.process_group
+            average_gradients(used, group)
+            # What DDP does before a forward pass: buffers follow the group's first rank.
+            for buffer in self._ddp.modules_buffers if self._ddp.broadcast_buffers else ():
+                dist.broadcast(buffer.data, src=dist.get_process_group_ranks(group)[0], group=group)
+
+
+def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The ``DistributedDataParallel`` in a model. What one rank cannot repeat alone is refused."""
+    modules = list(model.modules())
+    ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
+    for module in modules:
+        if _SHARDED & {cls.__name__ for cls in type(module).__mro__}:
+            way_out = "one rank cannot repeat a step alone; use DistributedDataParallel, or a plain backward pass"
+            raise ConfigError(f"`model` contains {type(module).__name__}, whose ranks exchange parameters: {way_out}")
+        if ddp is not None and (isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)):
+            way_out = "use another normalisation, and static_graph=False"
+            raise ConfigError(f"`model` contains {type(module).__name__}, which no rank can run alone; {way_out}")
+    return ddp
+
+
+def local_gradients(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:
+    """Forward and backward passes without any exchange between ranks: neither gradients nor buffers."""
+    if ddp is None:
+        return nullcontext()
+    # Otherwise the first forward broadcasts buffers, and a rank that repeats it would wait for the others forever.
+    ddp.require_forward_param_sync = False
+    return ddp.no_sync()
+
+
+# DDP's own exchange cannot be called off: a rank that fails inside it leaves the others waiting for ever. So ours begins when
+# every rank has all its gradients. Nothing of it overlaps with the backward pass; in exchange large gradients are not copied.
+def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero. ``parameters``: alike on all ranks."""
+    size = dist.get_world_size(group)
+    with torch.no_grad():
+        buckets = _buckets(parameters)
+        try:
+            packed = [
+                b[0] if len(b) == 1 and b[0].is_contiguous() else torch.cat([g.reshape(-1) for g in b]) for b in buckets
+            ]
+            works: list[Any] = [dist.all_reduce(flat.div_(size), group=group, async_op=True) for flat in packed]
+            for work, flat, bucket in zip(works, packed, buckets, strict=True):
+                work.wait()
+                if flat is not bucket[0]:
+                    for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                        gradient.copy_(values.view_as(gradient))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            lost = "another rank was lost while gradients were exchanged; see its error"
+            raise AlignmentError(f"{lost}: {error}") from error
+
+
+def _buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.Tensor]]:
+    """Large gradients alone, small ones of one dtype and device together."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for number, parameter in enumerate(parameters):
+        gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if gradient.is_sparse:
+            raise ConfigError("a sparse gradient cannot be exchanged in a bucket; use nn.Embedding(sparse=False)")
+        alone = gradient.nbytes >= BUCKET_BYTES
+        kinds.setdefault(number if alone else (gradient.dtype, gradient.device), []).append(gradient)
+    return list(kinds.values())

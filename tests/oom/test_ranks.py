@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup.errors import AlignmentError, BudgetError
-from dynagroup.oom import LearningBudget, OomSafeBackward, gradients
+from dynagroup.oom import LearningBudget, OomSafeBackward, train
 from tests.allocator import Allocator
 from tests.oom import training as loop
 from tests.oom.test_identity import identity
@@ -40,7 +40,7 @@ CASES: list[tuple[str, bool, list[float]]] = [  # where, whether it learns, limi
 
 def several_places(rank: int, size: int) -> list[Any]:
     answers = []
-    gradients.BUCKET_BYTES = 1024  # so that a small model has several, and tensors that travel alone
+    train.BUCKET_BYTES = 1024  # so that a small model has several, and tensors that travel alone
     for place, learns, limits in CASES:
         learned = LearningBudget() if learns else loop.Forgetful()
         limit = limits[rank % len(limits)]
