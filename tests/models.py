@@ -54,3 +54,15 @@ bert = partial(config, BertConfig)
 gpt2 = partial(config, GPT2Config, bos_token_id=0, eos_token_id=0)  # its layer norms and softmax stay in float64
 t5 = partial(config, T5Config, d_kv=8, decoder_start_token_id=0)
 bart = partial(config, BartConfig)
+
+
+def shapes_seen(model: Any) -> list[tuple[int, ...]]:
+    """Those of ``input_ids`` in each of the model's forward passes from now on."""
+    seen: list[tuple[int, ...]] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if "input_ids" in kwargs:
+            seen.append(tuple(kwargs["input_ids"].shape))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen

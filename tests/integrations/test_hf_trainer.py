@@ -13,8 +13,9 @@ from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer
 from dynagroup.integrations.hf_data import host_order, sample_lengths
 from dynagroup.memory import MemoryRegressor
+from tests import models
 from tests.integrations import toys
-from tests.integrations.jobs import MODELS, arguments, parameters, train_both, trained_on, trainer
+from tests.integrations.jobs import MODELS, arguments, parameters, trained_on, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
@@ -43,65 +44,48 @@ def recorded(tmp_path, callbacks=(), resume=None, **changes):
     return run, recorder
 
 
-@pytest.mark.parametrize("kind", ["causal", "seq2seq", "classifier"])
-def test_few_shapes_train_the_same(kind, tmp_path):
-    """Filled rows weigh nothing: parameters are those of fixed batches, and the model meets three shapes in two epochs."""
-    fixed, ours = (
-        trainer(
-            kind, tmp_path / str(fits), fits=fits, exact_loss=kind != "classifier", max_steps=8, config={"shapes": 3}
-        )
-        for fits in (False, True)
-    )
-    shapes = set()
-    note = lambda _, args, kwargs: shapes.add(tuple(kwargs["input_ids"].shape))  # noqa: E731
-    ours.model.register_forward_pre_hook(note, with_kwargs=True)
-    fixed.train()
-    ours.train()
-    assert (parameters(fixed.model) - parameters(ours.model)).abs().max() < 1e-8
-    assert len(shapes) <= 3 + (kind == "causal"), "besides what is asked whether its loss is a mean"
-    assert len(shapes & set(ours.update_loader.budget.shapes)) > 1 or kind == "seq2seq"
+def two_of_three(row):
+    return len(row["input_ids"]) % 2
 
 
-@pytest.mark.parametrize("kind", ["causal", "seq2seq", "classifier"])
-def test_parameters_are_those_of_fixed_batches(kind, tmp_path):
-    """Clipped and not; beyond an epoch of six."""
-    found = {}
-    for max_grad_norm in (0.0, 0.3):
-        changes = {"exact_loss": kind != "classifier", "max_grad_norm": max_grad_norm, "max_steps": 8}
-        (fixed, fixed_logs), (ours, our_logs) = train_both(kind, tmp_path, {**changes, "logging_steps": 4})
-        assert (fixed - ours).abs().max() < 1e-8
-        assert our_logs[0]["loss"] == pytest.approx(fixed_logs[0]["loss"], rel=1e-5)
-        assert our_logs[-2]["epoch"] == fixed_logs[-2]["epoch"]
-        found[max_grad_norm] = ours
-    assert (found[0.0] - parameters(MODELS[kind]())).abs().max() > 1e-2, "nothing was trained"
-    assert (found[0.0] - found[0.3]).abs().max() > 1e-4, "clipping changes what is learned"
+# What both are given, and what ours is besides. Beyond an epoch of six.
+SAME = {
+    "clipped": ({"max_grad_norm": 0.3}, {}),
+    "shapes": ({}, {"config": {"shapes": 3}}),
+    "online": ({}, {"config": ONLINE, "dataloader_num_workers": 1}),
+    "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}),
+    "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}),
+    "library loss": ({"exact_loss": False}, {}),
+    "label smoothing": ({"exact_loss": False, "label_smoothing_factor": 0.1}, {}),
+}
+CASES = [(kind, name) for kind in MODELS for name in ("clipped", "shapes")]
+CASES += [("causal", name) for name in ("online", "kind_of", "kinds", "library loss")] + [
+    ("seq2seq", "label smoothing")
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "ours", "apart"),
-    [
-        ("causal", {"exact_loss": True}, {"config": ONLINE, "dataloader_num_workers": 1}, 1e-8),
-        (
-            "causal",
-            {"exact_loss": True},
-            {"config": {**ONLINE, "kind_of": lambda row: len(row["input_ids"]) % 2}},
-            1e-8,
-        ),
-        ("causal", {"exact_loss": True}, {"config": {"kinds": [None, "a", "a"] * 32}}, 1e-8),
-        ("causal", {}, {}, 1e-5),  # the library's loss is of float32
-        ("seq2seq", {"label_smoothing_factor": 0.1}, {}, 1e-8),
-    ],
-    ids=["online", "kind_of", "kinds", "library loss", "label smoothing"],
-)
-def test_so_they_are_with(kind, changes, ours, apart, tmp_path):
-    found = []
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_parameters_are_those_of_fixed_batches(kind, name, tmp_path):
+    """Few shapes: filled rows weigh nothing, and the model meets three."""
+    found, (both, ours) = [], SAME[name]
     for fits in (False, True):
-        run = trainer(kind, tmp_path, fits=fits, max_steps=7, **changes, **(ours if fits else {}))
-        if "label_smoothing_factor" in changes:
+        changes = {"exact_loss": kind != "classifier", "max_grad_norm": 0.0, "max_steps": 8, "logging_steps": 4, **both}
+        run = trainer(kind, tmp_path, fits=fits, **changes, **(ours if fits else {}))
+        if name == "label smoothing":
             run.model_accepts_loss_kwargs = True
+        shapes = models.shapes_seen(run.model)
         run.train()
-        found.append(parameters(run.model))
-    assert (found[0] - found[1]).abs().max() < apart
+        found.append((parameters(run.model), run.state.log_history))
+    (fixed, fixed_logs), (ours, our_logs) = found
+    assert (fixed - ours).abs().max() < (1e-5 if name == "library loss" else 1e-8)  # the library's is of float32
+    assert (fixed - parameters(MODELS[kind]())).abs().max() > (1e-3 if name == "clipped" else 1e-2), (
+        "nothing was trained"
+    )
+    assert our_logs[0]["loss"] == pytest.approx(fixed_logs[0]["loss"], rel=1e-5)
+    assert our_logs[-2]["epoch"] == fixed_logs[-2]["epoch"]
+    if name == "shapes":
+        assert len({*shapes}) <= 3 + (kind == "causal"), "besides what is asked whether its loss is a mean"
+        assert len({*shapes} & set(run.update_loader.budget.shapes)) > 1 or kind == "seq2seq"
 
 
 @pytest.mark.parametrize("mode", ["offline", "workers", "online", "scheduled"])

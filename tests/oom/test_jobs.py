@@ -49,15 +49,19 @@ def tokenizer() -> Any:
     return small_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def expected(model: Any, tokenizer: Any) -> list[str]:
-    """One text at a time: nothing to pad, nothing to plan."""
+def one_by_one(model: Any, encode: Any, **how: Any) -> list[str]:
+    """Nothing to pad, nothing to plan."""
     answers = []
     for text in TEXTS:
-        ids = tokenizer(text, return_tensors="pt")
-        new = model.generate(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=4)
-        answers.append(tokenizer.decode(new[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        ids = encode(text, return_tensors="pt", return_token_type_ids=False)
+        new = model.generate(**ids, **how)
+        answers.append(encode.decode(new[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
     return answers
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any, tokenizer: Any) -> list[str]:
+    return one_by_one(model, tokenizer, max_new_tokens=4)
 
 
 def small(head: str, **options: Any) -> Any:
@@ -101,17 +105,15 @@ def test_results_are_those_of_one_text_at_a_time_in_input_order(model, tokenizer
 def test_a_memory_budget_without_a_model_is_that_of_the_batch_size(model, tokenizer):
     """The hardest four of another run fit; of what, this model says. One without a config is taken for a hungry one."""
     MemoryRegressor.of_model(model.model, "forward", max_new_tokens=0)  # a trace runs the hooks of a copy, too
-    runs: list[list[Any]] = []
-    note = lambda _, args, kwargs: runs[-1].append(tuple(kwargs["input_ids"].shape))  # noqa: E731
-    handle = model.model.register_forward_pre_hook(note, with_kwargs=True)
+    seen, runs = models.shapes_seen(model.model), []
     for how in (
         {"batch_size": 4},
         {"budget": MemoryBudget(4)},
         {"budget": MemoryBudget(4, model=MemoryRegressor.pretrained())},
     ):
-        runs.append([])
         embed_dataset(model, tokenizer, TEXTS, progress=False, **how)
-    handle.remove()
+        runs.append([*seen])
+        seen.clear()
     assert runs[0] == runs[1] != runs[2]
     own = torch.nn.Linear(1, 1)
     assert MemoryRegressor.of_model(own, "forward").workload.mode == "forward"
@@ -202,14 +204,13 @@ def test_generation_ends_with_stop_strings():
     model = transformers.LlamaForCausalLM(models.llama(vocab=290, layers=1, **own)).eval()
     for parameter in model.parameters():
         parameter.data *= 8  # so that answers differ
-    how, want = {"stop_strings": [*"0123456789"], "max_new_tokens": 6}, []
-    for text in TEXTS:
-        ids = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-        whole = generate_with_oom_retry(model, dict(ids), tokenizer=tokenizer, **how).output
-        assert torch.equal(whole, model.generate(**ids, tokenizer=tokenizer, **how))
-        want.append(tokenizer.decode(whole[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    how: Any = {"stop_strings": [*"0123456789"], "max_new_tokens": 6}
+    want = one_by_one(model, tokenizer, tokenizer=tokenizer, **how)
     assert generate_dataset(model, tokenizer, TEXTS, **how, **SMALL) == want
     assert 0 < sum(text[-1:].isdigit() for text in want) < len(TEXTS)
+    batch = dict(tokenizer(TEXTS[0], return_tensors="pt", return_token_type_ids=False))
+    alone = generate_with_oom_retry(model, batch, tokenizer=tokenizer, **how).output
+    assert torch.equal(alone, model.generate(**batch, tokenizer=tokenizer, **how))
 
 
 def test_iterating_gives_the_same_as_they_come(model: Any, tokenizer: Any, expected: list[str]) -> None:
@@ -250,7 +251,7 @@ def test_ranks_with_other_budgets_still_share_every_text(tokenizer: Any, expecte
     own = [small_llama(), small_llama()]
 
     def rank(world: Any) -> list[str]:
-        options = {**NEW, "budget": TokenBudget(100 if world.rank == 0 else 60), "output": tmp_path / "out.jsonl"}
+        options = {**NEW, "budget": TokenBudget(100 - 40 * world.rank), "output": tmp_path / "out.jsonl"}
         return generate_dataset(own[world.rank], tokenizer, TEXTS, world=world, **options)
 
     assert run_ranks(2, rank) == [expected] * 2
@@ -282,11 +283,10 @@ def test_embeddings_are_those_of_one_text_at_a_time_also_read_again(pooling, tok
 
 
 def test_embeddings_of_few_shapes_are_the_same(tokenizer: Any) -> None:
-    model, shapes = small("BertModel"), set()
-    note = lambda _, args, kwargs: shapes.add(tuple(kwargs["input_ids"].shape))  # noqa: E731
-    model.register_forward_pre_hook(note, with_kwargs=True)
+    model = small("BertModel")
+    shapes = models.shapes_seen(model)
     got = embed_dataset(model, tokenizer, TEXTS, budget=TokenBudget(60), shapes=2, progress=False)
-    assert len(shapes) == 2
+    assert len({*shapes}) == 2
     same(got, (state.mean(0) for state in states(model)))
 
 
@@ -306,19 +306,17 @@ def test_an_adapted_causal_model_is_embedded_by_its_states_with_its_adapter(toke
 @pytest.mark.parametrize("multiple", [1, 2, 8])
 def test_batches_are_as_wide_as_the_budget_rounds_them(multiple: int, tokenizer: Any) -> None:
     """Also the parts of one that ran out of memory, and texts without a token."""
-    widths: list[int] = []
     model, allocator = small_llama(), Allocator(32)
-    note = lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1])  # noqa: E731
-    model.model.register_forward_pre_hook(note, with_kwargs=True)
+    seen = models.shapes_seen(model.model)
     allocator.in_forward(model.model.layers[0])
     budget = TokenBudget(48, pad_to_multiple_of=multiple)
     for run in (embed_dataset, lambda *args, **options: generate_dataset(*args, max_new_tokens=1, **options)):
         failed = len(allocator.failures)
         run(model, tokenizer, [*TEXTS, ""], budget=budget, progress=False)
         assert len(allocator.failures) > failed
-        assert {width % multiple for width in widths} == {0}
-        assert multiple > 1 or {width % 2 for width in widths} == {0, 1}
-        widths.clear()
+        assert {width % multiple for _, width in seen} == {0}
+        assert multiple > 1 or {width % 2 for _, width in seen} == {0, 1}
+        seen.clear()
 
 
 def test_classification_and_normalised_embeddings(tokenizer: Any) -> None:
