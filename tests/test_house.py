@@ -21,7 +21,7 @@ from tests.test_architecture import (
     tree_of,
 )
 
-MOST_FILES, MOST_LINES = 96, 17_806
+MOST_FILES, MOST_LINES = 94, 17_608
 MOST_LINES_OF_A_FILE = 400
 FEWEST_LINES_OF_A_MODULE = 80  # of one with a single importer: a shorter one belongs into it
 MEDIAN_BODY, LONG_BODY = 6, 20  # lines of a function's body: of the middle one, and of nine in ten
