@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -21,7 +21,7 @@ from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import LONGEST, as_streams, by_position, limit_of, measure_lengths
 from dynagroup.oom.storage import Kind, Output
 from dynagroup.shapes import TOKENS, primary
-from dynagroup.validation import check_int
+from dynagroup.validation import check_int, explained
 
 KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of them, of a Hub dataset or saved by datasets"
 USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # what a column of lengths or ids is usually called
@@ -141,15 +141,8 @@ def _measured(
             bar.update(lengths.shape[1])
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ConfigError, ModuleNotFoundError):
-        raise
-    except Exception as error:  # what a broken file makes of its reader
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{str(path)!r} cannot be read as what its name says: {reason}") from error
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return explained(f"{str(path)!r} cannot be read as what its name says", ConfigError, ModuleNotFoundError)
 
 
 def _paths(data: Any) -> list[Path]:

@@ -185,7 +185,7 @@ def measure_lengths(
     else:
         in_mappings = len(data) > 0 and isinstance(next(iter(data)), Mapping)
         field = (column or "input_ids") if in_mappings else None
-        found = _measure_ids(_values(data, field), _bar(data, "samples", progress))
+        found = _counted(_values(data, field), _id_counts, _bar(data, "samples", progress))
     streams = as_streams(found)
     if max_length is not None:  # a length of text; streams beside it count other things
         streams = {**streams, primary(streams): np.minimum(streams[primary(streams)], np.int32(max_length))}
@@ -202,6 +202,16 @@ def _values(data: Any, column: str | None) -> Iterator[Any]:
     return (sample if column is None else sample[column] for sample in data)
 
 
+def _counted(values: Iterator[Any], count: Callable[[list[Any], int], list[int]], bar: Any) -> list[int]:
+    """``count`` is given a chunk, and the index of its first value."""
+    counts: list[int] = []
+    with bar:
+        while chunk := list(islice(values, TEXTS_PER_CALL)):
+            counts += count(chunk, len(counts))
+            bar.update(len(chunk))
+    return counts
+
+
 def _is_table(data: Any) -> bool:
     return hasattr(data, "columns") and hasattr(data, "shape")  # of pandas, polars or pyarrow
 
@@ -212,20 +222,15 @@ def _is_hf_dataset(data: Any) -> bool:
 
 
 def _measure_texts(texts: Iterator[Any], tokenizer: Tokenizer, max_length: int | None, workers: int, bar: Any) -> Any:
-    if workers:
-        from datasets import Dataset
+    if not workers:
+        return _counted(texts, partial(_token_counts, tokenizer, max_length), bar)
+    from datasets import Dataset
 
-        checked = [check_text(text, index) for index, text in enumerate(texts)]
-        return _map_counts(Dataset.from_dict({"text": checked}), "text", tokenizer, max_length, workers)
-    counts: list[int] = []
-    with bar:
-        while chunk := list(islice(texts, TEXTS_PER_CALL)):
-            counts += _token_counts(chunk, len(counts), tokenizer, max_length)
-            bar.update(len(chunk))
-    return counts
+    checked = [check_text(text, index) for index, text in enumerate(texts)]
+    return _map_counts(Dataset.from_dict({"text": checked}), "text", tokenizer, max_length, workers)
 
 
-def _token_counts(texts: Sequence[Any], first: int, tokenizer: Tokenizer, max_length: int | None) -> list[int]:
+def _token_counts(tokenizer: Tokenizer, max_length: int | None, texts: Sequence[Any], first: int) -> list[int]:
     checked = [check_text(text, index) for index, text in enumerate(texts, first)]
     return [len(ids) for ids in tokenizer(checked, **shortened(max_length))["input_ids"]] if checked else []
 
@@ -244,11 +249,11 @@ def _measure_hf(
 
 def _map_counts(data: Any, column: str, tokenizer: Tokenizer, max_length: int | None, num_proc: int | None) -> Any:
     def count(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, list[int]]:
-        return {"length": _token_counts(list(batch[column]), indices[0], tokenizer, max_length)}
+        return {"length": _token_counts(tokenizer, max_length, list(batch[column]), indices[0])}
 
     # A first call leaves its truncation setting in a fast tokenizer. Made here, it happens before `datasets` takes the
     # fingerprint of the function, so that the next call finds the cache.
-    _token_counts(["a"], 0, tokenizer, max_length)
+    _token_counts(tokenizer, max_length, ["a"], 0)
     how = {"batched": True, "batch_size": TEXTS_PER_CALL, "with_indices": True, "num_proc": num_proc}
     counted = data.select_columns([column]).map(count, remove_columns=[column], desc="measuring lengths", **how)
     return counted.with_format("numpy")["length"][:] if len(counted) else []
@@ -282,16 +287,13 @@ def count_ids(ids: Any) -> int | None:
     return None if any(holds_more) else len(ids)
 
 
-def _measure_ids(rows: Iterator[Any], bar: Any) -> list[int]:
-    counts = []
-    with bar:
-        for index, ids in enumerate(rows):
-            _refuse_chat(ids, index)
-            counts.append(count_ids(ids))
-            if counts[-1] is None:
-                way = "name its `column`, give the `tokenizer` for texts, or `length_of`"
-                raise ConfigError(f"sample {index} must be one row of ids, but is {ids!r:.200}; {way}")
-            bar.update()
+def _id_counts(rows: Sequence[Any], first: int) -> list[int]:
+    counts = list(map(count_ids, rows))
+    if None in counts:
+        bad = counts.index(None)
+        _refuse_chat(rows[bad], first + bad)
+        way = "name its `column`, give the `tokenizer` for texts, or `length_of`"
+        raise ConfigError(f"sample {first + bad} must be one row of ids, but is {rows[bad]!r:.200}; {way}")
     return counts
 
 

@@ -7,7 +7,8 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,18 @@ def warn_user(message: str) -> None:
     while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USER):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+@contextmanager
+def explained(what: str, *passed: type[BaseException], way_out: str = "") -> Iterator[None]:
+    """Says of whatever is raised inside, but for what is ``passed`` on, ``what`` it means, as a ConfigError with its first line."""
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as error:  # of code that is not ours
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
+        raise ConfigError(f"{what} ({reason}){way_out}") from error
 
 
 def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = "") -> int:

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +16,9 @@ from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, needed
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape, primary, target_tokens
 
-if TYPE_CHECKING:
-    import xgboost
-
 # They rise when a sample is added to the candidate or lengthened; the regressor may rise with them, never fall.
 CANDIDATE = ("closed_form", "samples", "padded_tokens", "squared_tokens", "target_tokens")
 BASELINE = ("base_samples", "base_longest", "base_tokens", *(f"base_{name}" for name in COMPONENTS), "base_quadratic")
-# With all of these known the closed form is about this workload, not about a usual one.
-ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
-             "vocabulary_size", "encoder_decoder", "dtype", "attention", "gradient_checkpointing")  # fmt: skip
 
 
 def _workload_values(w: Workload) -> dict[str, float]:
@@ -66,25 +60,16 @@ class Features:
     log_ratio: FloatArray | None = None
 
 
-def is_sharp(workload: Workload) -> bool:
-    """Whether enough is known of the workload to predict it rather than to bound it."""
-    known = all(getattr(workload, name) is not None for name in ESSENTIAL)
-    return known and (workload.mode != "generate" or workload.max_new_tokens is not None)
-
-
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
     """Of K candidates against one baseline, or K: no means or spreads, which could fall when a sample is added."""
-    size = len(shape)
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)
     samples, longer = n - n_b, length - length_b
     candidate = [ratio, samples, samples + length - length_b, samples + 2 * longer, samples + target - target_b]
     base = [n_b, length_b, n_b + length_b, *form.shares(baseline).T]
-    known = [np.broadcast_to(c, size) for c in (*candidate, *base)]
-    known_values = np.array(list(_workload_values(workload).values()))
-    about = np.broadcast_to(known_values, (size, len(known_values)))
-    return Features(np.broadcast_to(ratio, size), np.concatenate([np.stack(known, axis=1), about], axis=1))
+    known = np.broadcast_arrays(ratio, *candidate, *base, *_workload_values(workload).values())
+    return Features(known[0], np.stack(known[1:], axis=1))
 
 
 def _logs(shape: BatchShape) -> list[FloatArray]:
@@ -105,17 +90,10 @@ def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
 
 
 def train_booster(
-    parts: Sequence[Features],
-    *,
-    rounds: int,
-    max_depth: int,
-    seed: int = 0,
-    quantile: float | None = None,
-    learning_rate: float = 0.05,
-    regularisation: float = 20.0,
-    least_weight: float = 30.0,
-) -> xgboost.Booster:
-    """Trees for what the closed form misses: they start from its log ratio, and rise with every candidate feature.
+    parts: Sequence[Features], *, rounds: int, max_depth: int, quantile: float | None = None,
+    learning_rate: float = 0.05, regularisation: float = 20.0, least_weight: float = 30.0,
+) -> Any:  # fmt: skip
+    """XGBoost's trees for what the closed form misses: they start from its log ratio, and rise with every candidate feature.
 
     ``quantile``: the share of rows that should lie below the prediction, where it is to bound them.
     """
@@ -126,7 +104,7 @@ def train_booster(
     weight = np.exp(-0.5 * (target / 0.5) ** 2) + 0.05  # decisions are made near ratio 1
     data = xgboost.QuantileDMatrix(values, label=target, base_margin=margin, weight=weight, max_bin=128, nthread=1)
     settings: dict[str, Any] = {
-        "tree_method": "hist", "max_depth": max_depth, "eta": learning_rate, "lambda": regularisation, "seed": seed,
+        "tree_method": "hist", "max_depth": max_depth, "eta": learning_rate, "lambda": regularisation, "seed": 0,
         "min_child_weight": least_weight, "subsample": 0.7, "colsample_bytree": 0.7, "max_bin": 128, "nthread": 1, "base_score": 0.0,  # noqa: E501
         "monotone_constraints": MONOTONE, "objective": "reg:squarederror",
     }  # fmt: skip
@@ -145,11 +123,6 @@ def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[
     ends = {"lowest": np.nan_to_num(lowest, nan=-1e30), "highest": np.nan_to_num(highest, nan=1e30)}
     digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
     ranges = {name: [round(float(v), 9) for v in end] for name, end in ends.items()}  # last bits differ between CPUs
-    return {
-        "features": list(FEATURES),
-        "ranges": ranges,
-        "constants": dict(constants),
-        "rows": len(values),
-        "data_hash": digest,
-        "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
-    }
+    versions = {"xgboost": xgboost.__version__, "numpy": np.__version__}
+    about = {"ranges": ranges, "constants": dict(constants), "rows": len(values), "data_hash": digest}
+    return {"features": list(FEATURES), **about, "versions": versions}

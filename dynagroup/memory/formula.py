@@ -7,7 +7,7 @@ of the hidden states a layer keeps, and so on) are fitted to simulations by ``re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,11 @@ from dynagroup.shapes import BatchShape
 
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
-ONE, N, NL, NL2, NT, T2, NT2, NLT = map(MONOMIALS.index, ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT"))
+# Columns of a phase: a byte for each monomial of this name.
+ONE, N, NL, NL2, NT, T2, NT2, NLT = (
+    np.eye(len(MONOMIALS))[MONOMIALS.index(name)] for name in ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT")
+)
+NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
 # What a field that is not known is taken to be; the sizes must be known.
@@ -69,29 +73,16 @@ class ClosedForm:
         return np.concatenate([terms.sum(axis=2), quadratic[:, None]], axis=1) / total[:, None]
 
 
-def _unit(column: int, value: float = 1.0) -> FloatArray:
-    return np.where(np.arange(len(MONOMIALS)) == column, value, 0.0)
-
-
-NOTHING = np.zeros(len(MONOMIALS))
-
-
-def _powers(one: int, two: int, offset: float) -> tuple[FloatArray, FloatArray]:
-    """A length and its square, as columns of a phase, of samples that have ``offset`` positions more."""
-    first = _unit(one) + _unit(N, offset)
-    return first, _unit(two) + _unit(one, 2 * offset) + _unit(N, offset**2)
-
-
-def _phase(weights: Any = 0.0, **parts: Any) -> FloatArray:
-    rows = [_unit(ONE, weights), *(parts.get(name, NOTHING) for name in COMPONENTS[1:])]
-    return np.stack([row if isinstance(row, np.ndarray) else NOTHING for row in rows])
+def _phase(weights: float = 0.0, **parts: Any) -> FloatArray:
+    rows = {"weights": weights * ONE, **parts}
+    return np.stack([NOTHING + rows.get(name, 0.0) for name in COMPONENTS])
 
 
 class _Builder:
     """Writes the phases down from a workload's fields."""
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
-        known = {f.name: getattr(workload, f.name) for f in fields(workload)}
+        known = {name: getattr(workload, name) for name in Workload.__slots__}
         w: dict[str, Any] = {name: USUAL.get(name) if value is None else value for name, value in known.items()}
         self.w, self.c = w, constants
         self.element = ELEMENT_BYTES[workload.autocast or w["dtype"]]
@@ -100,10 +91,11 @@ class _Builder:
         self.ffn = w["intermediate_size"] * w["experts_per_token"]
         fixed, two_stacks = float(w["fixed_tokens"]), w["encoder_decoder"]
         speech = two_stacks and fixed > 0
-        # Tokens, tokens squared, of the decoder (or only stack) and of the encoder, as columns of a phase.
-        self.words, self.words2 = _powers(NT, NT2, 0.0) if two_stacks else _powers(NL, NL2, fixed)
-        self.read, self.read2 = (_unit(N, fixed), _unit(N, fixed**2)) if speech else _powers(NL, NL2, 0.0)
-        self.cross = fixed * self.words if speech else _unit(NLT)
+        # Tokens, tokens squared, of the decoder (or only stack, whose samples have fixed tokens more) and of the encoder.
+        alone = NL + fixed * N, NL2 + 2 * fixed * NL + fixed**2 * N
+        self.words, self.words2 = (NT, NT2) if two_stacks else alone
+        self.read, self.read2 = (fixed * N, fixed**2 * N) if speech else (NL, NL2)
+        self.cross = fixed * self.words if speech else NLT
         # Models that have no dropout any more normalise their scores in float32.
         self.wide_scores = self.element < 4 and not w["dropout"] and not two_stacks
         # BART and its kin drop hidden states only.
@@ -138,7 +130,7 @@ class _Builder:
 
     def _shared(self, squared: FloatArray) -> FloatArray:
         """The pairs of which a mask or bias has one entry each: a decoder beside an encoder has one mask for all samples."""
-        return _unit(T2) if self.w["encoder_decoder"] and squared[NT2] > 0 else squared
+        return T2 if self.w["encoder_decoder"] and squared @ NT2 > 0 else squared
 
     def _training(self) -> list[FloatArray]:
         w, c = self.w, self.c
@@ -164,15 +156,14 @@ class _Builder:
             _phase(cast + table, **kept, logits=c["logits_grad"] * output),
             _phase(cast + table * c["table_grad"], activations=first, logits=output),
         ]
-        stacks = [(activations, scores, decoder, self.words, self.words2)]
-        stacks += [(*below, encoder, self.read, self.read2)] if self.encoders else []
-        for stored_here, scores_here, layer, tokens, squared in stacks:
+        stacks = [((activations, scores), decoder, self.words, self.words2)]
+        stacks += [(below, encoder, self.read, self.read2)] if self.encoders else []
+        for held, layer, tokens, squared in stacks:
             run = self.element * (c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn) * tokens
             extra = self._scores(squared, c["score_run"], c["mask_run"])
             if w["gradient_checkpointing"]:
                 run, extra = run + layer[0], extra + layer[1]
-            parts = {"activations": stored_here + run, "attention": scores_here + extra, "logits": output}
-            phases.append(_phase(cast + table, **parts))
+            phases.append(_phase(cast + table, activations=held[0] + run, attention=held[1] + extra, logits=output))
         return phases
 
     def _stored(
@@ -232,15 +223,15 @@ class _Builder:
         two_stacks = w["encoder_decoder"]
         prompt, squared = (self.read, self.read2) if two_stacks else (self.words, self.words2)
         per_layer = c["cache"] * 2 * self.kv * self.element
-        held = per_layer * (prompt + _unit(N, float(w["max_new_tokens"])))
+        held = per_layer * (prompt + float(w["max_new_tokens"]) * N)
         if two_stacks:
             held = held + self.element * w["hidden_size"] * prompt / max(self.layers, 1.0)
         filled = self.layers * per_layer * prompt
-        last = _unit(N, c["last_logits"] * 4.0 * w["vocabulary_size"])
-        step = _unit(N, self.element * self.ffn * 2.0)
+        last = c["last_logits"] * 4.0 * w["vocabulary_size"] * N
+        step = self.element * self.ffn * 2.0 * N
         grown = self.layers * held + c["cache_layer"] * held
         eager = w["attention"] == "eager"  # fused kernels need no mask of one new token
-        mask = self._scores(_unit(N) + prompt, c["score_pass"], c["mask_pass"]) if eager else NOTHING
+        mask = self._scores(N + prompt, c["score_pass"], c["mask_pass"]) if eager else NOTHING
         return [
             *self._running(prompt, squared, cache=NOTHING if two_stacks else filled),
             _phase(activations=self.element * w["hidden_size"] * prompt, cache=filled, logits=last),

@@ -9,22 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.features import (
-    CANDIDATE,
-    FEATURES,
-    Features,
-    describe,
-    features,
-    is_sharp,
-    pairs_of,
-    train_booster,
-)
+from dynagroup.memory.features import CANDIDATE, FEATURES, Features, describe, features, pairs_of, train_booster
 from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
@@ -34,13 +25,13 @@ from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
 from dynagroup.validation import warn_user
 
-if TYPE_CHECKING:
-    import xgboost
-
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 FORMAT = 2
 MIN_ROWS = 8
 MOST_LIFT = 5.0  # of a log ratio: no limit
+# With all of these known the closed form is about this workload, not about a usual one.
+ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
+             "vocabulary_size", "encoder_decoder", "dtype", "attention", "gradient_checkpointing")  # fmt: skip
 _known: WeakKeyDictionary[Any, dict[Any, MemoryRegressor]] = WeakKeyDictionary()
 
 
@@ -123,8 +114,8 @@ class MemoryRegressor:
         return cls.of(booster, {**describe(parts, {}), **about}, workload)
 
     @classmethod
-    def of(cls, booster: xgboost.Booster, card: Mapping[str, Any], workload: Workload | None = None) -> MemoryRegressor:
-        """A regressor of these trees; the card is told their hash."""
+    def of(cls, booster: Any, card: Mapping[str, Any], workload: Workload | None = None) -> MemoryRegressor:
+        """A regressor of XGBoost's trees; the card is told their hash."""
         trees = bytes(booster.save_raw("ubj"))
         about = {"format": FORMAT, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}
         return cls(trees, {**card, **about}, workload or Workload())
@@ -145,7 +136,9 @@ class MemoryRegressor:
     @property
     def sharp(self) -> bool:
         """Whether the workload is known well enough to be predicted rather than bounded."""
-        return self._traced is not None or "plausible" not in self.card or is_sharp(self.workload)
+        w, asked = self.workload, ESSENTIAL + (("max_new_tokens",) if self.workload.mode == "generate" else ())
+        known = all(getattr(w, name) is not None for name in asked)
+        return known or self._traced is not None or "plausible" not in self.card
 
     @property
     def layout(self) -> Layout:
@@ -249,12 +242,9 @@ def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams:
 
 
 @lru_cache(maxsize=4)
-def _booster(trees: bytes) -> xgboost.Booster:
+def _booster(trees: bytes) -> Any:
     xgboost = needed("xgboost", "the trees of a regressor")
-    booster = xgboost.Booster()
-    booster.load_model(bytearray(trees))
-    booster.set_param({"nthread": 1})
-    return booster
+    return xgboost.Booster({"nthread": 1}, model_file=bytearray(trees))
 
 
 @lru_cache(maxsize=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
@@ -21,6 +21,8 @@ Layout: TypeAlias = Literal["padded", "packed"]
 Sharding: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Run: TypeAlias = Any
 """A :class:`~dynagroup.memory.Workload`, for files that it imports itself."""
+MakeInputs: TypeAlias = Callable[[Any, int, Mapping[str, int]], dict[str, Any]]
+"""``(model, num_samples, longest) -> arguments of model.forward``: tensors by name."""
 
 ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
@@ -48,9 +50,8 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
     if packed:
         total = np.maximum(shape.total[primary(shape.total)], 1)
         return monomials(np.ones_like(total), total, total)
-    return monomials(
-        shape.num_samples, np.maximum(shape.longest[primary(shape.longest)], 1), np.maximum(target_tokens(shape), 1)
-    )
+    length = shape.longest[primary(shape.longest)]
+    return monomials(shape.num_samples, np.maximum(length, 1), np.maximum(target_tokens(shape), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +88,21 @@ class Phases:
         """Bytes that grow with each batch, at least one: float64 (K,). Memory rises with the length beyond ``until``, too."""
         if self.until is None:
             return _largest(self.rows, columns(shape, packed))
-        inside = {
-            **shape.longest,
-            primary(shape.longest): np.minimum(shape.longest[primary(shape.longest)], self.until),
-        }
+        first = primary(shape.longest)
+        inside = {**shape.longest, first: np.minimum(shape.longest[first], self.until)}
         within = _largest(self.rows, columns(BatchShape.of(shape.num_samples, inside)))
-        beyond = np.where(shape.longest[primary(shape.longest)] > self.until, _largest(self.after, columns(shape)), 0.0)
-        return np.maximum(within, beyond)
+        beyond = _largest(self.after, columns(shape))
+        return np.where(shape.longest[first] > self.until, np.maximum(within, beyond), within)
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
         """Bytes of batches that others are held against, which are not taken to pad masks where they do not: float64 (K,)."""
-        least = self.bytes(baseline, packed)
+        least, lengths = (
+            self.bytes(baseline, packed),
+            (baseline.longest[primary(baseline.longest)], target_tokens(baseline)),
+        )
         if self.aligned is None:
             return least
-        spared = (baseline.longest[primary(baseline.longest)] % MASK_ALIGNMENT == 0) | (
-            target_tokens(baseline) % MASK_ALIGNMENT == 0
-        )
+        spared = np.any([values % MASK_ALIGNMENT == 0 for values in lengths], axis=0)
         return np.where(spared, self.aligned.bytes(baseline, packed), least)
 
 

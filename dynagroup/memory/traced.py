@@ -6,18 +6,15 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, Layout, Mode, Phases
+from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, Layout, MakeInputs, Mode, Phases
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import TOKENS, BatchShape, primary
-
-if TYPE_CHECKING:
-    from dynagroup.memory.trace.program import MakeInputs
 
 # Bytes of state per trainable parameter, as (parts of the parameter's own size, bytes besides); "adamw_master" keeps two states
 # and a copy of the parameter in float32 (DeepSpeed, Megatron).
@@ -35,9 +32,8 @@ def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
     if isinstance(optimizer, (int, float)):
         return float(optimizer)
     if optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"`optimizer` must be bytes a parameter, or one of {', '.join(OPTIMIZERS)}, but is {optimizer!r}"
-        )
+        wanted = f"bytes a parameter, or one of {', '.join(OPTIMIZERS)}"
+        raise ConfigError(f"`optimizer` must be {wanted}, but is {optimizer!r}")
     times, besides = OPTIMIZERS[optimizer]
     return float(times * ELEMENT_BYTES[dtype] + besides)
 
@@ -66,16 +62,9 @@ class TracedMemory:
 
     @classmethod
     def of(
-        cls,
-        model_or_config: Any,
-        mode: Mode = "train",
-        *,
-        lora: Any = None,
-        optimizer: str | float | None = None,
-        inputs: MakeInputs | None = None,
-        measured: Measurements | None = None,
-        **known: Any,
-    ) -> TracedMemory:
+        cls, model_or_config: Any, mode: Mode = "train", *, lora: Any = None, optimizer: str | float | None = None,
+        inputs: MakeInputs | None = None, measured: Measurements | None = None, **known: Any,
+    ) -> TracedMemory:  # fmt: skip
         """Traces a model (a few seconds on the CPU, no weights).
 
         Args:
@@ -154,10 +143,11 @@ class TracedMemory:
         """Bytes that grow with the batch, at the peak: float64 (K,)."""
         others = [name for name in shape.longest if name != primary(shape.longest)]
         if others and not self._knows_targets:
-            raise ConfigError(
-                f"the model was traced with one stream of tokens, but batches have {others[0]!r} beside it; give each sample one "
-                f"length (the sum of both), or, where {others[0]!r} is not padded, add & AdditiveCap({others[0]!r}, limit)"
+            way_out = (
+                f"(the sum of both), or, where {others[0]!r} is not padded, add & AdditiveCap({others[0]!r}, limit)"
             )
+            told = f"the model was traced with one stream of tokens, but batches have {others[0]!r} beside it"
+            raise ConfigError(f"{told}; give each sample one length {way_out}")
         return self.factor * self._bytes(shape) + self.constant_bytes
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.run import Attention, Dtype, Layout, Mode, Phases, Sharding
-from dynagroup.validation import check_flag, check_int, warn_user
-
-if TYPE_CHECKING:
-    from dynagroup.memory.trace.program import MakeInputs
+from dynagroup.memory.run import Attention, Dtype, Layout, MakeInputs, Mode, Phases, Sharding
+from dynagroup.validation import check_flag, check_int, explained, warn_user
 
 _CHOICES = {"Mode": Mode, "Attention": Attention, "Dtype": Dtype, "Layout": Layout, "Sharding": Sharding}
 # How else people write them.
@@ -88,14 +85,9 @@ class Workload:
 
     @classmethod
     def from_model(
-        cls,
-        model_or_config: Any,
-        mode: Mode = "train",
-        *,
-        trace: bool = True,
-        inputs: MakeInputs | None = None,
-        **known: Any,
-    ) -> Workload:
+        cls, model_or_config: Any, mode: Mode = "train", *,
+        trace: bool = True, inputs: MakeInputs | None = None, **known: Any,
+    ) -> Workload:  # fmt: skip
         """The workload of a ``transformers`` model or config, or of its name.
 
         Args:
@@ -114,31 +106,25 @@ class Workload:
         from dynagroup.memory.trace.model import describe
 
         asked = cls(mode=mode, **known)  # what is wrong is refused before a model is built
-        workload = cls(**describe(model_or_config, mode, {name: getattr(asked, name) for name in known}))
-        if not trace:
-            return workload
+        said = {name: value for name in known if (value := getattr(asked, name)) is not None}
+        workload = cls(**describe(model_or_config, mode, said))
         try:
-            return workload.traced(model_or_config, inputs)
+            return workload.traced(model_or_config, inputs) if trace else workload
         except ConfigError as error:
-            warn_user(
-                f"the memory of this model is estimated from its sizes, because {error}; trace=False keeps this quiet"
-            )
+            told = f"the memory of this model is estimated from its sizes, because {error}"
+            warn_user(f"{told}; trace=False keeps this quiet")
             return workload
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
         """This workload with the phases of its model; a ConfigError where it can neither be traced nor simulated."""
         from dynagroup.memory.trace.phases import trace_phases
 
-        try:
+        way_out = "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
+        told = f". `inputs=` helps where only the arguments are wrong; else fit batches: {way_out}"
+        with explained("this model cannot be traced", way_out=told):
             if self.fixed_tokens and inputs is None and not self.encoder_decoder:
                 raise ConfigError("it reads images, of which text says nothing")
             return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))
-        except Exception as error:  # whatever the model's own code raises
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            raise ConfigError(
-                f"this model cannot be traced ({reason}). `inputs=` helps where only the arguments are wrong; else fit batches: "
-                "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
-            ) from error
 
     def replace(self, **changes: Any) -> Workload:
         """This workload with some fields changed. What was traced is forgotten where it no longer holds."""

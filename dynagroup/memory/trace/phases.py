@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dynagroup.memory.run import MONOMIALS, FloatArray, Phases, Run, max_affine, monomials
+from dynagroup.memory.run import MONOMIALS, FloatArray, MakeInputs, Phases, Run, max_affine, monomials
 from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import ALIKE_LAYERS, as_meta_model, stacks
-from dynagroup.memory.trace.program import MakeInputs, as_gathered, prepare, trace
+from dynagroup.memory.trace.program import as_gathered, prepare, trace
 from dynagroup.validation import warn_user
 
 Probe: TypeAlias = "tuple[int, int, int]"  # samples, tokens, tokens of the target
@@ -285,7 +285,6 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     if off > FITS:
         raise error
     longest = int(lengths.max())
-    warn_user(
-        f"the memory of this model is fitted to simulations of up to {longest} tokens, because {error}; beyond, it guesses"
-    )
+    told = f"the memory of this model is fitted to simulations of up to {longest} tokens, because {error}"
+    warn_user(f"{told}; beyond, it guesses")
     return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from dynagroup.memory.run import ELEMENT_BYTES, Run
+from dynagroup.memory.run import ELEMENT_BYTES, MakeInputs, Run
 from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
 from dynagroup.memory.trace.model import checkpoint_layers, make_inputs, stacks
 from dynagroup.shapes import TARGET, TOKENS, primary
 
-MakeInputs: TypeAlias = Callable[[torch.nn.Module, int, Mapping[str, int]], dict[str, torch.Tensor]]
 REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's `reduce_bucket_size`
 _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
@@ -58,7 +57,6 @@ def _gathers_lower(workload: Run) -> bool:
 
 
 def _autocast(workload: Run) -> torch.dtype | None:
-    """What ``torch.autocast`` has left to cast to."""
     return getattr(torch, workload.autocast) if workload.autocast and not _gathers_lower(workload) else None
 
 
@@ -83,9 +81,7 @@ def kept_bytes(model: torch.nn.Module, workload: Run) -> int:
     held, trained = _blocks(model.parameters()), _trained(model)
     if workload.mode != "train":
         return held
-    default = 2 * ELEMENT_BYTES[workload.dtype or "float32"]
-    per_parameter = default if workload.optimizer_bytes is None else workload.optimizer_bytes
-    state = sum(_block(p.numel() * per_parameter) for p in trained)
+    state = sum(_block(p.numel() * workload.optimizer_bytes) for p in trained)
     stage, ranks = _STAGES[workload.sharding], workload.num_ranks or 1
     parts = [state, _blocks(trained), held]  # divided in this order
     return sum(-(-size // ranks) if place < stage else size for place, size in enumerate(parts))
@@ -115,22 +111,22 @@ def _block(size: float) -> int:
 
 
 def trace(
-    model: torch.nn.Module,
-    workload: Run,
-    num_samples: int,
-    longest: Mapping[str, int],
-    *,
-    inputs: MakeInputs | None = None,
-    smooth: bool = False,
-    watch: Callable[[LiveBytes], Any] | None = None,
-) -> LiveBytes:
+    model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int], *,
+    inputs: MakeInputs | None = None, smooth: bool = False, watch: Callable[[LiveBytes], Any] | None = None,
+) -> LiveBytes:  # fmt: skip
     """Run one batch on the meta device and return the bytes that were alive meanwhile, static memory left out."""
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracer, kernels = LiveBytes(apart, smooth), CudaKernels(_autocast(workload), padded=workload.attention != "flash")
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
         batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
-            _train(model, batch, kernels, tracer, workload.keeps_outputs is not False)
+            outputs = model(**batch)
+            loss = outputs["loss"]
+            if workload.keeps_outputs is False:
+                del outputs
+            tracer.mark("forward_ends")
+            kernels.end_forward()
+            torch.autograd.backward(loss)
         elif workload.mode == "generate":
             _generate(model, batch, workload.max_new_tokens or 1, tracer)
         else:
@@ -152,18 +148,6 @@ def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Map
         dtype = torch.bool if workload.attention == "sdpa" else next(model.parameters()).dtype
         batch["attention_mask"] = torch.ones(1, 1, total, total, dtype=dtype)
     return batch
-
-
-def _train(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], kernels: CudaKernels, tracer: LiveBytes, keeps_outputs: bool
-) -> None:
-    outputs = model(**batch)
-    loss = outputs["loss"]
-    if not keeps_outputs:
-        del outputs
-    tracer.mark("forward_ends")
-    kernels.end_forward()
-    torch.autograd.backward(loss)
 
 
 @torch.no_grad()

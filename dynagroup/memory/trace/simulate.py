@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurement, Measurements
+from dynagroup.memory.run import MakeInputs
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS
-from dynagroup.validation import check_int
+from dynagroup.validation import check_int, explained
 
 if TYPE_CHECKING:
     import torch
 
     from dynagroup.device import Device
-    from dynagroup.memory.trace.program import MakeInputs
 
 Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
 
@@ -56,10 +55,13 @@ def simulate(
         model = prepare(as_meta_model(model_or_config, workload), workload)
         static = static_bytes(model, workload)
         model = as_gathered(model, workload)
-        for num_samples, longest in wanted:
-            with _explained(workload):
+        told = f"this model cannot be simulated in mode {workload.mode!r}: it needs more than shapes"
+        with explained(
+            told, ConfigError, MemoryError, way_out=". measure() on a device and MemoryRegressor still work"
+        ):
+            for num_samples, longest in wanted:
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
-            rows.append(Measurement(num_samples, longest, static, peak))
+                rows.append(Measurement(num_samples, longest, static, peak))
     versions = {package: version(package) for package in ("torch", "transformers") if find_spec(package)}
     return Measurements(tuple(rows), workload, "simulated", versions)
 
@@ -81,28 +83,10 @@ def _checked_workload(model_or_config: Any, workload: Workload | None) -> Worklo
     return Workload.from_model(model_or_config, workload.mode or "train", trace=False, **dtype).replace(**own)
 
 
-@contextmanager
-def _explained(workload: Workload) -> Iterator[None]:
-    """Turns whatever stops a run without data into one error."""
-    try:
-        yield
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"this model cannot be simulated in mode {workload.mode!r}: it needs more than shapes ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}). measure() on a device and MemoryRegressor still work"
-        ) from error
-
-
 def measure(
-    model: torch.nn.Module,
-    workload: Workload | None,
-    shapes: Iterable[Shape],
-    *,
-    inputs: MakeInputs | None = None,
-    device: Device | None = None,
-) -> Measurements:
+    model: torch.nn.Module, workload: Workload | None, shapes: Iterable[Shape], *,
+    inputs: MakeInputs | None = None, device: Device | None = None,
+) -> Measurements:  # fmt: skip
     """Peak memory of each shape on a real device: what :func:`simulate` predicts, measured.
 
     The model is moved to the device. Training is measured with gradients present, the optimizer's state added by size. Every
@@ -131,19 +115,16 @@ def _passes(run: Callable[[], None], counters: Device) -> bool:
     """Whether it runs twice without running out of memory: the first run pays for workspaces and caches of kernels."""
     from dynagroup.device import is_out_of_memory
 
+    passed = True
     for _ in range(2):
-        counters.reset()
-        failed = False
+        counters.reset()  # outside the except block, whose traceback keeps the batch's tensors alive
         try:
-            run()
+            passed = passed and run() is None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failed = True
-        if failed:  # outside the except block: its traceback kept the batch's tensors alive
-            counters.reset()
-            return False
-    return True
+            passed = False
+    return passed
 
 
 def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[torch.nn.Module, int]:
@@ -161,7 +142,7 @@ def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[tor
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    state = (8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes) * sum(p.numel() for p in trained)
+    state = (workload.optimizer_bytes or 0.0) * sum(p.numel() for p in trained)
     buckets = sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0
     return model, int(state) + buckets
 
