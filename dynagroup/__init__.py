@@ -15,18 +15,8 @@ if TYPE_CHECKING:
     from dynagroup.lengths import measure_lengths
     from dynagroup.online.collator import RefinementCollator
     from dynagroup.online.loader import OnlineDataLoader
-    from dynagroup.oom import (
-        OomSafeBackward,
-        classify_dataset,
-        embed_dataset,
-        encode,
-        generate_dataset,
-        generate_with_oom_retry,
-        iter_classify,
-        iter_embed,
-        iter_generate,
-        run_with_oom_retry,
-    )
+    from dynagroup.oom import (OomSafeBackward, classify_dataset, embed_dataset, encode, generate_dataset,  # isort: skip
+        generate_with_oom_retry, iter_classify, iter_embed, iter_generate, run_with_oom_retry)  # fmt: skip
     from dynagroup.plan.batches import friendly_size, multiple_of
     from dynagroup.plan.cost import Price, Work
     from dynagroup.plan.epoch import Mixture
@@ -45,32 +35,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "budget.base": "AdditiveCap Budget",
     "errors": "AlignmentError BudgetError ConfigError StateError",
-    "plan.plan": "BatchPlan",
-    "budget.learning": "LearningBudget",
-    "plan.sampler": "LengthAwareBatchSampler",
-    "budget.memory": "MemoryBudget",
-    "online.loader": "OnlineDataLoader",
+    "files": "measure_files", "lengths": "measure_lengths", "text": "text_dataloader",
+    "budget.base": "AdditiveCap Budget", "budget.learning": "LearningBudget",
+    "budget.memory": "MemoryBudget", "budget.tokens": "TokenBudget",
+    "plan.batches": "friendly_size multiple_of", "plan.cost": "Price Work", "plan.epoch": "Mixture",
+    "plan.partition": "balanced_partitions shard_micro_batches", "plan.plan": "BatchPlan",
+    "plan.sampler": "LengthAwareBatchSampler", "plan.static_shapes": "ShapeLadder",
+    "update.filling": "preflight", "update.loader": "StepLoader", "update.loss_weight": "Share",
+    "update.planned": "PlannedDataLoader", "update.schedule": "scale_learning_rate", "update.step": "Step",
+    "online.collator": "RefinementCollator", "online.loader": "OnlineDataLoader",
     "oom": "OomSafeBackward classify_dataset embed_dataset encode generate_dataset generate_with_oom_retry iter_classify "
-    "iter_embed iter_generate run_with_oom_retry",
-    "update.planned": "PlannedDataLoader",
-    "update.filling": "preflight",
-    "online.collator": "RefinementCollator",
-    "plan.static_shapes": "ShapeLadder",
-    "update.loss_weight": "Share",
-    "update.step": "Step",
-    "update.loader": "StepLoader",
-    "budget.tokens": "TokenBudget",
-    "plan.cost": "Price Work",
-    "plan.epoch": "Mixture",
-    "plan.partition": "balanced_partitions shard_micro_batches",
-    "plan.batches": "friendly_size multiple_of",
-    "files": "measure_files",
-    "lengths": "measure_lengths",
-    "update.schedule": "scale_learning_rate",
-    "text": "text_dataloader",
-}
+           "iter_embed iter_generate run_with_oom_retry",
+}  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ROOMS = ("integrations", "memory", "oom", "testing")
 """Rooms that users visit: `dynagroup.memory` works without importing it by name."""

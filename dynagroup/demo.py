@@ -1,7 +1,5 @@
 """The demo: one small model, the same updates from fixed batches and from dynagroup, side by side."""
 
-from __future__ import annotations
-
 import ast
 import sysconfig
 import time
@@ -64,16 +62,10 @@ class Run:
         real = sum(int(lengths[batch].sum()) for batch in batches)
         padded = [len(batch) * int(lengths[batch].max()) for batch in batches]
         return {
-            "samples": samples,
-            "samples_per_s": samples / seconds,
-            "real_tokens_per_s": real / seconds,
-            "padding": 1.0 - real / sum(padded),
-            "largest_batch_tokens": max(padded),
-            "steps": len(padded),
-            "updates": len(self.updates),
-            "seconds": seconds,
-            "held_out_loss": self.loss,
-        }
+            "samples": samples, "samples_per_s": samples / seconds, "real_tokens_per_s": real / seconds,
+            "padding": 1.0 - real / sum(padded), "largest_batch_tokens": max(padded), "steps": len(padded),
+            "updates": len(self.updates), "seconds": seconds, "held_out_loss": self.loss,
+        }  # fmt: skip
 
 
 def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
@@ -97,7 +89,7 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
     lengths = np.minimum(full, np.int32(config.max_length))
     held_out, chosen = np.split(np.random.default_rng(0).permutation(len(texts)), [min(HELD_OUT, len(texts) // 4)])
     runs = make_runs(config, lengths, chosen[: config.samples], device)
-    _train(config, runs, [texts[i] for i in held_out], texts, tokenizer, device)
+    _train(config, runs, held_out.tolist(), texts, tokenizer, device)
     print("\n" + _table(runs, lengths, device))
     return runs, lengths
 
@@ -176,19 +168,19 @@ def _slices(values: list[Any], size: int) -> list[list[Any]]:
 
 
 def _train(
-    config: DemoConfig, runs: Sequence[Run], held_out: list[str], texts: list[str], tokenizer: Any, device: torch.device
+    config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: list[str], tokenizer: Any, device: Any
 ) -> None:
     """The runs take turns, update by update, so that other work on the machine slows both alike."""
     collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
+    load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731
     rate = 3e-3 if config.model is None else 2e-5
     models = [_model(config, tokenizer).to(device).train() for _ in runs]
-    load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731
     trainings = [_updates(run, model, load, rate, device) for run, model in zip(runs, models, strict=True)]
     begun, most = time.perf_counter(), len(runs[0].updates)
     for _ in tqdm(zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None):
         if time.perf_counter() - begun > config.seconds and len(runs[1].seconds) >= FEWEST_UPDATES:
             break
-    evaluation = [collate(part) for part in _slices(held_out, max(config.budget // config.max_length, 1))]
+    evaluation = [load(part) for part in _slices(held_out, max(config.budget // config.max_length, 1))]
     for run, model in zip(runs, models, strict=True):
         run.updates = run.updates[: len(run.seconds)]
         with torch.no_grad():

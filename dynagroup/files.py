@@ -1,7 +1,5 @@
 """Lengths of files: read by row group or chunk, measured on all cores, kept in a journal until all are there."""
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence

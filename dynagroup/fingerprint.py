@@ -5,8 +5,6 @@ classes of the user's own by their code, its constants and closures. Installed c
 its module's globals is not followed: a setting that depends on one says so by an attribute ``fingerprint``.
 """
 
-from __future__ import annotations
-
 import copyreg
 import functools
 import hashlib

@@ -37,6 +37,8 @@ def units_of(lengths: Streams, sample: int) -> str:
 
 Streams: TypeAlias = Mapping[str, NDArray[np.int32]]
 IntArray: TypeAlias = NDArray[np.int64]
+Units: TypeAlias = "ArrayLike | Mapping[str, ArrayLike]"
+"""Numbers of tokens, or of units by the names of streams."""
 
 
 def round_up(values: IntArray, multiple: int) -> IntArray:
@@ -83,12 +85,7 @@ class BatchShape:
     total: Mapping[str, IntArray]
 
     @classmethod
-    def of(
-        cls,
-        num_samples: ArrayLike,
-        longest: ArrayLike | Mapping[str, ArrayLike],
-        total: ArrayLike | Mapping[str, ArrayLike] | None = None,
-    ) -> BatchShape:
+    def of(cls, num_samples: ArrayLike, longest: Units, total: Units | None = None) -> BatchShape:
         """Shapes from numbers or arrays, broadcast together; a bare number or array is the ``tokens`` stream.
 
         Without ``total`` every sample of a batch is taken to be as long as its longest.
@@ -96,11 +93,9 @@ class BatchShape:
         count = np.asarray(num_samples, dtype=np.int64)
         longest_by = _by_stream(longest)
         total_by = {k: count * v for k, v in longest_by.items()} if total is None else _by_stream(total)
-        size = np.broadcast_shapes(np.shape(np.atleast_1d(count)), *(np.shape(v) for v in longest_by.values()))
-        spread = lambda a: np.broadcast_to(a, size)  # noqa: E731
-        return cls(
-            spread(count), {k: spread(v) for k, v in longest_by.items()}, {k: spread(v) for k, v in total_by.items()}
-        )
+        size = np.broadcast_shapes((1,), np.shape(count), *map(np.shape, longest_by.values()))
+        spread = lambda streams: {name: np.broadcast_to(v, size) for name, v in streams.items()}  # noqa: E731
+        return cls(np.broadcast_to(count, size), spread(longest_by), spread(total_by))
 
     @classmethod
     def of_samples(cls, lengths: Streams) -> BatchShape:
@@ -114,10 +109,8 @@ class BatchShape:
 
     def without(self, streams: Collection[str]) -> BatchShape:
         """The same batches, some of their streams, but not the primary one, not looked at."""
-        if not any(name in self.longest for name in streams):
-            return self
-        kept = primary(self.longest)
-        longest = {name: values for name, values in self.longest.items() if name == kept or name not in streams}
+        apart = set(streams) - {primary(self.longest)}
+        longest = {name: values for name, values in self.longest.items() if name not in apart}
         return BatchShape(self.num_samples, longest, {name: self.total[name] for name in longest})
 
 
@@ -135,6 +128,6 @@ def target_tokens(shape: BatchShape) -> IntArray:
     return np.sum(others, axis=0)
 
 
-def _by_stream(value: ArrayLike | Mapping[str, ArrayLike]) -> dict[str, IntArray]:
+def _by_stream(value: Units) -> dict[str, IntArray]:
     named = value if isinstance(value, Mapping) else {TOKENS: value}
     return {name: np.asarray(values, np.int64) for name, values in named.items()}

@@ -1,7 +1,5 @@
 """The one envelope around every saved state: kind, version, identity of the run, and a seal over all of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,11 +66,10 @@ def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("le
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name}: {theirs.get(name)!r} then, {ours.get(name)!r} now"
-        for name in sorted({*theirs, *ours}, key=str)
-        if name not in theirs or name not in ours or theirs[name] != ours[name]
-    ]
+    missing = object()
+    names = sorted({*theirs, *ours}, key=str)
+    differing = [name for name in names if theirs.get(name, missing) != ours.get(name, missing)]
+    return [f"{name}: {theirs.get(name)!r} then, {ours.get(name)!r} now" for name in differing]
 
 
 def seal_of(state: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, TypeVar
@@ -63,25 +64,20 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     >>> run_ranks(3, lambda world: world.all_sum([world.rank, 1]))
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    barrier, errors = threading.Barrier(size, timeout=timeout_s), list[BaseException]()
-    vectors: list[Any] = [()] * size
-    results: list[Any] = [None] * size
+    barrier, vectors = threading.Barrier(size, timeout=timeout_s), [()] * size
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> T:
         try:
-            results[rank] = function(ThreadWorld(rank, size, barrier, vectors))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
-            errors.append(error)
+            return function(ThreadWorld(rank, size, barrier, vectors))
+        except BaseException:
             barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, AlignmentError)), errors[0])
-    return results
+    with ThreadPoolExecutor(size) as pool:
+        runs = [pool.submit(run, rank) for rank in range(size)]
+    if errors := [error for done in runs if (error := done.exception())]:
+        raise next((error for error in errors if not isinstance(error, AlignmentError)), errors[0])
+    return [done.result() for done in runs]
 
 
 def assert_conserves(batches: Iterable[Iterable[int]], expected: Iterable[int]) -> None:

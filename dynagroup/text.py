@@ -27,17 +27,10 @@ IGNORED = -100  # torch.nn.functional.cross_entropy leaves such labels out
 
 
 def text_dataloader(
-    texts: Sequence[str],
-    tokenizer: Callable[..., Any],
-    budget: Budget | int,
-    *,
-    max_length: int | None = None,
-    labels: bool = False,
-    lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
-    shuffle: bool = False,
-    shapes: int | None = None,
-    **options: Any,
-) -> DataLoader[str]:
+    texts: Sequence[str], tokenizer: Callable[..., Any], budget: Budget | int, *,
+    max_length: int | None = None, labels: bool = False, lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
+    shuffle: bool = False, shapes: int | None = None, **options: Any,
+) -> DataLoader[str]:  # fmt: skip
     """A ``DataLoader`` of batches that fit ``budget``: measures, plans, and tokenizes in its collate function.
 
     Args:

@@ -1,7 +1,5 @@
 """What arguments must look like, checked once and said alike."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import math
@@ -32,7 +30,7 @@ def warn_user(message: str) -> None:
 
 @contextmanager
 def explained(what: str, *passed: type[BaseException], way_out: str = "") -> Iterator[None]:
-    """Says of whatever is raised inside, but for what is ``passed`` on, ``what`` it means, as a ConfigError with its first line."""
+    """ConfigError for whatever is raised inside, but for what is ``passed`` on: ``what`` it means, and its first line."""
     try:
         yield
     except passed:

@@ -218,9 +218,8 @@ class AllOf(Budget):
 
     @classmethod
     def of(cls, *budgets: Budget) -> AllOf:
-        for budget in budgets:
-            if not isinstance(budget, Budget):
-                raise ConfigError(f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), not {budget!r}")
+        if foreign := [budget for budget in budgets if not isinstance(budget, Budget)]:
+            raise ConfigError(f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), not {foreign[0]!r}")
         combined = cls(tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,))))
         if any(p.ladder is not None for p in combined.parts):
             raise ConfigError("a ShapeLadder is a choice within a budget: ShapeLadder(lengths, budget & other)")
@@ -230,7 +229,6 @@ class AllOf(Budget):
 
     @property
     def _others(self) -> list[Budget]:
-        """The parts that are no mere caps."""
         return [p for p in self.parts if not isinstance(p, AdditiveCap)]
 
     @property
@@ -263,16 +261,13 @@ class AllOf(Budget):
         """What a part is shown: no streams that are laid end to end, if it takes all for padded; and lengths as they are
         padded, where other parts ask for more than this one. A cap counts units without padding."""
         if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
-            shape = self._padded(shape)
+            shape = self._packed(shape) if self.layout == "packed" else self.as_run(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape
 
-    def _padded(self, shape: BatchShape) -> BatchShape:
-        if self.layout == "packed":
-            tokens = real_tokens(shape, self)
-            more = round_up(tokens, self.pad_to_multiple_of) - tokens
-            first = primary(shape.total)
-            return BatchShape(shape.num_samples, shape.longest, {**shape.total, first: shape.total[first] + more})
-        return self.as_run(shape)
+    def _packed(self, shape: BatchShape) -> BatchShape:
+        tokens, first = real_tokens(shape, self), primary(shape.total)
+        more = round_up(tokens, self.pad_to_multiple_of) - tokens
+        return BatchShape(shape.num_samples, shape.longest, {**shape.total, first: shape.total[first] + more})
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Of the part that predicts memory, or else of the first that is not a mere cap."""
@@ -280,8 +275,8 @@ class AllOf(Budget):
         return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
     def bind(self, lengths: Streams, /) -> AllOf:
-        kept = (set(lengths) - self._end_to_end) | {primary(lengths)}
-        padded = {name: values for name, values in lengths.items() if name in kept}
+        apart = self._end_to_end - {primary(lengths)}
+        padded = {name: values for name, values in lengths.items() if name not in apart}
         return AllOf(tuple(p.bind(padded if p.counts_every_stream else lengths) for p in self.parts))
 
     def with_memory(self, known: Callable[[], Any], /) -> AllOf:
@@ -289,6 +284,5 @@ class AllOf(Budget):
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         padded = longest if self.layout == "packed" else round_up(longest, self.pad_to_multiple_of)
-        answers = [largest_of(p, padded) for p in self.parts]
-        known = [a for a in answers if a is not None]
-        return np.minimum.reduce(known) if len(known) == len(answers) else None
+        answers = [answer for p in self.parts if (answer := largest_of(p, padded)) is not None]
+        return np.minimum.reduce(answers) if len(answers) == len(self.parts) else None

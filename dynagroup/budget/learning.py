@@ -72,8 +72,9 @@ class LearningBudget(Wrapper):
     def __init__(self, budget: Budget | None = None) -> None:
         self.base = TokenBudget(UNLIMITED) if budget is None else budget
         if self.base.ladder is not None:
-            way_out = "ShapeLadder(lengths, LearningBudget(budget))"
-            raise ConfigError(f"a ShapeLadder follows what its budget learns: {way_out}")
+            raise ConfigError(
+                "a ShapeLadder follows what its budget learns: ShapeLadder(lengths, LearningBudget(budget))"
+            )
         self._lessons = _Lessons()
 
     @property
@@ -94,8 +95,7 @@ class LearningBudget(Wrapper):
 
     @property
     def fingerprint(self) -> str:
-        applied = self._applied
-        return self.base.fingerprint if math.isinf(applied) else f"{self.base.fingerprint}, cost <= {applied!r}"
+        return self.base.fingerprint + ("" if math.isinf(self._applied) else f", cost <= {self._applied!r}")
 
     @property
     def limits(self) -> tuple[float, float]:

@@ -6,24 +6,21 @@ import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dynagroup.budget.base import BoolArray, Budget, FloatArray
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described
+from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.protocols import BytesMemoryModel, LargestTable, MemoryModel, PaddedTokens
 from dynagroup.memory.regressor import MemoryRegressor
-from dynagroup.memory.run import MASK_ALIGNMENT, Attention, Layout, Mode, Sharding
+from dynagroup.memory.run import MASK_ALIGNMENT, Attention, Layout, MakeInputs, Mode, Sharding
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, largest_within, primary, round_up
 from dynagroup.validation import check_int, check_names, check_number
-
-if TYPE_CHECKING:
-    from dynagroup.memory.measurements import Measurements
-    from dynagroup.memory.trace.program import MakeInputs
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LENGTHS = [2**k for k in range(7, 16)]  # 128 to 32,768: what tables show, as far as a model has positions
@@ -72,24 +69,18 @@ class MemoryBudget(Budget):
     _assumed = False  # whether nobody said a model
 
     def __init__(
-        self,
-        batch_size: int,
-        *,
-        longest: int | Mapping[str, int] | None = None,
-        model: MemoryModel | None = None,
-        headroom: float = 0.9,
-        pad_to_multiple_of: int = 1,
-    ) -> None:
+        self, batch_size: int, *, longest: int | Mapping[str, int] | None = None, model: MemoryModel | None = None,
+        headroom: float = 0.9, pad_to_multiple_of: int = 1,
+    ) -> None:  # fmt: skip
         self._batch_size = check_int("batch_size", batch_size)
         named = isinstance(longest, Mapping)
         self._longest = dict(longest) if named else {} if longest is None else {TOKENS: longest}
         for name, value in self._longest.items():
             check_int(name if named else "longest", value)
         if model is not None and not hasattr(model, "relative"):
-            raise ConfigError(
-                f"`model` must predict memory, but is {type(model).__name__}; for a model of transformers: "
-                "MemoryBudget.from_model(model), or MemoryRegressor.pretrained(Workload.from_model(model))"
-            )
+            way_out = "MemoryBudget.from_model(model), or MemoryRegressor.pretrained(Workload.from_model(model))"
+            told = f"`model` must predict memory, but is {type(model).__name__}"
+            raise ConfigError(f"{told}; for a model of transformers: {way_out}")
         self._assumed = model is None
         self._set(model or MemoryRegressor.pretrained(), headroom, pad_to_multiple_of)
 
@@ -162,8 +153,12 @@ class MemoryBudget(Budget):
         return self._multiple
 
     @property
+    def _workload(self) -> Workload:
+        return getattr(self.model, "workload", None) or Workload()
+
+    @property
     def layout(self) -> Layout:
-        return getattr(self.model, "layout", "padded")
+        return self._workload.layout or "padded"
 
     def bind(self, lengths: Streams, /) -> MemoryBudget:
         given = _of_first_batch(self._longest, lengths)
@@ -244,8 +239,7 @@ class MemoryBudget(Budget):
     @property
     def _new_tokens(self) -> int:
         """Tokens that are generated for each sample, beside its own."""
-        workload = getattr(self.model, "workload", None)
-        return (workload.max_new_tokens or 0) if workload and workload.mode == "generate" else 0
+        return self._workload.max_new_tokens or 0 if self._workload.mode == "generate" else 0
 
     @property
     def fingerprint(self) -> str:
@@ -299,13 +293,11 @@ class MemoryBudget(Budget):
 
     def _first(self, padded: BatchShape) -> BatchShape:
         given = _of_first_batch(self._longest, padded.longest)
-        missing = sorted(set(padded.longest) - set(given))
-        if missing:
-            which = "`longest`" if not self._longest else f"how long the first batch is in {missing[0]!r}"
-            raise ConfigError(
-                f"{which} is not known: give MemoryBudget(..., longest={{{missing[0]!r}: units of your longest sample}}), or, "
-                f"where a stream is not padded, & AdditiveCap({missing[0]!r}, limit)"
-            )
+        for name in sorted(set(padded.longest) - set(given)):
+            which = "`longest`" if not self._longest else f"how long the first batch is in {name!r}"
+            way_out = f"give MemoryBudget(..., longest={{{name!r}: units of your longest sample}})"
+            cap = f"where a stream is not padded, & AdditiveCap({name!r}, limit)"
+            raise ConfigError(f"{which} is not known: {way_out}, or, {cap}")
         known = {name: round_up(np.array([given[name]]), self._multiple) for name in padded.longest}
         return BatchShape.of(self._batch_size, known)
 
@@ -332,10 +324,8 @@ class _DeviceBudget(MemoryBudget):
         most = min(getattr(model, "longest", None) or LENGTHS[-1], LENGTHS[-1])
         self._lengths = [length for length in LENGTHS if length < most] + [most]
         if model.static_bytes >= headroom * self._limit_bytes:
-            raise BudgetError(
-                f"static memory ({model.static_bytes:,} bytes) alone exceeds {headroom:.0%} of limit_bytes={limit_bytes:,}; "
-                f"{WAY_OUT}"
-            )
+            told = f"static memory ({model.static_bytes:,} bytes) alone exceeds {headroom:.0%}"
+            raise BudgetError(f"{told} of limit_bytes={limit_bytes:,}; {WAY_OUT}")
 
     def bind(self, lengths: Streams, /) -> MemoryBudget:
         return self

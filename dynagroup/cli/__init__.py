@@ -1,7 +1,5 @@
 """The command line: its commands and options. ``commands`` finds what they ask for, when one runs."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys
@@ -145,8 +143,7 @@ def _parser() -> argparse.ArgumentParser:
 def _settings(metavar: str, text: str, default: Any = None, *, required: bool) -> dict[str, Any]:
     if not metavar:
         return {"action": "store_true", "help": text}
-    told: dict[str, Any] = {"help": text if default is None else f"{text} (default: {default})", "default": default}
-    told |= {"required": True} if required else {}
-    if "|" in metavar:
-        return {**told, "choices": metavar.split("|")}
-    return {**told, "metavar": metavar, "type": TYPES.get(metavar, str)}
+    shown = text if default is None else f"{text} (default: {default})"
+    values = {"metavar": metavar, "type": TYPES.get(metavar, str)}
+    values = {"choices": metavar.split("|")} if "|" in metavar else values
+    return {"help": shown, "default": default, **values, **({"required": True} if required else {})}

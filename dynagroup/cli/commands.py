@@ -50,10 +50,12 @@ def run(args: argparse.Namespace) -> None:
 
 def lengths(args: argparse.Namespace) -> Found:
     """Measured on all cores and written."""
-    found = _lengths(args, num_proc=args.processes, output=args.output)
-    sums = {name: (len(n), int(n.sum(dtype="int64")), int(n.max())) for name, n in found.items()}
-    told = {name: dict(zip(("num_samples", "sum", "longest"), row, strict=True)) for name, row in sums.items()}
-    lines = ["{}: {:,} samples, {:,} in all, the longest {:,}".format(name, *row) for name, row in sums.items()]
+    found = _lengths(args, num_proc=args.processes, output=args.output).items()
+    told = {
+        name: {"num_samples": len(n), "sum": int(n.sum(dtype="int64")), "longest": int(n.max())} for name, n in found
+    }
+    line = "{}: {num_samples:,} samples, {sum:,} in all, the longest {longest:,}"
+    lines = [line.format(name, **figures) for name, figures in told.items()]
     return told, "\n".join([*lines, f"written: {args.output}"]), lambda: new_figure(1, 1)
 
 
@@ -110,12 +112,10 @@ def doctor(args: argparse.Namespace) -> Found:
     today, grouped = found.ways[:2]
     multiplied = f"of the tokens that {today.name} batches multiply are padding"
     waits = f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
-    findings = {
-        "waste": f"{today.padding:.0%} {multiplied} (group_by_length: {grouped.padding:.0%})",
-        "ranks": waits if found.world_size > 1 else "one rank: nobody waits",
-        "memory": memory,
-        "change": _change(found, args.layout, safe),
-    }
+    waste = f"{today.padding:.0%} {multiplied} (group_by_length: {grouped.padding:.0%})"
+    ranks = waits if found.world_size > 1 else "one rank: nobody waits"
+    change = _change(found, args.layout, safe)
+    findings = {"waste": waste, "ranks": ranks, "memory": memory, "change": change}
     *first, last = (f"{name:6}  {text}" for name, text in findings.items())
     return {"findings": findings, **found.figures()}, "\n".join([*first, "", found.report(), "", last]), found.plot
 

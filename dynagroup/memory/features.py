@@ -1,7 +1,5 @@
 """The one feature function of the regressor, which training and prediction both call; its training rows, trees and card."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence

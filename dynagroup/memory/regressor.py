@@ -19,7 +19,7 @@ from dynagroup.memory.features import CANDIDATE, FEATURES, Features, describe, f
 from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.profiled import ProfiledMemory
-from dynagroup.memory.run import MONOMIALS, FloatArray, Layout, Mode, Phases, columns, needed
+from dynagroup.memory.run import MONOMIALS, FloatArray, Mode, Phases, columns, needed
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
@@ -80,9 +80,9 @@ class MemoryRegressor:
         trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
         try:
             card = json.loads(text)
-            right = {"format": FORMAT, "features": list(FEATURES), "seal": seal_of(card)}
+            hashes = {"sharp": hashlib.sha256(trees).hexdigest()}
+            right = {"format": FORMAT, "features": list(FEATURES), "seal": seal_of(card), "hashes": hashes}
             wrong = [name for name, value in right.items() if card.get(name) != value]
-            wrong += ["hash"] if hashlib.sha256(trees).hexdigest() != card["hashes"]["sharp"] else []
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise StateError(f"the card beside {path} is damaged ({error}); save the regressor again") from error
         if wrong:
@@ -102,7 +102,7 @@ class MemoryRegressor:
             raise ConfigError(f"fit needs at least {MIN_ROWS} measurements of each workload that ran, but got {least}")
         own = [table.workload.phases or ProfiledMemory.fit(table).phases for table in tables]
         packed = [table.workload.phases is not None and table.workload.layout == "packed" for table in tables]
-        parts = [pairs_of(t, ClosedForm.of_phases(p, k)) for t, p, k in zip(tables, own, packed, strict=True)]
+        parts = [pairs_of(t, ClosedForm.of_phases(*form)) for t, *form in zip(tables, own, packed, strict=True)]
         # hundreds of rows, not hundreds of thousands
         booster = train_booster(parts, rounds=120, max_depth=3, least_weight=1.0, regularisation=1.0)
         workload = tables[0].workload
@@ -141,10 +141,6 @@ class MemoryRegressor:
         return known or self._traced is not None or "plausible" not in self.card
 
     @property
-    def layout(self) -> Layout:
-        return self.workload.layout or "padded"
-
-    @property
     def _traced(self) -> Phases | None:
         return None if self.card.keys() & {"form", "corrects"} else self.workload.phases
 
@@ -155,7 +151,7 @@ class MemoryRegressor:
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         if self._traced is not None:
-            packed = self.layout == "packed"
+            packed = self.workload.layout == "packed"
             return self._traced.bytes(shape, packed) / self._traced.baseline_bytes(baseline, packed)
         if not self.sharp:
             models = self._plausible[len(shape.longest) > 1]
@@ -211,10 +207,9 @@ class Plausible:
     are taken to count everything that is read, unless its ``fixed_tokens`` say otherwise."""
 
     def __init__(self, workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> None:
-        chosen = _like(workload, members, two_streams)
-        rows = [[[row.get(name, 0.0) for name in MONOMIALS] for row in m["phases"]] for m in chosen]
-        self._phases = np.array([row for phases in rows for row in phases])
-        self._starts = np.cumsum([0, *(len(phases) for phases in rows[:-1])])
+        phases = [member["phases"] for member in _like(workload, members, two_streams)]
+        self._phases = np.array([[row.get(name, 0.0) for name in MONOMIALS] for rows in phases for row in rows])
+        self._starts = np.cumsum([0, *map(len, phases[:-1])])
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
         """Bytes that grow with the batch, of each of K batches in each of M models: float64 (K, M)."""
@@ -234,11 +229,8 @@ def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams:
     sizes = {name: getattr(workload, name) for name in NEAR if getattr(workload, name)}
     if not sizes or len(found) <= FEWEST:
         return found
-
-    def distance(member: Mapping[str, Any]) -> float:
-        return sum(abs(math.log(value / max(member["workload"][name] or 1, 1))) for name, value in sizes.items())
-
-    return sorted(found, key=distance)[: max(FEWEST, len(found) // 3)]
+    apart = lambda known: sum(abs(math.log(size / max(known[name] or 1, 1))) for name, size in sizes.items())  # noqa: E731
+    return sorted(found, key=lambda member: apart(member["workload"]))[: max(FEWEST, len(found) // 3)]
 
 
 @lru_cache(maxsize=4)

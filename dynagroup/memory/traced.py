@@ -12,7 +12,7 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, Layout, MakeInputs, Mode, Phases
+from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, MakeInputs, Mode, Phases
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import TOKENS, BatchShape, primary
 
@@ -116,10 +116,6 @@ class TracedMemory:
         return self.said + (raised if (self.factor, self.constant_bytes) != (1.0, 0.0) else "")
 
     @property
-    def layout(self) -> Layout:
-        return self.workload.layout or "padded"
-
-    @property
     def fingerprint(self) -> str:
         about = [self.static_bytes, self.pads_masks, self.workload.to_json(), self.factor, self.constant_bytes]
         return "traced-" + hashlib.sha256(" ".join(map(str, about)).encode()).hexdigest()[:12]
@@ -132,7 +128,7 @@ class TracedMemory:
         return found if self.pads_masks else found.aligned or found
 
     def _bytes(self, shape: BatchShape) -> FloatArray:
-        return self._phases.bytes(shape, self.layout == "packed")
+        return self._phases.bytes(shape, self.workload.layout == "packed")
 
     @cached_property
     def _knows_targets(self) -> bool:
@@ -151,7 +147,7 @@ class TracedMemory:
         return self.factor * self._bytes(shape) + self.constant_bytes
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        least = self._phases.baseline_bytes(baseline, self.layout == "packed")
+        least = self._phases.baseline_bytes(baseline, self.workload.layout == "packed")
         return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
 
 

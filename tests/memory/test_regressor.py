@@ -176,7 +176,7 @@ def edit(path, sealed=True, **changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "describes: hash differ"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "describes: hashes differ"),
         (lambda p: p.with_suffix(".json").write_text("{"), "is damaged"),
         (lambda p: edit(p, features=["other"]), "describes: features differ"),
         (lambda p: edit(p, format=99), "describes: format differ"),

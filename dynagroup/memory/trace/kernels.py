@@ -3,8 +3,6 @@
 By itself PyTorch would choose the CPU's kernels, which materialise scores under dropout or a mask, and copy for a wider softmax.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -86,30 +84,21 @@ def _higher(value: Any) -> Any:
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """``scaled_dot_product_attention`` with the kernel that CUDA takes: flash, else memory-efficient."""
-    same_heads = query.shape[-3] == key.shape[-3]
     if attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    if enable_gqa and not same_heads:  # the memory-efficient kernel has no grouped heads; the math path repeats them
-        repeats = query.shape[-3] // key.shape[-3]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    repeats = query.shape[-3] // key.shape[-3]
+    if enable_gqa and repeats > 1:  # the memory-efficient kernel has no grouped heads; the math path repeats them
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query, key)
     needs_grad = torch.is_grad_enabled() and query.requires_grad
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-    )[0]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale)[0]
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,9 @@
 """Models and inputs that have shapes but no data, and what a model says of itself."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,10 +17,6 @@ ALIKE_LAYERS = 3  # as many layers of one kind make a stack
 
 def _transformers() -> Any:
     return needed("transformers", "reading a model's sizes", "hf")
-
-
-def is_model(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module)
 
 
 def as_config(value: Any) -> Any:
@@ -38,25 +33,19 @@ def as_config(value: Any) -> Any:
 
 
 def as_meta_model(
-    source: Any,
-    run: Run | None = None,
-    *,
-    dtype: str | None = None,
-    attention: Attention | None = None,
-    lora: Any = None,
-) -> Any:
+    source: Any, run: Run | None = None, *,
+    dtype: str | None = None, attention: Attention | None = None, lora: Any = None,
+) -> Any:  # fmt: skip
     """A copy of a model on the meta device, or one of a config: no weights are allocated or read.
 
     As a run (a workload) says; or in this dtype, with this attention (None: the source's own) and adapters (``lora``).
     """
     attention = run.attention if run else attention
     kind = "eager" if attention == "eager" else "sdpa"
-    if is_model(source):
-        memo: dict[int, Any] = {
-            id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            for p in source.parameters()
-        }
-        memo |= {id(b): torch.empty_like(b, device="meta") for b in source.buffers()}
+    if isinstance(source, torch.nn.Module):
+        empty = lambda tensor: torch.empty_like(tensor, device="meta")  # noqa: E731
+        memo: dict[int, Any] = {id(p): torch.nn.Parameter(empty(p), p.requires_grad) for p in source.parameters()}
+        memo |= {id(b): empty(b) for b in source.buffers()}
         model: Any = copy.deepcopy(source, memo).to("meta")
         model = model if dtype is None else model.to(getattr(torch, dtype))
     else:
@@ -85,9 +74,8 @@ def _from_config(config: Any, dtype: str | None, attention: str, device: torch.d
                 return auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=kind)
         except Exception as error:  # whatever the model's own code raises
             failed = error
-    raise ConfigError(
-        f"no model can be built from this {type(config).__name__} ({failed!r:.200}); pass a model"
-    ) from failed
+    told = f"no model can be built from this {type(config).__name__} ({failed!r:.200})"
+    raise ConfigError(f"{told}; pass a model") from failed
 
 
 def is_encoder(config: Any) -> bool:
@@ -97,7 +85,6 @@ def is_encoder(config: Any) -> bool:
 
 
 def _auto_class(config: Any) -> Any:
-    """The Auto class that trains or generates with this kind of model."""
     hf, kind = _transformers(), type(config)
     order = [hf.AutoModelForImageTextToText, hf.AutoModelForCausalLM]
     if getattr(config, "is_encoder_decoder", False):
@@ -121,10 +108,9 @@ def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """The lists of like layers that a model is made of, outermost ones only."""
     found: list[torch.nn.ModuleList] = []
     for module in model.modules():
-        if not isinstance(module, torch.nn.ModuleList) or len(module) < ALIKE_LAYERS:
-            continue
+        many = isinstance(module, torch.nn.ModuleList) and len(module) >= ALIKE_LAYERS
         nested = any(module is inner for outer in found for inner in outer.modules())
-        if not nested and len({type(layer) for layer in module}) == 1:
+        if many and not nested and len({type(layer) for layer in module}) == 1:
             found.append(module)
     return found
 
@@ -154,15 +140,15 @@ def make_inputs(
         if decodes:
             inputs["decoder_input_ids"] = words
     accepted = inspect.signature(model.forward).parameters
-    if "kwargs" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        return inputs
-    return {k: v for k, v in inputs.items() if k in accepted}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    return {k: v for k, v in inputs.items() if takes_all or k in accepted}
 
 
 def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the Workload of this model in this mode; ``known`` fields win."""
     dtype, attention = known.get("dtype"), known.get("attention")
-    model: Any = source if is_model(source) else as_meta_model(source, dtype=dtype, attention=attention)
+    is_model = isinstance(source, torch.nn.Module)
+    model: Any = source if is_model else as_meta_model(source, dtype=dtype, attention=attention)
     config = getattr(model, "config", None)
     if config is None:
         raise ConfigError("`model_or_config` has no transformers config; write Workload(mode=..., num_layers=..., ...)")
@@ -182,26 +168,21 @@ def architecture(config: Any) -> dict[str, Any]:
 
     hidden = first("hidden_size", "d_model", "n_embd")
     heads = first("num_attention_heads", "num_heads", "n_head", decoder=("decoder_attention_heads",))
-    widths = ("moe_intermediate_size",), ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
-    ffn = first(*widths[0]) or first(*widths[1], decoder=("decoder_ffn_dim",))
+    of_experts, widths = first("moe_intermediate_size"), ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
+    ffn = of_experts or first(*widths, decoder=("decoder_ffn_dim",)) or (4 * hidden if hidden else None)
     layers = first("num_hidden_layers", "num_layers", "n_layer", decoder=("decoder_layers", "num_decoder_layers"))
     return {
-        "num_layers": layers,
+        "num_layers": layers, "hidden_size": hidden, "num_heads": heads, "intermediate_size": ffn,
         "num_encoder_layers": first("encoder_layers", "num_layers", "num_hidden_layers") if two_stacks else 0,
-        "hidden_size": hidden,
-        "num_heads": heads,
         "num_kv_heads": 1 if getattr(text, "multi_query", False) else first("num_key_value_heads") or heads,
         "head_size": first("head_dim", "d_kv") or (hidden // heads if hidden and heads else None),
-        "intermediate_size": ffn or (4 * hidden if hidden else None),
         "experts_per_token": first("num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1,
         "gated_mlp": bool(getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)),
         "dropout": any(isinstance(p, float) and p > 0 for p in (getattr(text, name, None) for name in _DROPOUTS)),
-        "vocabulary_size": first("vocab_size") or 0,
-        "encoder_decoder": two_stacks,
-        "causal": not two_stacks and not is_encoder(config),
-        "fixed_tokens": _fixed_tokens(config),
+        "vocabulary_size": first("vocab_size") or 0, "fixed_tokens": _fixed_tokens(config),
+        "encoder_decoder": two_stacks, "causal": not two_stacks and not is_encoder(config),
         "score_bias": hasattr(config, "relative_attention_num_buckets") or getattr(config, "model_type", "") == "bloom",
-    }
+    }  # fmt: skip
 
 
 _PLAIN_MLP = {"gpt2", "opt", "bert", "roberta", "bart", "marian", "m2m_100", "whisper", "gpt_neox", "bloom", "phi", "distilbert",
@@ -211,38 +192,33 @@ _DROPOUTS = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", 
 
 def _run_as(model: Any, mode: str) -> dict[str, Any]:
     """What a model's parameters and settings say about how it is run."""
-    parameters = list({id(p): p for p in model.parameters()}.values())
+    parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     total, count = (sum(p.numel() for p in part) for part in (parameters, trained))
     # Quantised parameters are integers; what a model computes with is not.
     dtype = str(next((p.dtype for p in parameters if p.is_floating_point()), "float32")).removeprefix("torch.")
     width = sum(p.numel() * p.element_size() for p in trained) / max(count, 1)  # of adapters, not of what they adapt
-    stated = getattr(model.config, "_attn_implementation", None)  # what the model runs, not what was asked for
+    stated = getattr(model.config, "_attn_implementation", None) or ""  # what the model runs, not what was asked for
     renamed = hasattr(model, "is_activation_checkpointing")
     checkpoints = getattr(model, "is_activation_checkpointing" if renamed else "is_gradient_checkpointing", False)
     settings = getattr(model, "generation_config", None)
     new_tokens = int(getattr(settings, "max_new_tokens", None) or 20)  # generate()'s own default
     return {
-        "num_parameters": total,
-        "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
+        "num_parameters": total, "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
         "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
-        "dtype": dtype if dtype in ELEMENT_BYTES else "float32",
-        "attention": stated if stated in ("eager", "sdpa") else "flash" if "flash" in (stated or "") else "sdpa",
-        "gradient_checkpointing": bool(checkpoints),
+        "dtype": dtype if dtype in ELEMENT_BYTES else "float32", "gradient_checkpointing": bool(checkpoints),
+        "attention": next((kind for kind in ("eager", "flash") if kind in stated), "sdpa"),
         "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
         "max_new_tokens": new_tokens if mode == "generate" else 0,
-    }
+    }  # fmt: skip
 
 
 def _first(config: Any, *names: str) -> Any:
     """The first of these that a config states; where it varies over layers, what the first layer has."""
-    for name in filter(None, names):
-        try:
-            value = getattr(config, name, None)
-        except Exception:  # configs of transformers refuse to name what differs between layers
-            continue
-        if value is not None:
-            return value[0] if isinstance(value, (list, tuple)) else value
+    for name in names:
+        with suppress(Exception):  # configs of transformers refuse to name what differs between layers
+            if (value := getattr(config, name, None)) is not None:
+                return value[0] if isinstance(value, (list, tuple)) else value
     return None
 
 
@@ -250,9 +226,8 @@ def _fixed_tokens(config: Any) -> int:
     if getattr(config, "model_type", "") == "whisper":
         return int(config.max_source_positions)
     vision = getattr(config, "vision_config", None)
-    if vision is not None and hasattr(vision, "image_size") and hasattr(vision, "patch_size"):
-        return int((vision.image_size // vision.patch_size) ** 2)
-    return 0
+    known = hasattr(vision, "image_size") and hasattr(vision, "patch_size")
+    return int((vision.image_size // vision.patch_size) ** 2) if known else 0
 
 
 def _with_adapters(model: Any, lora: Any) -> Any:

@@ -5,8 +5,6 @@ the peak of any shape is their maximum. Where layers are alike, three say what a
 everything between its own forward and the end of its backward by what it keeps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -130,11 +128,9 @@ class _Deepen:
 
     @contextmanager
     def __call__(self, tracer: LiveBytes) -> Iterator[None]:
-        handles = [
-            stack[place].register_forward_pre_hook(self._hook(tracer, span, place), with_kwargs=True)
-            for stack, span in zip(self._stacks, self._spans, strict=True)
-            for place in (1, 2)
-        ]
+        watched = [(k, place) for k in range(len(self._stacks)) for place in (1, 2)]
+        hook = lambda k, place: self._hook(tracer, self._spans[k], place)  # noqa: E731
+        handles = [self._stacks[k][p].register_forward_pre_hook(hook(k, p), with_kwargs=True) for k, p in watched]
         yield
         for handle in handles:
             handle.remove()

@@ -1,7 +1,5 @@
 """What one batch does on a device: a training step in mid-accumulation, a forward pass, or prefill and the last decode step."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

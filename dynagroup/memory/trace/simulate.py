@@ -44,11 +44,12 @@ def simulate(
     """
     import torch
 
-    from dynagroup.memory.trace.model import as_config, as_meta_model, is_model
+    from dynagroup.memory.trace.model import as_config, as_meta_model
     from dynagroup.memory.trace.program import as_gathered, prepare, static_bytes, trace
 
     wanted = _checked_shapes(shapes)
-    model_or_config = model_or_config if is_model(model_or_config) else as_config(model_or_config)
+    is_model = isinstance(model_or_config, torch.nn.Module)
+    model_or_config = model_or_config if is_model else as_config(model_or_config)
     workload = _checked_workload(model_or_config, workload)
     rows = []
     with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
@@ -79,8 +80,8 @@ def _checked_workload(model_or_config: Any, workload: Workload | None) -> Worklo
     if workload is None:
         return Workload.from_model(model_or_config, trace=False)
     own = {n: getattr(workload, n) for n in Workload.__slots__ if n != "mode" and getattr(workload, n) is not None}
-    dtype = {name: own[name] for name in ("dtype",) if name in own}
-    return Workload.from_model(model_or_config, workload.mode or "train", trace=False, **dtype).replace(**own)
+    found = Workload.from_model(model_or_config, workload.mode or "train", trace=False, dtype=workload.dtype)
+    return found.replace(**own)
 
 
 def measure(
