@@ -288,7 +288,7 @@ def count_ids(ids: Any) -> int | None:
 
 
 def _id_counts(rows: Sequence[Any], first: int) -> list[int]:
-    counts = list(map(count_ids, rows))
+    counts: list[Any] = list(map(count_ids, rows))
     if None in counts:
         bad = counts.index(None)
         _refuse_chat(rows[bad], first + bad)

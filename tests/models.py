@@ -32,16 +32,9 @@ NAMES: dict[Any, dict[str, list[str]]] = {
 
 
 def config(
-    kind: type[PretrainedConfig],
-    *,
-    vocab: int = 64,
-    width: int = 16,
-    layers: int = 2,
-    heads: int = 2,
-    inner: int | None = None,
-    dropout: float = 0.0,
-    **more: Any,
-) -> Any:
+    kind: type[PretrainedConfig], *, vocab: int = 64, width: int = 16, layers: int = 2, heads: int = 2,
+    inner: int | None = None, dropout: float = 0.0, **more: Any,
+) -> Any:  # fmt: skip
     """A configuration of ``kind``; ``inner`` is a layer's width inside, by default twice its ``width``. ``more`` are its own."""
     names = {**USUAL, **NAMES.get(kind, {})}
     words = {"vocab": vocab, "width": width, "layers": layers, "heads": heads, "inner": inner or 2 * width}

@@ -32,12 +32,9 @@ lengths = st.one_of(
     st.builds(lambda n: [1000] * n, st.integers(1, 20)),  # none fits a small budget
 )
 
+PADDINGS, LAYOUTS, MOST = st.sampled_from([1, 8]), st.sampled_from(["padded", "packed"]), st.none() | st.integers(1, 9)
 token_budgets = st.builds(
-    TokenBudget,
-    st.integers(1, 200),
-    max_samples=st.one_of(st.none(), st.integers(1, 9)),
-    pad_to_multiple_of=st.sampled_from([1, 8]),
-    layout=st.sampled_from(["padded", "packed"]),
+    TokenBudget, st.integers(1, 200), max_samples=MOST, pad_to_multiple_of=PADDINGS, layout=LAYOUTS
 )
 HEADROOMS = st.sampled_from([0.5, 0.9, 1.0])
 memory_budgets = st.builds(MemoryBudget, st.integers(1, 8), model=st.just(PaddedTokens()), headroom=HEADROOMS)

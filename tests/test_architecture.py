@@ -20,21 +20,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms in reading order: a module imports only from its own room and those before it. See docs/architecture.md.
 GROUND = ["errors", "shapes", "fingerprint", "validation", "distributed", "state", "device"]
-ROOMS = [
-    *GROUND,
-    "lengths",
-    "memory",
-    "budget",
-    "plan",
-    "update",
-    "online",
-    "oom",
-    "integrations",
-    "text",
-    "files",
-    "testing",
-]
-ROOMS += ["demo", "cli", "__main__"]
+ROOMS = [*GROUND, "lengths", "memory", "budget", "plan", "update", "online", "oom", "integrations"]
+ROOMS += ["text", "files", "testing", "demo", "cli", "__main__"]
 HEAVY = {"torch", "xgboost", "transformers", "datasets", "matplotlib", "accelerate", "lightning"}
 PRIVATE_LOADER_NAMES = {
     *("_BaseDataLoaderIter", "_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter", "_DatasetKind"),

@@ -92,17 +92,14 @@ def step(samples, *, scale=1.0, ends=True):
 SOUND = [[step([0, 1, 2])]]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "said"),
-    [
-        (SOUND, None),
-        ([[step([0, 1])]], "1 samples lost"),
-        ([[step([0, 1, 2]), step([1])]], "1 samples repeated"),
-        ([[step([0, 1, 2])], []], "unequal steps"),
-        ([[step([0, 1, 2], scale=0.5)]], "gradient"),
-        ([[step([0])], [step([1, 2], ends=False)]], "end at different steps"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "said"), [
+    (SOUND, None),
+    ([[step([0, 1])]], "1 samples lost"),
+    ([[step([0, 1, 2]), step([1])]], "1 samples repeated"),
+    ([[step([0, 1, 2])], []], "unequal steps"),
+    ([[step([0, 1, 2], scale=0.5)]], "gradient"),
+    ([[step([0])], [step([1, 2], ends=False)]], "end at different steps"),
+])  # fmt: skip
 def test_every_violation_is_found(ranks, said):
     found = judged(LENGTHS, ranks, Counter(range(3)))
     assert any(said in fault for fault in found) if said else found == []
@@ -119,13 +116,10 @@ def test_batches_over_their_budget_and_wrong_gradients_are_found():
     assert gradient_of(case, [0, 0]).tolist() == [weight, scale, bias], "a mean does not grow with its samples"
 
 
-@pytest.mark.parametrize(
-    ("fault", "first", "owner", "name", "said"),
-    [
-        ("out-of-memory storm in training", 0, Update, "undo", "gradient of update"),
-        ("journal cut or damaged", 35, storage.Output, "_checksum", "wrong results"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "first", "owner", "name", "said"), [
+    ("out-of-memory storm in training", 0, Update, "undo", "gradient of update"),
+    ("journal cut or damaged", 35, storage.Output, "_checksum", "wrong results"),
+])  # fmt: skip
 def test_a_broken_library_is_found(fault, first, owner, name, said, monkeypatch):
     monkeypatch.setattr(owner, name, lambda *args: 0)
     found = (wrong for seed in range(first, 40) for wrong in run_case(Case(seed, fault)))

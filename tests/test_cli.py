@@ -11,19 +11,17 @@ import warnings
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 import dynagroup
 from dynagroup import BatchPlan, LengthAwareBatchSampler, MemoryBudget, TokenBudget, Work
 from dynagroup.cli import main
 from dynagroup.demo import train_tokenizer
-from dynagroup.lengths import measure_lengths
 from dynagroup.plan.report import compare
 from dynagroup.shapes import BatchShape
 from tests import models
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
-TEXTS = ["a few words", "to learn from, and some more words, all of them", "some", "words"]
 
 
 @pytest.fixture(scope="module")
@@ -130,16 +128,6 @@ def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_p
         assert json.loads(out)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "saved"])
-def test_texts_are_measured_with_the_tokenizer(tmp_path, folder, kind):
-    path = tmp_path / (f"texts.{kind}" if kind != "saved" else kind)
-    tokens = int(measure_lengths(TEXTS, AutoTokenizer.from_pretrained(folder / "tokens")).sum())
-    write(path, kind, {"id": ["x"] * 4, "body": TEXTS, "other": TEXTS[::-1], "n": [100, 107, 100, 107]})
-    arguments = ["plan", str(path), "--tokenizer", "tokens", "--max-tokens", "1k"]
-    for column, expected in (("body", tokens), ("body,other", 2 * tokens), ("body,n", tokens + 414)):
-        assert figures(*arguments, "--column", column)["real_tokens"] == expected
-
-
 CHATS = b'{"c": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}\n'
 TOKENIZED = ["--tokenizer", "tokens"]
 
@@ -149,28 +137,25 @@ def npy(array) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "arguments", "message"),
-    [
-        ("x.npy", b"no array", [], "cannot be read as what its name says"),
-        ("x.npy", npy(3), [], "an array of 0 dimensions; give one number a sample"),
-        ("x.npy", npy([[3, 4], [5, 6]]), [], "an array of 2 dimensions"),
-        ("x.txt", b"\xff\xfe\x00", [], "cannot be read as what its name says"),
-        ("x.txt", b"", [], "holds no samples"),
-        ("x.txt", b"3\nfour\n", [], "say which `--tokenizer`"),
-        ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
-        ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no/such/tokenizer/here"),
-        ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose with `--column A`"),
-        ("x.csv", b"a,b\n1,2\n", ["--column", "a,c"], "must be one of ['a', 'b'] in"),
-        ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "saw 3"),
-        ("x.csv", b'a,length\n1,"2\n3,4\n', [], "EOF inside string"),
-        ("x.jsonl", CHATS, ["--column", "c", *TOKENIZED], "apply_chat_template(messages, tokenize=False)"),
-        ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "cannot be read as what its name says"),
-        ("x.docx", b"", [], "has an unknown ending"),
-        ("empty", None, [], "cannot be read as what its name says"),
-        ("nowhere.npy", None, [], "there is no file 'nowhere.npy'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "arguments", "message"), [
+    ("x.npy", b"no array", [], "cannot be read as what its name says"),
+    ("x.npy", npy(3), [], "an array of 0 dimensions; give one number a sample"),
+    ("x.npy", npy([[3, 4], [5, 6]]), [], "an array of 2 dimensions"),
+    ("x.txt", b"\xff\xfe\x00", [], "cannot be read as what its name says"),
+    ("x.txt", b"", [], "holds no samples"),
+    ("x.txt", b"3\nfour\n", [], "say which `--tokenizer`"),
+    ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
+    ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no/such/tokenizer/here"),
+    ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose with `--column A`"),
+    ("x.csv", b"a,b\n1,2\n", ["--column", "a,c"], "must be one of ['a', 'b'] in"),
+    ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "saw 3"),
+    ("x.csv", b'a,length\n1,"2\n3,4\n', [], "EOF inside string"),
+    ("x.jsonl", CHATS, ["--column", "c", *TOKENIZED], "apply_chat_template(messages, tokenize=False)"),
+    ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "cannot be read as what its name says"),
+    ("x.docx", b"", [], "has an unknown ending"),
+    ("empty", None, [], "cannot be read as what its name says"),
+    ("nowhere.npy", None, [], "there is no file 'nowhere.npy'"),
+])  # fmt: skip
 def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
     if content is not None:
         (folder / name).write_bytes(content)
@@ -252,14 +237,11 @@ def test_doctor_asks_about_all_streams(folder):
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:the memory of this model is fitted")
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("fit model --fsdp 8 --layout packed", {"layout": "packed", "sharding": "fsdp", "num_ranks": 8}),
-        ("profile model --mode generate --max-new-tokens 8", {"mode": "generate", "max_new_tokens": 8}),
-        ("fit model --lora", {"lora": True}),
-    ],
-)
+@pytest.mark.parametrize(("line", "told"), [
+    ("fit model --fsdp 8 --layout packed", {"layout": "packed", "sharding": "fsdp", "num_ranks": 8}),
+    ("profile model --mode generate --max-new-tokens 8", {"mode": "generate", "max_new_tokens": 8}),
+    ("fit model --lora", {"lora": True}),
+])  # fmt: skip
 def test_fit_and_profile_say_what_the_budget_says(line, told, folder):
     arguments, picture = [*line.split(), *"--dtype bfloat16 --gpu-memory 2GB".split()], folder / "new" / "fits.png"
     budget = MemoryBudget.from_model("model", "2GB", dtype="bfloat16", **told)
@@ -272,16 +254,13 @@ def test_fit_and_profile_say_what_the_budget_says(line, told, folder):
     assert eval(said.splitlines()[-2], {"MemoryBudget": MemoryBudget}) == budget
 
 
-@pytest.mark.parametrize(
-    ("framework", "setting"),
-    [
-        ("verl", "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}"),
-        ("trl", "SFTConfig(packing=True, max_length=64, per_device_train_batch_size={N})"),
-        ("llamafactory", "flash_attn=fa2 neat_packing=true cutoff_len=64 per_device_train_batch_size={N}"),
-        ("nemo", "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens={T}"),
-        ("megatron", "--sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}"),
-    ],
-)
+@pytest.mark.parametrize(("framework", "setting"), [
+    ("verl", "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}"),
+    ("trl", "SFTConfig(packing=True, max_length=64, per_device_train_batch_size={N})"),
+    ("llamafactory", "flash_attn=fa2 neat_packing=true cutoff_len=64 per_device_train_batch_size={N}"),
+    ("nemo", "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens={T}"),
+    ("megatron", "--sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}"),
+])  # fmt: skip
 def test_fit_prints_the_setting_of_a_framework_from_the_same_trace(framework, setting, folder):
     arguments = ["fit", "model", "--gpu-memory", "40MB", "--for", framework, "--max-length", "64"]
     most = MemoryBudget.from_model("model", "40MB", layout="packed", attention="flash").max_tokens(160)
@@ -301,8 +280,7 @@ def test_python_m_dynagroup_runs():
 @pytest.mark.parametrize("line", ["", "plan", "plan lengths.npy", "doctor lengths.npy", "fit", "plan --what", "x"])
 def test_missing_and_unknown_arguments_are_one_line(line, folder):
     status, _, error = said(*line.split())
-    assert (status, error.count("\n")) == (2, 1)
-    assert error.startswith("dynagroup")
+    assert (status, error.count("\n"), error[:9]) == (2, 1, "dynagroup")
 
 
 @pytest.mark.parametrize("model", ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", "\0"])
@@ -310,25 +288,22 @@ def test_what_is_no_model_is_refused_in_one_line(model, folder):
     assert refusal("fit", model, "--gpu-memory", "24GB").startswith(f"dynagroup fit: no config found for {model!r}")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("plan lengths.npy --max-tokens=16kk", "such as 16384 or 16k"),
-        ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
-        ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
-        ("fit model --gpu-memory 2GB --for trl --mode forward", "goes with `--mode train`, not forward"),
-        ("fit model --gpu-memory 6MB --for trl --max-length 2k", "`--max-length 2048` is more than fits"),
-        ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
-        ("profile model --gpu-memory 24GB --measure", "needs a CUDA device"),
-        ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
-        ("doctor lengths.npy --batch-size 8 --model nosuch", "no config found for 'nosuch'"),
-        ("demo --texts nowhere.txt", "No such file"),
-        ("demo --texts bytes.txt", "can't decode byte"),
-        ("demo --texts texts.txt", "at least 4 texts, but found 2"),
-        ("demo --texts many.txt --model nosuch", "We couldn't connect"),
-        ("demo --texts many.txt --samples 0", "`samples` must be"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("plan lengths.npy --max-tokens=16kk", "such as 16384 or 16k"),
+    ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
+    ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
+    ("fit model --gpu-memory 2GB --for trl --mode forward", "goes with `--mode train`, not forward"),
+    ("fit model --gpu-memory 6MB --for trl --max-length 2k", "`--max-length 2048` is more than fits"),
+    ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
+    ("profile model --gpu-memory 24GB --measure", "needs a CUDA device"),
+    ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
+    ("doctor lengths.npy --batch-size 8 --model nosuch", "no config found for 'nosuch'"),
+    ("demo --texts nowhere.txt", "No such file"),
+    ("demo --texts bytes.txt", "can't decode byte"),
+    ("demo --texts texts.txt", "at least 4 texts, but found 2"),
+    ("demo --texts many.txt --model nosuch", "We couldn't connect"),
+    ("demo --texts many.txt --samples 0", "`samples` must be"),
+])  # fmt: skip
 def test_mistakes_of_every_command_are_one_line(line, message, folder):
     assert message in refusal(*line.split(" "))
 

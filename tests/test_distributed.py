@@ -53,14 +53,11 @@ def test_without_a_group_there_is_one_process(gloo):
     assert isinstance(current_world(), SingleProcess)
 
 
-@pytest.mark.parametrize(
-    "first_batch",
-    [
-        lambda: next(iter(LengthAwareBatchSampler([1, 2], 10))),
-        lambda: next(iter(PlannedDataLoader(range(2), [1, 2], 10, weigh="samples"))),
-        lambda: next(iter(OnlineDataLoader([[1], [2]], 10, length_of=len, collate_fn=list, weigh="samples"))),
-    ],
-)
+@pytest.mark.parametrize("first_batch", [
+    lambda: next(iter(LengthAwareBatchSampler([1, 2], 10))),
+    lambda: next(iter(PlannedDataLoader(range(2), [1, 2], 10, weigh="samples"))),
+    lambda: next(iter(OnlineDataLoader([[1], [2]], 10, length_of=len, collate_fn=list, weigh="samples"))),
+])  # fmt: skip
 def test_ranks_of_torchrun_that_nobody_has_joined_are_told(first_batch, monkeypatch, request):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "0")
     with pytest.warns(UserWarning, match=r"started this process, but torch.distributed is not initialised"):

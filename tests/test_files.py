@@ -1,7 +1,5 @@
 """Lengths of files are those of all their rows in order, whatever their kinds, chunks and processes, killed or not."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -15,17 +13,8 @@ from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynagroup import (
-    ConfigError,
-    LengthAwareBatchSampler,
-    OnlineDataLoader,
-    PlannedDataLoader,
-    StateError,
-    TokenBudget,
-    files,
-    measure_files,
-    measure_lengths,
-)
+import dynagroup
+from dynagroup import ConfigError, LengthAwareBatchSampler, StateError, files, measure_files, measure_lengths
 from dynagroup.cli import main
 from dynagroup.lengths import as_streams
 from tests.oom.texts import TEXTS, small_tokenizer
@@ -72,11 +61,9 @@ def test_lengths_are_those_of_all_rows_in_order(tmp_path, kind, num_proc):
     assert sorted(path.name for path in tmp_path.glob("lengths*")) == ["lengths.npy", "lengths.npy.job"]
     columns = ["n", "text"] if kind == "csv" else ["n", "text", "input_ids"]
     streams = measure_files(data, small_tokenizer(), columns, 5, output=tmp_path / "lengths.npz", **how)
-    cut = np.minimum(LENGTHS, 5).tolist()
-    assert {name: n.tolist() for name, n in streams.items()} == dict.fromkeys(columns, LENGTHS) | {"n": cut}
-    assert {name: n.tolist() for name, n in np.load(tmp_path / "lengths.npz").items()} == {
-        name: n.tolist() for name, n in streams.items()
-    }
+    expected = dict.fromkeys(columns, LENGTHS) | {"n": np.minimum(LENGTHS, 5).tolist()}
+    for found in (streams, np.load(tmp_path / "lengths.npz")):
+        assert {name: n.tolist() for name, n in found.items()} == expected
 
 
 class Killed(BaseException):
@@ -156,13 +143,13 @@ def test_a_path_or_a_memory_map_is_taken_for_lengths_and_not_copied(tmp_path):
     np.savez(tmp_path / "pairs.npz", tokens=LENGTHS, target=LENGTHS[::-1])
     pairs, how = {"tokens": LENGTHS, "target": LENGTHS[::-1]}, {"weigh": "samples", "collate_fn": list}
     for saved, plain in ((path, LENGTHS), (str(path), LENGTHS), (mapped, LENGTHS), (tmp_path / "pairs.npz", pairs)):
-        plan, same = (LengthAwareBatchSampler(n, TokenBudget(50)).plan for n in (saved, plain))
+        plan, same = (LengthAwareBatchSampler(n, 50).plan for n in (saved, plain))
         assert plan.fingerprint == same.fingerprint
-        loaders = (PlannedDataLoader(TEXTS, n, 50, **how) for n in (saved, plain))
+        loaders = (dynagroup.PlannedDataLoader(TEXTS, n, 50, **how) for n in (saved, plain))
         steps, same = ([step.indices for step in loader] for loader in loaders)
         assert steps == same
         if not isinstance(plain, dict):
-            loaders = (OnlineDataLoader(SAMPLES, 50, length_hint=n, **how) for n in (saved, plain))
+            loaders = (dynagroup.OnlineDataLoader(SAMPLES, 50, length_hint=n, **how) for n in (saved, plain))
             steps, same = ([step.indices for step in loader] for loader in loaders)
             assert steps == same
     for wrong in ("lengths.npy", tmp_path / "x.txt"):

@@ -10,16 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_architecture import (
-    GROUND,
-    MODULES,
-    PACKAGE,
-    imported_modules,
-    layer_of,
-    name_of,
-    rooms_imported_by,
-    tree_of,
-)
+from tests.test_architecture import (GROUND, MODULES, PACKAGE, imported_modules, layer_of, name_of,  # isort: skip
+                                     rooms_imported_by, tree_of)  # fmt: skip
 
 MOST_FILES, MOST_LINES = 94, 17_608
 MOST_LINES_OF_A_FILE = 400

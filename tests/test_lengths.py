@@ -173,14 +173,11 @@ def test_a_length_function_may_name_several_streams_and_max_length_is_of_the_tex
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
 
 
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        (None, "text 1005 must be a string, but is None"),
-        ("one \ud800 two", r"text 1005 has a lone surrogate at character 4; .*encode\('utf-8', 'replace'\)"),
-        (CHAT, r"sample 1005 is a chat .*apply_chat_template\(messages, tokenize=False\) makes a text"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "said"), [
+    (None, "text 1005 must be a string, but is None"),
+    ("one \ud800 two", r"text 1005 has a lone surrogate at character 4; .*encode\('utf-8', 'replace'\)"),
+    (CHAT, r"sample 1005 is a chat .*apply_chat_template\(messages, tokenize=False\) makes a text"),
+])  # fmt: skip
 def test_what_is_no_text_is_named(tokenizer, bad, said):
     texts: list[Any] = [*["one"] * 1005, bad, "two"]
     for data, column, num_proc in ((texts, None, 2), ([{"text": text} for text in texts], "text", None)):
@@ -213,20 +210,17 @@ def some_of(count: int) -> Any:
 TWO = Dataset.from_dict({"a": ["x"], "b": ["y"]})
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda t: measure_lengths([CHAT]), "sample 0 is a chat .*apply_chat_template"),
-        (lambda t: measure_lengths("one text", t), "must be a list or one column, but is a whole str"),
-        (lambda t: measure_lengths((x for x in TEXTS), t), "but is a whole generator.*OnlineDataLoader"),
-        (lambda t: measure_lengths(TABLE, t), "but is a whole DataFrame"),
-        (lambda t: measure_lengths(TWO, t), r"2 text columns \(\['a', 'b'\]\)"),
-        (lambda t: measure_lengths(TEXTS, t, length_of=len), "give one of them"),
-        (lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5), r"\['tokens'\]\[0\] must be a whole number"),
-        (lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}), "for sample 1"),
-        (lambda t: measure_lengths(list(range(100)), length_of=some_of(70)), "64 of 100 samples were measured"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda t: measure_lengths([CHAT]), "sample 0 is a chat .*apply_chat_template"),
+    (lambda t: measure_lengths("one text", t), "must be a list or one column, but is a whole str"),
+    (lambda t: measure_lengths((x for x in TEXTS), t), "but is a whole generator.*OnlineDataLoader"),
+    (lambda t: measure_lengths(TABLE, t), "but is a whole DataFrame"),
+    (lambda t: measure_lengths(TWO, t), r"2 text columns \(\['a', 'b'\]\)"),
+    (lambda t: measure_lengths(TEXTS, t, length_of=len), "give one of them"),
+    (lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5), r"\['tokens'\]\[0\] must be a whole number"),
+    (lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}), "for sample 1"),
+    (lambda t: measure_lengths(list(range(100)), length_of=some_of(70)), "64 of 100 samples were measured"),
+])  # fmt: skip
 def test_messages_say_the_way_out(tokenizer, call, message):
     with pytest.raises(ConfigError, match=message):
         call(tokenizer)

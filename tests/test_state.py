@@ -18,17 +18,14 @@ def test_a_whole_state_of_this_run_passes_also_after_json():
     assert opened([STATE, json.loads(json.dumps(STATE))], "Loader", IDENTITY) == [STATE, STATE]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"epoch": 3}, "damaged: it is not what was saved"),
-        ({"more": 1}, "its seal differs"),
-        ({3: 1}, "its seal differs"),
-        ({"identity": 3}, "its seal differs"),
-        ({"version": 1}, "has version 1, this dynagroup reads version 2"),
-        ({"kind": "Other"}, "a state of 'Other', not of Loader"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"epoch": 3}, "damaged: it is not what was saved"),
+    ({"more": 1}, "its seal differs"),
+    ({3: 1}, "its seal differs"),
+    ({"identity": 3}, "its seal differs"),
+    ({"version": 1}, "has version 1, this dynagroup reads version 2"),
+    ({"kind": "Other"}, "a state of 'Other', not of Loader"),
+])  # fmt: skip
 def test_what_is_damaged_is_named(change, said):
     with pytest.raises(StateError, match=said):
         opened({**STATE, **change}, "Loader", IDENTITY)

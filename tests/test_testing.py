@@ -32,15 +32,12 @@ class Broken(PlannedDataLoader):
             super().load_state_dict(state_dict)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"changed": staticmethod(loses)}, "an update of [0-9]+ samples says it has 8"),
-        ({"changed": staticmethod(weighs_alike)}, "a loss is scaled by 1.0, not"),
-        ({"uneven": True}, "ranks take other steps in epoch 0"),
-        ({"forgets": True}, "after 1 steps the resumed epoch differs"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "message"), [
+    ({"changed": staticmethod(loses)}, "an update of [0-9]+ samples says it has 8"),
+    ({"changed": staticmethod(weighs_alike)}, "a loss is scaled by 1.0, not"),
+    ({"uneven": True}, "ranks take other steps in epoch 0"),
+    ({"forgets": True}, "after 1 steps the resumed epoch differs"),
+])  # fmt: skip
 def test_broken_loaders_are_found(fault, message):
     kind, how = type("Faulty", (Broken,), fault), {"samples_per_update": 8, "collate_fn": collate}
     with pytest.raises(AssertionError, match=message):

@@ -69,16 +69,13 @@ def test_workers_and_containers_change_nothing(tokenizer, texts, workers):
     assert collate([dataset[1]])["labels"].tolist() == [[3, 3, 3]], "what workers need can be sent to them"
 
 
-@pytest.mark.parametrize(
-    ("lengths", "budget", "options", "shapes"),
-    [
-        ([30, 2], TokenBudget(10), {"max_length": 5}, [(2, 5)]),  # truncated before it is measured
-        ([3, 9], TokenBudget(32), {"max_length": 10**30}, [(2, 9)]),  # the limit of a tokenizer that knows none
-        ([9, 3, 3], TokenBudget(16, pad_to_multiple_of=8), {}, [(1, 16), (2, 8)]),
-        ([5, 1], TokenBudget(10), {"lengths": [9, 9]}, [(1, 5), (1, 1)]),
-        ([5] * 40, TokenBudget(20), {"samples_per_update": 8, "rank": 1, "world_size": 2, "timeout": 0}, [(4, 5)] * 5),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "budget", "options", "shapes"), [
+    ([30, 2], TokenBudget(10), {"max_length": 5}, [(2, 5)]),  # truncated before it is measured
+    ([3, 9], TokenBudget(32), {"max_length": 10**30}, [(2, 9)]),  # the limit of a tokenizer that knows none
+    ([9, 3, 3], TokenBudget(16, pad_to_multiple_of=8), {}, [(1, 16), (2, 8)]),
+    ([5, 1], TokenBudget(10), {"lengths": [9, 9]}, [(1, 5), (1, 1)]),
+    ([5] * 40, TokenBudget(20), {"samples_per_update": 8, "rank": 1, "world_size": 2, "timeout": 0}, [(4, 5)] * 5),
+])  # fmt: skip
 def test_options_decide_the_shapes(tokenizer, lengths, budget, options, shapes):
     loader = text_dataloader(numbered(lengths), tokenizer, budget, **options)
     assert [tuple(batch["input_ids"].shape) for batch in loader] == shapes
@@ -119,14 +116,11 @@ def test_texts_that_bring_the_first_token_get_no_second_one(layout):
     assert pickle.loads(pickle.dumps(loader.collate_fn))(["[BOS] 1"])["input_ids"].tolist() == [[62, 3]]
 
 
-@pytest.mark.parametrize(
-    ("texts", "options", "message"),
-    [
-        (["1"], {"tokenizer": words()}, "no padding token; set one"),
-        (Dataset.from_dict({"text": ["1"]}), {}, "must be a list or one column, but is a whole Dataset"),
-        (["1", "2", None], {"lengths": [1, 1, 2]}, "text 2 must be a string, but is None"),
-    ],
-)
+@pytest.mark.parametrize(("texts", "options", "message"), [
+    (["1"], {"tokenizer": words()}, "no padding token; set one"),
+    (Dataset.from_dict({"text": ["1"]}), {}, "must be a list or one column, but is a whole Dataset"),
+    (["1", "2", None], {"lengths": [1, 1, 2]}, "text 2 must be a string, but is None"),
+])  # fmt: skip
 def test_mistakes_are_named(tokenizer, texts, options, message):
     with pytest.raises(ConfigError, match=message):
         list(text_dataloader(texts, **{"tokenizer": tokenizer, "budget": TokenBudget(3), **options}))

@@ -37,14 +37,9 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 def started(script: str | Path, *args: str, ranks: int) -> str:
     """What ``ranks`` processes of the script print to stdout, one after the other; asserts that all end well."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_CPU": "true",
-    }
+    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, **quiet, **on_cpu, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as logs:  # a file a rank: lines of ranks that share a pipe may mix
         launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [sys.executable, "-m", *launch, "--redirects", "1", "--log-dir", logs]

@@ -73,7 +73,7 @@ class ClosedForm:
         return np.concatenate([terms.sum(axis=2), quadratic[:, None]], axis=1) / total[:, None]
 
 
-def _phase(weights: float = 0.0, **parts: Any) -> FloatArray:
+def _phase(weights: Any = 0.0, **parts: Any) -> FloatArray:
     rows = {"weights": weights * ONE, **parts}
     return np.stack([NOTHING + rows.get(name, 0.0) for name in COMPONENTS])
 

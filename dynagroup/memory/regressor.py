@@ -102,7 +102,7 @@ class MemoryRegressor:
             raise ConfigError(f"fit needs at least {MIN_ROWS} measurements of each workload that ran, but got {least}")
         own = [table.workload.phases or ProfiledMemory.fit(table).phases for table in tables]
         packed = [table.workload.phases is not None and table.workload.layout == "packed" for table in tables]
-        parts = [pairs_of(t, ClosedForm.of_phases(*form)) for t, *form in zip(tables, own, packed, strict=True)]
+        parts = [pairs_of(t, ClosedForm.of_phases(p, k)) for t, p, k in zip(tables, own, packed, strict=True)]
         # hundreds of rows, not hundreds of thousands
         booster = train_booster(parts, rounds=120, max_depth=3, least_weight=1.0, regularisation=1.0)
         workload = tables[0].workload

@@ -170,24 +170,21 @@ def test_a_capped_stream_is_not_counted_as_padding(budget, lengths, limit, learn
     assert_budget_law(both, streams, num_shapes=100)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
-        (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
-        (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
-        (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),  # type: ignore[arg-type]
-        (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must answer in bytes"),  # type: ignore[arg-type]
-        (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
-        (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),
-        (lambda: as_budget(True), "`budget` must be a Budget such as TokenBudget(4096)"),
-        (
-            lambda: MemoryBudget(2, longest=7, model=PaddedTokens()).fits(BatchShape.of(1, {"tokens": 1, "labels": 1})),
-            "how long the first batch is in 'labels' is not known",
-        ),
-        (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but lengths have"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
+    (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
+    (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
+    (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),  # type: ignore[arg-type]
+    (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must answer in bytes"),  # type: ignore[arg-type]
+    (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
+    (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),
+    (lambda: as_budget(True), "`budget` must be a Budget such as TokenBudget(4096)"),
+    (
+        lambda: MemoryBudget(2, longest=7, model=PaddedTokens()).fits(BatchShape.of(1, {"tokens": 1, "labels": 1})),
+        "how long the first batch is in 'labels' is not known",
+    ),
+    (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but lengths have"),
+])  # fmt: skip
 def test_bad_arguments_name_themselves(make: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
@@ -201,26 +198,20 @@ def own(base: type[Any] = Budget, **methods: Any) -> Any:
     return type("Mine", (base,), methods)(*(() if base is Budget else (99,)))
 
 
-@pytest.mark.parametrize(
-    ("budget", "message"),
-    [
-        (own(fits=lambda self, shape, /: shape.num_samples % 2 == 0), "but accepts it after a sample"),
-        (own(TokenBudget, fits=lambda self, shape, /: shape.longest["tokens"] > 10), "but accepts it after"),
-        (own(TokenBudget, largest=lambda self, longest, /: longest * 0 + 3), "`largest` says 3 samples"),
-    ],
-)
+@pytest.mark.parametrize(("budget", "message"), [
+    (own(fits=lambda self, shape, /: shape.num_samples % 2 == 0), "but accepts it after a sample"),
+    (own(TokenBudget, fits=lambda self, shape, /: shape.longest["tokens"] > 10), "but accepts it after"),
+    (own(TokenBudget, largest=lambda self, longest, /: longest * 0 + 3), "`largest` says 3 samples"),
+])  # fmt: skip
 def test_a_law_breaking_budget_is_caught(budget: Budget, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_budget_law(budget, {"tokens": LENGTHS["tokens"]})
 
 
-@pytest.mark.parametrize(
-    ("budget", "message"),
-    [
-        *((own(fits=lambda self, shape, /, a=a: a), r"Mine\.fits must give") for a in (True, None, np.ones(3))),
-        (own(TokenBudget, largest=lambda self, longest, /: 4), r"Mine\.largest must give an array with one number"),
-    ],
-)
+@pytest.mark.parametrize(("budget", "message"), [
+    *((own(fits=lambda self, shape, /, a=a: a), r"Mine\.fits must give") for a in (True, None, np.ones(3))),
+    (own(TokenBudget, largest=lambda self, longest, /: 4), r"Mine\.largest must give an array with one number"),
+])  # fmt: skip
 def test_a_budget_of_the_users_own_answers_for_every_shape(budget: Budget, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         assert LengthAwareBatchSampler(np.array([3, 40, 5, 6], np.int32), budget, **ALONE).plan

@@ -19,15 +19,7 @@ from transformers import LlamaForCausalLM
 
 import dynagroup
 from benchmarks.pages import MARK, filled, shown
-from dynagroup import (
-    LengthAwareBatchSampler,
-    MemoryBudget,
-    OnlineDataLoader,
-    PlannedDataLoader,
-    Share,
-    Step,
-    TokenBudget,
-)
+from dynagroup import LengthAwareBatchSampler, MemoryBudget, OnlineDataLoader, PlannedDataLoader, Share, TokenBudget
 from dynagroup.cli import main
 from dynagroup.demo import docstrings, train_tokenizer
 from dynagroup.integrations.config import DynagroupConfig
@@ -145,7 +137,7 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
     batch = dict(tokenizer(TEXTS[:2], **how))
     exec(blocks.pop("generate_with_oom_retry"), {**names, "loader": [batch]})
     batch["labels"] = batch["input_ids"]
-    step = Step(batch, range(2), Share(2, 2), Share(5, 5), loss_scale=1.0, ends_update=True)
+    step = dynagroup.Step(batch, range(2), Share(2, 2), Share(5, 5), loss_scale=1.0, ends_update=True)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exec(blocks.pop("OomSafeBackward"), {**names, "loader": [step], "optimizer": optimizer})

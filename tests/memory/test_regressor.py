@@ -173,16 +173,13 @@ def edit(path, sealed=True, **changes):
     card.write_text(json.dumps({**changed, "seal": seal_of(changed)} if sealed else changed))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "describes: hashes differ"),
-        (lambda p: p.with_suffix(".json").write_text("{"), "is damaged"),
-        (lambda p: edit(p, features=["other"]), "describes: features differ"),
-        (lambda p: edit(p, format=99), "describes: format differ"),
-        (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "describes: seal differ"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "describes: hashes differ"),
+    (lambda p: p.with_suffix(".json").write_text("{"), "is damaged"),
+    (lambda p: edit(p, features=["other"]), "describes: features differ"),
+    (lambda p: edit(p, format=99), "describes: format differ"),
+    (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "describes: seal differ"),
+])  # fmt: skip
 def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
     for file in (fitted[1], fitted[1].with_suffix(".json")):
         (tmp_path / file.name).write_bytes(file.read_bytes())

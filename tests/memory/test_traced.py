@@ -159,19 +159,15 @@ GEMMA2 = models.config(hf.Gemma2Config, **SMALL, layers=2, num_key_value_heads=2
 NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
 
 
-@pytest.mark.parametrize(
-    ("make", "how", "message"),
-    [
-        (lambda: Odd(LLAMA), {}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
-        (lambda: MAMBA, {"mode": "generate"}, "cannot be traced"),  # its cache has no length
-        (lambda: IMAGES, {}, "it reads images, of which text says nothing"),
-        (lambda: hf.Gemma2ForCausalLM(GEMMA2), {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
-        (lambda: GEMMA2, {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
-        (lambda: NO_PAD, {}, r"no model can be built from this ModernBertConfig \(AssertionError.*Padding"),
-        (lambda: torch.nn.Linear(2, 2), {}, "has no transformers config; write Workload"),
-    ],
-    ids=["values", "cache", "images", "attention", "attention of a config", "config", "linear"],
-)
+@pytest.mark.parametrize(("make", "how", "message"), [
+    (lambda: Odd(LLAMA), {}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
+    (lambda: MAMBA, {"mode": "generate"}, "cannot be traced"),  # its cache has no length
+    (lambda: IMAGES, {}, "it reads images, of which text says nothing"),
+    (lambda: hf.Gemma2ForCausalLM(GEMMA2), {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
+    (lambda: GEMMA2, {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
+    (lambda: NO_PAD, {}, r"no model can be built from this ModernBertConfig \(AssertionError.*Padding"),
+    (lambda: torch.nn.Linear(2, 2), {}, "has no transformers config; write Workload"),
+], ids=["values", "cache", "images", "attention", "attention of a config", "config", "linear"])  # fmt: skip
 def test_what_cannot_be_traced_is_refused_with_a_way_out(make, how, message):
     with pytest.raises(ConfigError, match=message):
         TracedMemory.of(make(), **how)
@@ -183,16 +179,12 @@ def test_relative_to_a_first_batch_it_is_estimated_instead_and_says_why():
     assert (workload.phases, workload.hidden_size) == (None, 32)
 
 
-@pytest.mark.parametrize(
-    ("config", "how"),
-    [
-        (SHALLOW, {"dtype": "bf16", "lora": 8, "gradient_checkpointing": True}),
-        (SHALLOW, {"dtype": "bf16", "layout": "packed", "attention": "flash"}),
-        (SHALLOW, {"dtype": torch.bfloat16, "pad_to_multiple_of": 16}),
-        (BART, {"mode": "generate", "lora": 8, "max_new_tokens": 50}),
-    ],
-    ids=["adapted", "packed", "to 16", "generating"],
-)
+@pytest.mark.parametrize(("config", "how"), [
+    (SHALLOW, {"dtype": "bf16", "lora": 8, "gradient_checkpointing": True}),
+    (SHALLOW, {"dtype": "bf16", "layout": "packed", "attention": "flash"}),
+    (SHALLOW, {"dtype": torch.bfloat16, "pad_to_multiple_of": 16}),
+    (BART, {"mode": "generate", "lora": 8, "max_new_tokens": 50}),
+], ids=["adapted", "packed", "to 16", "generating"])  # fmt: skip
 def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(config, how):
     lengths = [128, 4096] if "pad_to_multiple_of" in how else [127, 4095]  # most lengths are no multiple of 16
     budget = MemoryBudget.from_model(config, 10**9, **how)
@@ -279,7 +271,7 @@ def test_ranks_that_share_parameters_hold_two_of_the_largest_layers():
     model = as_meta_model(models.t5(**SMALL, layers=4, d_kv=8))
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in (*model.encoder.block, *model.decoder.block)]
     outside = sum(p.numel() for p in model.parameters()) - sum(sizes)
-    shared = Workload(mode="train", dtype="float32", sharding="fsdp", num_ranks=10**9)
+    shared = Workload(mode="train", dtype="float32", optimizer_bytes=8.0, sharding="fsdp", num_ranks=10**9)
     assert min(sizes) < 0.8 * max(sizes)
     assert static_bytes(model, shared) == pytest.approx(4 * (outside + 3 * max(sizes)), rel=0.01)
 
@@ -291,26 +283,23 @@ def test_adapters_train_alone():
     assert 0 < (adapted.workload.trainable_share or 0) < 0.2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"memory": "lots"}, "`memory` must be a size such as 80GB or 24GiB"),
-        ({"memory": "24"}, "write 24GB"),
-        ({"memory": "1e999"}, "`memory` must be a size"),
-        ({"dtpye": "bf16"}, r"has no option `dtpye`; did you mean `dtype`\?$"),
-        ({"gradient_checkpoint": True}, r"did you mean `gradient_checkpointing`\?$"),
-        ({"num_layer": 3}, r"did you mean `num_layers`\?$"),
-        ({"zzz": 3}, "no option `zzz`$"),
-        ({"headroom": 1.5}, "at most 1(.0)?, but is 1.5"),
-        ({"optimizer": "best"}, "or one of adamw, .* but is 'best'"),
-        ({"sharding": "fsdp"}, "say how many: num_ranks=8"),
-        ({"lora": "all"}, "`lora` must be True, a rank"),
-        ({"dtype": "int3"}, "`dtype` must be one of"),
-        ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' is for training"),
-        ({"model": T5, "layout": "packed"}, "`layout` 'packed' is for models of one stack"),
-        ({"model": BERT, "mode": "generate"}, "'generate' is for models that decode, but BertConfig is of an encoder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"memory": "lots"}, "`memory` must be a size such as 80GB or 24GiB"),
+    ({"memory": "24"}, "write 24GB"),
+    ({"memory": "1e999"}, "`memory` must be a size"),
+    ({"dtpye": "bf16"}, r"has no option `dtpye`; did you mean `dtype`\?$"),
+    ({"gradient_checkpoint": True}, r"did you mean `gradient_checkpointing`\?$"),
+    ({"num_layer": 3}, r"did you mean `num_layers`\?$"),
+    ({"zzz": 3}, "no option `zzz`$"),
+    ({"headroom": 1.5}, "at most 1(.0)?, but is 1.5"),
+    ({"optimizer": "best"}, "or one of adamw, .* but is 'best'"),
+    ({"sharding": "fsdp"}, "say how many: num_ranks=8"),
+    ({"lora": "all"}, "`lora` must be True, a rank"),
+    ({"dtype": "int3"}, "`dtype` must be one of"),
+    ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' is for training"),
+    ({"model": T5, "layout": "packed"}, "`layout` 'packed' is for models of one stack"),
+    ({"model": BERT, "mode": "generate"}, "'generate' is for models that decode, but BertConfig is of an encoder"),
+])  # fmt: skip
 def test_what_cannot_be_is_said(arguments, message):
     model, arguments = arguments.get("model", LLAMA), {"memory": "1GB", **arguments}
     arguments.pop("model", None)

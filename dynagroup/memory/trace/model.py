@@ -107,10 +107,9 @@ def checkpoint_layers(model: Any, **options: Any) -> None:
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """The lists of like layers that a model is made of, outermost ones only."""
     found: list[torch.nn.ModuleList] = []
-    for module in model.modules():
-        many = isinstance(module, torch.nn.ModuleList) and len(module) >= ALIKE_LAYERS
+    for module in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= ALIKE_LAYERS):
         nested = any(module is inner for outer in found for inner in outer.modules())
-        if many and not nested and len({type(layer) for layer in module}) == 1:
+        if not nested and len({type(layer) for layer in module}) == 1:
             found.append(module)
     return found
 
@@ -225,7 +224,7 @@ def _first(config: Any, *names: str) -> Any:
 def _fixed_tokens(config: Any) -> int:
     if getattr(config, "model_type", "") == "whisper":
         return int(config.max_source_positions)
-    vision = getattr(config, "vision_config", None)
+    vision: Any = getattr(config, "vision_config", None)
     known = hasattr(vision, "image_size") and hasattr(vision, "patch_size")
     return int((vision.image_size // vision.patch_size) ** 2) if known else 0
 
