@@ -167,9 +167,7 @@ def _slices(values: list[Any], size: int) -> list[list[Any]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def _train(
-    config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: list[str], tokenizer: Any, device: Any
-) -> None:
+def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, tokenizer: Any, device: Any) -> None:
     """The runs take turns, update by update, so that other work on the machine slows both alike."""
     collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
     load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731

@@ -15,22 +15,19 @@ from dynagroup.errors import BudgetError, ConfigError
 _DEVICES = "CUDA|HIP|XPU|MPS|NPU|HPU|MUSA|MLU"
 
 # What each allocator or library says, as source and bug reports show it. A smaller batch helps against all of them.
-_MESSAGES = tuple(
-    re.compile(pattern)
-    for pattern in (
-        rf"\b(?:{_DEVICES})\b[^\n]{{0,40}}out of memory",  # caching allocators; "CUDA error", "CUDA driver error"; MPS
-        r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b",
-        r"\b(?:CUBLAS|CUBLASLT|CUSPARSE|CUSOLVER|CUDNN|HIPBLAS|HIPSOLVER|HIPSPARSE)_STATUS_ALLOC_FAILED\b",
-        r"\bCUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED\b",  # cuDNN 9
-        r"\b(?:CUFFT|HIPFFT)_ALLOC_FAILED\b|\brocblas_status_memory_error\b|\bmiopenStatusAllocFailed\b",
-        r"(?i)\b(?:cuda|hip) failure\b[^\n]{0,20}'out of memory'",  # NCCL and RCCL, with and without the number
-        r"\b(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)\w*\b[^\n]{0,40}out of memory",  # libraries that allocate by themselves
-        r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",  # Linux, Windows
-        r"\[enforce fail at alloc_cpu\.cpp",
-        r"std::bad_alloc",
-        r"Cannot allocate memory",  # strerror(ENOMEM), e.g. from mmap of shared memory
-        r"(?i)\bRESOURCE[_ ]EXHAUSTED\b[^\n]*(?:out of memory|allocat|reserve|hbm)",  # XLA; gRPC has other quotas
-    )
+_MESSAGES = (
+    rf"\b(?:{_DEVICES})\b[^\n]{{0,40}}out of memory",  # caching allocators; "CUDA error", "CUDA driver error"; MPS
+    r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b",
+    r"\b(?:CUBLAS|CUBLASLT|CUSPARSE|CUSOLVER|CUDNN|HIPBLAS|HIPSOLVER|HIPSPARSE)_STATUS_ALLOC_FAILED\b",
+    r"\bCUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED\b",  # cuDNN 9
+    r"\b(?:CUFFT|HIPFFT)_ALLOC_FAILED\b|\brocblas_status_memory_error\b|\bmiopenStatusAllocFailed\b",
+    r"(?i)\b(?:cuda|hip) failure\b[^\n]{0,20}'out of memory'",  # NCCL and RCCL, with and without the number
+    r"\b(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)\w*\b[^\n]{0,40}out of memory",  # libraries that allocate by themselves
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",  # Linux, Windows
+    r"\[enforce fail at alloc_cpu\.cpp",
+    r"std::bad_alloc",
+    r"Cannot allocate memory",  # strerror(ENOMEM), e.g. from mmap of shared memory
+    r"(?i)\bRESOURCE[_ ]EXHAUSTED\b[^\n]*(?:out of memory|allocat|reserve|hbm)",  # XLA; gRPC has other quotas
 )
 
 
@@ -65,13 +62,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _speaks_for_itself(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    said = isinstance(error, RuntimeError) and any(pattern.search(str(error)) for pattern in _MESSAGES)
+    said = isinstance(error, RuntimeError) and any(re.search(pattern, str(error)) for pattern in _MESSAGES)
     return said or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
-def default_device() -> str:
-    """The kind of device that a program which says none most likely means: an accelerator that is there, else the CPU."""
-    return next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
 
 
 def free_bytes(device: torch.device | str | int | None = None) -> int:
@@ -84,7 +76,7 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
         ConfigError: there is no such device, or it does not say; a CPU, whose processes the system kills before they fail.
     """
     if device is None:
-        device = default_device()
+        device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
     wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     backend: Any = getattr(torch, wanted.type, None)
     asked = "recommended_max_memory" if wanted.type == "mps" else "mem_get_info"

@@ -235,9 +235,7 @@ def _token_counts(tokenizer: Tokenizer, max_length: int | None, texts: Sequence[
     return [len(ids) for ids in tokenizer(checked, **shortened(max_length))["input_ids"]] if checked else []
 
 
-def _measure_hf(
-    data: Any, tokenizer: Tokenizer | None, column: str | None, max_length: int | None, num_proc: int | None
-) -> ArrayLike:
+def _measure_hf(data: Any, tokenizer: Any, column: str | None, max_length: int | None, num_proc: int | None) -> Any:
     texts = [name for name, kind in data.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
     if column is None and tokenizer is not None and len(texts) != 1:
         raise ConfigError(f"the dataset has {len(texts)} text columns ({texts}): name one with `column`")

@@ -45,9 +45,8 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
         if state["version"] != VERSION:
             raise StateError(f"the state has version {state['version']!r}, this dynagroup reads version {VERSION}")
         if state["seal"] != seal_of(state):
-            raise StateError(
-                "the state is damaged: it is not what was saved, its seal differs; load an earlier checkpoint"
-            )
+            told = "the state is damaged: it is not what was saved, its seal differs"
+            raise StateError(f"{told}; load an earlier checkpoint")
         if differing := _differences(state["identity"], identity):
             raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
     return found

@@ -79,10 +79,8 @@ def text_dataloader(
 class TokenizingCollator:
     """Texts -> padded ``input_ids`` and ``attention_mask`` (and ``labels``), int64 tensors (num_samples, longest)."""
 
-    def __init__(
-        self, tokens: Callable[..., Any], max_length: int | None, pad_to_multiple_of: int, labels: bool
-    ) -> None:
-        self._tokens, self._max_length, self._multiple, self._labels = tokens, max_length, pad_to_multiple_of, labels
+    def __init__(self, tokens: Callable[..., Any], max_length: int | None, multiple: int, labels: bool) -> None:
+        self._tokens, self._max_length, self._multiple, self._labels = tokens, max_length, multiple, labels
 
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         batch = padded(self._tokens, texts, self._max_length, pad_to_multiple_of=self._multiple)
@@ -100,10 +98,8 @@ class PackingCollator(TokenizingCollator):
 
         tokenizer: Any = getattr(self._tokens, "func", self._tokens)
         encoded = self._tokens(list(texts), **shortened(self._max_length))["input_ids"]
-        rows = [{"input_ids": ids} for ids in encoded if ids]
-        batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
-            rows or [{"input_ids": [tokenizer.pad_token_id]}]
-        )
+        rows = [{"input_ids": ids} for ids in encoded if ids] or [{"input_ids": [tokenizer.pad_token_id]}]
+        batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
         if not self._labels:
             del batch["labels"]
         return batch

@@ -95,10 +95,8 @@ def check_names(where: str, given: Iterable[str], known: Collection[str]) -> Non
     """ConfigError for a name that ``where`` does not know; it names the closest one (by Ratcliff and Obershelp, of difflib)."""
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(
-                f"{where} has no option `{name}`" + "".join(f"; did you mean `{other}`?" for other in close)
-            )
+            close = [f"; did you mean `{other}`?" for other in difflib.get_close_matches(name, known, 1)]
+            raise ConfigError("".join([f"{where} has no option `{name}`", *close]))
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:

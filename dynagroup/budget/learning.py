@@ -72,9 +72,8 @@ class LearningBudget(Wrapper):
     def __init__(self, budget: Budget | None = None) -> None:
         self.base = TokenBudget(UNLIMITED) if budget is None else budget
         if self.base.ladder is not None:
-            raise ConfigError(
-                "a ShapeLadder follows what its budget learns: ShapeLadder(lengths, LearningBudget(budget))"
-            )
+            way_out = "ShapeLadder(lengths, LearningBudget(budget))"
+            raise ConfigError(f"a ShapeLadder follows what its budget learns: {way_out}")
         self._lessons = _Lessons()
 
     @property

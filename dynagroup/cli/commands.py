@@ -51,9 +51,8 @@ def run(args: argparse.Namespace) -> None:
 def lengths(args: argparse.Namespace) -> Found:
     """Measured on all cores and written."""
     found = _lengths(args, num_proc=args.processes, output=args.output).items()
-    told = {
-        name: {"num_samples": len(n), "sum": int(n.sum(dtype="int64")), "longest": int(n.max())} for name, n in found
-    }
+    sums = lambda n: {"num_samples": len(n), "sum": int(n.sum(dtype="int64")), "longest": int(n.max())}  # noqa: E731
+    told = {name: sums(lengths) for name, lengths in found}
     line = "{}: {num_samples:,} samples, {sum:,} in all, the longest {longest:,}"
     lines = [line.format(name, **figures) for name, figures in told.items()]
     return told, "\n".join([*lines, f"written: {args.output}"]), lambda: new_figure(1, 1)

@@ -19,9 +19,7 @@ from dynagroup.shapes import BatchShape
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
 # Columns of a phase: a byte for each monomial of this name.
-ONE, N, NL, NL2, NT, T2, NT2, NLT = (
-    np.eye(len(MONOMIALS))[MONOMIALS.index(name)] for name in ("1", "n", "nL", "nL2", "nT", "T2", "nT2", "nLT")
-)
+ONE, N, NL, NL2, NT, T2, NT2, NLT = (np.eye(12)[MONOMIALS.index(name)] for name in "1 n nL nL2 nT T2 nT2 nLT".split())
 NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
@@ -166,9 +164,7 @@ class _Builder:
             phases.append(_phase(cast + table, activations=held[0] + run, attention=held[1] + extra, logits=output))
         return phases
 
-    def _stored(
-        self, layer: tuple[FloatArray, FloatArray], count: float, tokens: FloatArray, squared: FloatArray
-    ) -> tuple[FloatArray, FloatArray]:
+    def _stored(self, layer: Any, count: float, tokens: FloatArray, squared: FloatArray) -> tuple[FloatArray, ...]:
         """What a stack keeps for its backward pass: of every layer all, or with checkpointing its input."""
         if not self.w["gradient_checkpointing"]:
             return count * layer[0], count * layer[1]

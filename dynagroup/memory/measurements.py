@@ -105,8 +105,7 @@ class Measurements:
             about = {k.decode().removeprefix("dynagroup."): v.decode() for k, v in metadata.items()}
             rows = []
             for values in table.to_pylist():
-                named = {k.removeprefix("longest_"): v for k, v in values.items() if k.startswith("longest_")}
-                longest = {name: value for name, value in named.items() if value is not None}
+                longest = {k[8:]: v for k, v in values.items() if k.startswith("longest_") and v is not None}
                 rows.append(Measurement(longest=longest, **{name: values[name] for name in _FIELDS}))
             workload = Workload.from_json(about["workload"])
             return cls(tuple(rows), workload, about["source"], json.loads(about["about"]))

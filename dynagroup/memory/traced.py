@@ -137,12 +137,10 @@ class TracedMemory:
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         """Bytes that grow with the batch, at the peak: float64 (K,)."""
-        others = [name for name in shape.longest if name != primary(shape.longest)]
-        if others and not self._knows_targets:
-            way_out = (
-                f"(the sum of both), or, where {others[0]!r} is not padded, add & AdditiveCap({others[0]!r}, limit)"
-            )
-            told = f"the model was traced with one stream of tokens, but batches have {others[0]!r} beside it"
+        other = next((name for name in shape.longest if name != primary(shape.longest)), None)
+        if other is not None and not self._knows_targets:
+            way_out = f"(the sum of both), or, where {other!r} is not padded, add & AdditiveCap({other!r}, limit)"
+            told = f"the model was traced with one stream of tokens, but batches have {other!r} beside it"
             raise ConfigError(f"{told}; give each sample one length {way_out}")
         return self.factor * self._bytes(shape) + self.constant_bytes
 

@@ -102,10 +102,3 @@ def test_running_out_of_memory_is_a_row_without_a_size():
     assert [(row.batch_bytes, row.oom) for row in rows] == [(500, False), (None, True), (700, False)]
     assert rows.source == "measured"
     assert rows.rows[0].static_bytes == 1000 + 8
-
-
-def test_without_a_device_measure_says_so():
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(ConfigError, match="needs a CUDA device"):
-        measure(Net(limit=100), Workload(mode="train"), [(1, 8)])

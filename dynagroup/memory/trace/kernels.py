@@ -43,8 +43,9 @@ class CudaKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.autocast is not None:
-            args, kwargs = self._recast(func, args, kwargs)
+        cast = self._lower if func in LOWER else _higher if func in HIGHER else None
+        if self.autocast is not None and cast is not None:
+            args, kwargs = tuple(map(cast, args)), {k: cast(v) for k, v in kwargs.items()}
         if func is F.scaled_dot_product_attention:
             return attention(*args, **kwargs)
         if func is F.dropout:
@@ -63,10 +64,6 @@ class CudaKernels(TorchFunctionMode):
         """Leave the autocast region: drop its cache of cast weights."""
         self.autocast = None
         self._cast_weights.clear()
-
-    def _recast(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        cast = self._lower if func in LOWER else _higher if func in HIGHER else lambda value: value
-        return tuple(map(cast, args)), {k: cast(v) for k, v in kwargs.items()}
 
     def _lower(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
@@ -150,7 +147,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _ATTENTION_BACKWARD:
-            self._reach(self.live + _workspace(args[1]))
+            # The kernels sum the query's gradient in float32, and hold one float32 a row (``dq_accum`` and ``softmax_d`` of
+            # FlashAttention 2, ``delta`` and ``workspace`` of the other).
+            self._reach(self.live + 4 * args[1].numel() + 4 * args[1].numel() // args[1].shape[-1])
         for item in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(item, torch.Tensor):
                 self._add(item)
@@ -178,9 +177,3 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
-
-
-def _workspace(query: torch.Tensor) -> int:
-    """Bytes that the fused attention kernels hold inside their backward: the query's gradient summed in float32, and one
-    float32 a row (``dq_accum`` and ``softmax_d`` of FlashAttention 2, ``delta`` and ``workspace`` of the other)."""
-    return 4 * query.numel() + 4 * query.numel() // query.shape[-1]

@@ -57,9 +57,8 @@ def simulate(
         static = static_bytes(model, workload)
         model = as_gathered(model, workload)
         told = f"this model cannot be simulated in mode {workload.mode!r}: it needs more than shapes"
-        with explained(
-            told, ConfigError, MemoryError, way_out=". measure() on a device and MemoryRegressor still work"
-        ):
+        way_out = ". measure() on a device and MemoryRegressor still work"
+        with explained(told, ConfigError, MemoryError, way_out=way_out):
             for num_samples, longest in wanted:
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
                 rows.append(Measurement(num_samples, longest, static, peak))
@@ -148,9 +147,7 @@ def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[tor
     return model, int(state) + buckets
 
 
-def _run(
-    model: Any, workload: Workload, num_samples: int, longest: Mapping[str, int], inputs: Any, counters: Device
-) -> None:
+def _run(model: Any, workload: Workload, num_samples: int, longest: Any, inputs: Any, counters: Device) -> None:
     import torch
 
     from dynagroup.memory.trace.model import make_inputs
