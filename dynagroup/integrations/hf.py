@@ -82,10 +82,8 @@ class DynagroupTrainerMixin(Evaluator):
             dataset = dataset.dataset  # the online loader shards a stream itself
         free, stream = config.updates == "free", hf_data.is_stream(dataset)
         if stream and not (free and config.mode == "online"):
-            raise ConfigError(
-                "the lengths and order of a stream are not known beforehand: pass DynagroupConfig(mode='online', "
-                "updates='free'), and max_steps in the arguments"
-            )
+            way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the arguments"
+            raise ConfigError(f"the lengths and order of a stream are not known beforehand: {way_out}")
         ids = getattr(self.processing_class, "pad_token_id", None)
         settings: dict[str, Any] = {
             "kinds": config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds),
@@ -132,10 +130,9 @@ class DynagroupTrainerMixin(Evaluator):
         elif anew:
             loader.set_epoch(self.state.global_step // loader.num_updates)
         else:
-            raise StateError(
-                f"{checkpoint} was saved by a Trainer without dynagroup, so it does not say which samples were used; "
-                "TrainingArguments(ignore_data_skip=True) goes on with its model, and begins the epoch anew"
-            )
+            way_out = "TrainingArguments(ignore_data_skip=True) goes on with its model, and begins the epoch anew"
+            unsaid = "saved by a Trainer without dynagroup, so it does not say which samples were used"
+            raise StateError(f"{checkpoint} was {unsaid}; {way_out}")
         if anew:
             loader.restart_epoch()
         self.just_resumed = True

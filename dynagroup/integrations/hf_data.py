@@ -157,7 +157,6 @@ def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) 
     try:
         return measure_lengths(dataset, length_of=lengths_of, progress=not trainer.args.disable_tqdm)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(
-            f"the lengths of {name} are not known: it has no column {trainer.args.length_column_name!r} and no {column!r}; "
-            "pass DynagroupConfig(budget=..., lengths=...), e.g. measure_lengths(texts, tokenizer)"
-        ) from error
+        has = f"it has no column {trainer.args.length_column_name!r} and no {column!r}"
+        way_out = "pass DynagroupConfig(budget=..., lengths=...), e.g. measure_lengths(texts, tokenizer)"
+        raise ConfigError(f"the lengths of {name} are not known: {has}; {way_out}") from error

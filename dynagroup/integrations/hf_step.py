@@ -197,10 +197,9 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
         config, loader = self.dynagroup, self.update_loader
         if self.guard is None:
             if _defines_compute_loss(type(self)) and loader.world.size > 1:
-                raise ConfigError(
-                    f"`out_of_memory` ({config.out_of_memory!r}) repeats batches on one rank alone, but the compute_loss of "
-                    f"{type(self).__name__} may exchange data between ranks; leave it None"
-                )
+                alone = f"`out_of_memory` ({config.out_of_memory!r}) repeats batches on one rank alone"
+                may = f"the compute_loss of {type(self).__name__} may exchange data between ranks"
+                raise ConfigError(f"{alone}, but {may}; leave it None")
             weigh, learned = self._weigh if mean else "sum", loader.budget.learner
             how: Any = {"splitter": config.splitter, "world": loader.world, "backward": self.accelerator.backward}
             self.guard = OomSafeBackward(model, weigh=weigh, learned=learned, **how)
@@ -283,15 +282,14 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
     except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
         error = caught
     here = 1.5 < ratio < math.inf, abs(ratio - 1.0) < 0.1
-    unclear = not any(here) and 0 < abs(ratio) < math.inf
-    halves, stays, unclear, failed = map(bool, world.all_max([*here, unclear, error is not None]))
+    neither = not any(here) and 0 < abs(ratio) < math.inf
+    halves, stays, neither, failed = map(bool, world.all_max([*here, neither, error is not None]))
     if error is not None and is_out_of_memory(error):
         raise error
-    if failed or (unclear and not halves):
-        raise ConfigError(
-            f"{type(trainer).__name__} does not show whether its loss is a mean ({error or 'it neither halves nor stays'}); set "
-            "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
-        ) from error
+    if failed or (neither and not halves):
+        unclear = f"does not show whether its loss is a mean ({error or 'it neither halves nor stays'})"
+        way_out = "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
+        raise ConfigError(f"{type(trainer).__name__} {unclear}; set {way_out}") from error
     return not halves if halves or stays else None
 
 

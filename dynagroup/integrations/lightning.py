@@ -96,10 +96,9 @@ class LightningSteps(Callback):
         if states == self._restored:
             return
         if self.begun_epoch is not None:
-            raise StateError(
-                "Lightning read the loader before it restored its place, as `trainer.estimated_stepping_batches` can make it do "
-                "(pytorch-lightning#20550): batches would come again. Count steps by `trainer.max_steps` or `loader.num_updates`"
-            )
+            early = "as `trainer.estimated_stepping_batches` can make it do (pytorch-lightning#20550): batches would come again"
+            way_out = "Count steps by `trainer.max_steps` or `loader.num_updates`"
+            raise StateError(f"Lightning read the loader before it restored its place, {early}. {way_out}")
         self.loader.load_state_dict(states)
         rank = rank_and_size()[0]
         self._restored, self._state = states, states[rank if rank < len(states) else 0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from typing import Any
 
 from dynagroup.budget.base import Budget
 from dynagroup.integrations.config import DynagroupConfig
@@ -20,19 +20,6 @@ STAGES = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer", "dpo": "CustomDP
 """KTO compares the samples of a batch with each other, and PPO makes its own batches."""
 
 
-def stage_trainer(stage: str, dynagroup: Budget | DynagroupConfig) -> Any:
-    """LLaMA-Factory's Trainer of a stage, one of ``STAGES``, with batches that fit; call it like the original."""
-    original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), STAGES[stage])
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
-        if stage in ("dpo", "rm") and config.weigh == "auto":
-            config = replace(config, weigh="samples")
-        return dynagroup_trainer(original)(*args, dynagroup=config, **kwargs)
-
-    return make
-
-
 @contextlib.contextmanager
 def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
     """Within the block, LLaMA-Factory's workflows train with batches that fit: ``with dynamic_batching(budget): run_exp(args)``.
@@ -40,9 +27,12 @@ def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
     Args:
         dynagroup: a budget, or a whole configuration. In the DPO and RM stages the budget counts the tokens of both answers.
     """
+    config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
+    pairs = replace(config, weigh="samples") if config.weigh == "auto" else config
     with contextlib.ExitStack() as stack:
         for stage, name in STAGES.items():
-            ours = stage_trainer(stage, dynagroup)
+            original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), name)
+            ours = partial(dynagroup_trainer(original), dynagroup=pairs if stage in ("dpo", "rm") else config)
             for part in ("trainer", "workflow"):  # some workflows import their Trainer when they run, others before
                 module = import_module(f"llamafactory.train.{stage}.{part}")
                 if hasattr(module, name):

@@ -63,10 +63,9 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        raise NotAskedError(
-            f"{name} could not be run on two packed samples of `input_ids` ({type(error).__name__}: {error}); "
-            "decoders and encoders that read one row of tokens can be packed; use the padded layout"
-        ) from error
+        found = f"{name} could not be run on two packed samples of `input_ids` ({type(error).__name__}: {error})"
+        can = "decoders and encoders that read one row of tokens can be packed; use the padded layout"
+        raise NotAskedError(f"{found}; {can}") from error
     apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
     if apart > _rounding(model, alone):
         why = f"its attention {attention!r} does not keep them apart"
@@ -85,10 +84,8 @@ def check_packed_training(trainer: Any) -> None:
                 return check_packing(trainer.model, trainer.data_collator)
         except NotAskedError as error:
             why = str(error)
-    warn_user(
-        "whether the model keeps the samples of a packed batch apart could not be checked; try "
-        f"dynagroup.integrations.packing.check_packing(model, collate_fn) yourself ({why})"
-    )
+    way_out = "try dynagroup.integrations.packing.check_packing(model, collate_fn) yourself"
+    warn_user(f"whether the model keeps the samples of a packed batch apart could not be checked; {way_out} ({why})")
 
 
 def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tensor]:

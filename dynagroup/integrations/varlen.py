@@ -115,10 +115,9 @@ def _attend_both(
     window = options.get("sliding_window")
     far = _sees_as_far(attention_mask, window, _is_causal(module, options.get("is_causal")))
     if not far or not apart < (1e-2 if wanted.is_cuda else 1e-4):
-        raise ConfigError(
-            f"{type(module).__name__} does more than packed attention does: on {PROBE_TOKENS} tokens the two are {apart:.1%} "
-            f"apart (it adds to the scores, or limits what a token sees by other than a window of {window}); {INSTEAD}"
-        )
+        more = f"it adds to the scores, or limits what a token sees by other than a window of {window}"
+        found = f"on {PROBE_TOKENS} tokens the two are {apart:.1%} apart ({more})"
+        raise ConfigError(f"{type(module).__name__} does more than packed attention does: {found}; {INSTEAD}")
     asked.add(module)
     return wanted.to(query.dtype), None
 
@@ -171,7 +170,11 @@ def _attend(
     if query.shape[2] != key.shape[2]:
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
     if cu_seq_lens_q is None:
-        cu_seq_lens_q, max_length_q = _rows_as_samples(query, kwargs.get("position_ids"))
+        # Borders where the collator gave none: a batch that is no pack has one sample a row.
+        (rows, _, max_length_q, _), places = query.shape, kwargs.get("position_ids")
+        if places is not None and bool((places[:, 1:] <= places[:, :-1]).any()):
+            raise ConfigError(f"the batch is packed, but does not say where its samples begin; {COLLATE}")
+        cu_seq_lens_q = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * max_length_q
     how: dict[str, Any] = {"causal": _is_causal(module, is_causal), "scale": scaling, "window": sliding_window}
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype.itemsize == 2 and not dropout and HAS_KERNEL:
@@ -179,14 +182,6 @@ def _attend(
     else:
         out = one_by_one(q, k, v, cu_seq_lens_q, dropout=dropout, **how)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
-
-
-def _rows_as_samples(query: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Borders where the collator gave none: a batch that is no pack has one sample a row."""
-    rows, tokens = query.shape[0], query.shape[2]
-    if position_ids is not None and bool((position_ids[:, 1:] <= position_ids[:, :-1]).any()):
-        raise ConfigError(f"the batch is packed, but does not say where its samples begin; {COLLATE}")
-    return torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
 
 
 def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int, **how: Any) -> Any:

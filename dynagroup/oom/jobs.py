@@ -103,9 +103,8 @@ class Job:
         numbers = [int(hashed(repr(value), 12), 16) for value in identity.values()]
         highest, lowest = world.all_max(numbers), world.all_max([-n for n in numbers])
         if differing := [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != -b]:
-            raise ConfigError(
-                f"ranks were given different jobs: {', '.join(differing)} differ; give all ranks the same"
-            )
+            what = ", ".join(differing)
+            raise ConfigError(f"ranks were given different jobs: {what} differ; give all ranks the same")
         if not _on_all(world, out.is_finished):
             self._prepare()
             with closing(out):
@@ -151,10 +150,9 @@ class Job:
         lengths, (_, last) = self.lengths, _positions(self.task.model)
         new = self.task.new_tokens if self.task.padding_side == "left" else 0
         if last is not None and len(over := np.flatnonzero(lengths + new > last)):
-            raise ConfigError(
-                f"{len(over)} texts are too long for the model, which has {last} positions: text {over[0]} has "
-                f"{lengths[over[0]]} tokens and {new} new ones; truncate with max_length={max(last - new, 1)}, or leave them out"
-            )
+            has = f"which has {last} positions: text {over[0]} has {lengths[over[0]]} tokens and {new} new ones"
+            way_out = f"truncate with max_length={max(last - new, 1)}, or leave them out"
+            raise ConfigError(f"{len(over)} texts are too long for the model, {has}; {way_out}")
         if self._says_limit and (num_full := int((lengths == self._max_length).sum())):
             cut = "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen"
             _log.warning(cut, num_full, len(lengths), self._max_length)

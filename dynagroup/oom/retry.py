@@ -126,13 +126,10 @@ def run_parts(
                 continue
             learned.record_failed_cost(float(learned.cost(size())[0]))
             if is_smallest:
-                known = indices if len(indices) else range(num_samples)
-                raise _no_way_out(known[start:stop], part, error)
+                names = ", ".join(str(int(i)) for i in (indices if len(indices) else range(num_samples))[start:stop])
+                alone = stop - start == 1
+                who = f"sample {names} does not fit even alone" if alone else f"samples {names} do not fit together"
+                way_out = f"truncate or filter out such samples. The allocator said: {error}"
+                raise BudgetError(f"{who} ({describe(part)}); {way_out}")
         waiting[:0] = halves(start, stop)
     return done
-
-
-def _no_way_out(samples: Sequence[int], part: Any, error: str) -> BudgetError:
-    names, alone = ", ".join(map(str, map(int, samples))), len(samples) == 1
-    who = f"sample {names} does not fit even alone" if alone else f"samples {names} do not fit together"
-    return BudgetError(f"{who} ({describe(part)}); truncate or filter out such samples. The allocator said: {error}")

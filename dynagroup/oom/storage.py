@@ -122,10 +122,9 @@ class Output:
             if found and receipt.get("output") != found:
                 raise StateError(f"{self._path.name} has changed since its job was finished")
         except (OSError, ValueError, RecursionError, StateError) as error:
-            raise StateError(
-                f"{self._receipt} is not of this job: {error}. Give the arguments of then, name another `output`, or remove "
-                f"{self._receipt.name}, {self._path.name} and {self.journal.name} to start over"
-            ) from error
+            files = f"{self._receipt.name}, {self._path.name} and {self.journal.name}"
+            way_out = f"Give the arguments of then, name another `output`, or remove {files} to start over"
+            raise StateError(f"{self._receipt} is not of this job: {error}. {way_out}") from error
 
     def _say(self, output: str) -> None:
         """Written over what stood there, which is as long or another job's: what is left behind the first line is not read."""

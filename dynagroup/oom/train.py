@@ -238,10 +238,8 @@ class OomSafeBackward:
         for source, state in zip(sources, part.rng, strict=True):
             source.set_rng_state(state)
         self._began = False
-        shape = partial(part.shape, self._splitter)
-        part.loss, error = attempt(
-            partial(self._run, part), part.samples(self._splitter), shape, self.learned, self._peak
-        )
+        samples, shape = part.samples(self._splitter), partial(part.shape, self._splitter)
+        part.loss, error = attempt(partial(self._run, part), samples, shape, self.learned, self._peak)
         if error is not None:  # ranks must plan alike, so all of them learn it together, at the vote
             update.failed_cost = min(update.failed_cost, float(self.learned.cost(shape())[0]))
         return error is None
@@ -271,9 +269,8 @@ class OomSafeBackward:
         if rank >= 0:
             own = update.verdict if update.verdict is not None and self._world.rank == rank else (-1, -1)
             index, tokens = self._world.all_max(own)
-            raise BudgetError(
-                f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone; truncate or filter out such samples"
-            )
+            way_out = "truncate or filter out such samples"
+            raise BudgetError(f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone; {way_out}")
         if self._ddp is not None:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
             group: Any = self._ddp.process_group
@@ -314,9 +311,8 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
     with torch.no_grad():
         buckets = _buckets(parameters)
         try:
-            packed = [
-                b[0] if len(b) == 1 and b[0].is_contiguous() else torch.cat([g.reshape(-1) for g in b]) for b in buckets
-            ]
+            whole = [len(bucket) == 1 and bucket[0].is_contiguous() for bucket in buckets]
+            packed = [b[0] if w else torch.cat([g.reshape(-1) for g in b]) for w, b in zip(whole, buckets, strict=True)]
             works: list[Any] = [dist.all_reduce(flat.div_(size), group=group, async_op=True) for flat in packed]
             for work, flat, bucket in zip(works, packed, buckets, strict=True):
                 work.wait()
