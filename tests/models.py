@@ -59,3 +59,14 @@ def shapes_seen(model: Any) -> list[tuple[int, ...]]:
 
     model.register_forward_pre_hook(note, with_kwargs=True)
     return seen
+
+
+def word_tokenizer(words: list[str], pad: str, bos: str, eos: str, unk: str) -> Any:
+    """Of whole words: ids 0 to 3 are the special ones."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(WordLevel({word: i for i, word in enumerate([pad, bos, eos, unk, *words])}, unk_token=unk))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk)

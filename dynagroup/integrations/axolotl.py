@@ -10,6 +10,7 @@ In Axolotl's YAML::
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 from axolotl.core.trainers import AxolotlTrainer  # pyright: ignore[reportMissingImports]
@@ -47,9 +48,5 @@ class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
         # Axolotl pads to a multiple of 64 unless `pad_to_sequence_len` says otherwise.
         multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
         budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)
-
-        class DynagroupAxolotlTrainer(DynagroupTrainerMixin, AxolotlTrainer):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, dynagroup=budget, **kwargs)
-
-        return DynagroupAxolotlTrainer
+        init = partialmethod(DynagroupTrainerMixin.__init__, dynagroup=budget)
+        return type("DynagroupAxolotlTrainer", (DynagroupTrainerMixin, AxolotlTrainer), {"__init__": init})

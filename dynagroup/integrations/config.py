@@ -88,13 +88,14 @@ class DynagroupConfig:
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError("`samples_per_update` needs updates='preserved': free updates are as large as they come")
         if self.kind_of is not None and self.mode == "offline":
-            way_out = "with mode='offline' pass `kinds`, labels known beforehand"
-            raise ConfigError(f"`kind_of` needs mode='online': {way_out}")
+            raise ConfigError(
+                "`kind_of` needs mode='online': with mode='offline' pass `kinds`, labels known beforehand"
+            )
         if self.plan.get("work") == "measure" and self.mode == "online":
             raise ConfigError("`work`='measure' needs mode='offline': lengths known beforehand")
         if self.grouping is not None and (self.mode, self.updates) != ("offline", "preserved"):
-            needs = "mode='offline' and updates='preserved': lengths and updates known beforehand"
-            raise ConfigError(f"`grouping` needs {needs}")
+            known = "lengths and updates known beforehand"
+            raise ConfigError(f"`grouping` needs mode='offline' and updates='preserved': {known}")
 
 
 def trl_classes(trainer: Any) -> set[str]:

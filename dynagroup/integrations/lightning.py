@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,18 +32,6 @@ class LightningStep(NamedTuple):
     kind: Any
 
 
-class _EpochHandle:
-    def __init__(self, steps: LightningSteps) -> None:
-        self._steps, self._offset = steps, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        # Lightning fetches from a run's first epoch before it names it, and may name it wrongly after resuming.
-        if self._steps.begun_epoch is not None:
-            self._offset = self._steps.begun_epoch - epoch
-        else:
-            self._steps.loader.set_epoch(epoch + self._offset)
-
-
 class LightningSteps(Callback):
     """What ``train_dataloader`` returns, one item a step; and a callback of the same Trainer, which makes Lightning step its
     optimizers where updates end: ``Trainer(callbacks=[steps]).fit(module, steps)``.
@@ -58,7 +47,7 @@ class LightningSteps(Callback):
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
-        self.sampler = _EpochHandle(self)
+        self.sampler, self._offset = SimpleNamespace(set_epoch=self._set_epoch), 0
         self.begun_epoch: int | None = None
         """An epoch that was begun, and none of its updates used yet."""
         self._ahead: deque[dict[str, Any]] = deque()
@@ -66,6 +55,13 @@ class LightningSteps(Callback):
         """This rank's place behind the update that training has used last."""
         self._restored: Sequence[Mapping[str, Any]] | None = None
         self._listens, self._first = False, True
+
+    # Lightning fetches from a run's first epoch before it names it, and may name it wrongly after resuming.
+    def _set_epoch(self, epoch: int) -> None:
+        if self.begun_epoch is not None:
+            self._offset = self.begun_epoch - epoch
+        else:
+            self.loader.set_epoch(epoch + self._offset)
 
     def __iter__(self) -> Iterator[LightningStep]:
         if not self._listens:

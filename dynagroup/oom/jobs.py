@@ -171,8 +171,6 @@ class Job:
                 bar.update(int(self.lengths[indices].sum()))
 
     def _batches(self, samples: Sequence[int]) -> list[list[int]]:
-        if not len(samples):
-            return []
         # Every new token is a step of its own, which costs what any step costs; every copy costs its tokens.
         work = Work.of_known(self.task.model, device=next(self.task.model.parameters()).device)
         work = replace(work, per_step=work.per_step * (1 + self.task.new_tokens) / self.task.copies)

@@ -60,9 +60,8 @@ def plain_loop(shapes: int | None) -> dict[str, int]:
 
 @pytest.fixture(autouse=True)
 def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        logging.getLogger("torch.__trace"), "disabled", True
-    )  # thousands of lines that pytest would keep
+    # thousands of lines that pytest would keep
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
 
 
 def compiles_once_a_shape(found: dict[str, int]) -> bool:

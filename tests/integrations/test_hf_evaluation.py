@@ -10,6 +10,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from dynagroup import TokenBudget
 from dynagroup.integrations.hf import dynagroup_trainer
 from dynagroup.integrations.hf_evaluate import EvaluationRows
+from tests import models
 from tests.integrations import toys
 from tests.integrations.jobs import arguments, trainer
 
@@ -35,26 +36,14 @@ def evaluated(kind: str, folder: Any, *, fits: bool, eval_config: Any = True, **
 
 def same(found: dict[str, float], expected: dict[str, float]) -> bool:
     timed = ("runtime", "per_second", "preparation_time")
-    return {k: v for k, v in found.items() if not k.endswith(timed)} == pytest.approx(
-        {k: v for k, v in expected.items() if not k.endswith(timed)}, abs=1e-6
-    )
-
-
-def widths(run: Any) -> list[tuple[int, int]]:
-    seen: list[tuple[int, int]] = []
-
-    def note(module, args, kwargs):
-        if "input_ids" in kwargs:
-            seen.append(tuple(kwargs["input_ids"].shape))
-
-    run.model.register_forward_pre_hook(note, with_kwargs=True)
-    return seen
+    found, expected = ({k: v for k, v in one.items() if not k.endswith(timed)} for one in (found, expected))
+    return found == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["classifier", "causal"])
 def test_metrics_and_predictions_are_the_plain_trainers(kind, tmp_path):
     plain, ours = (evaluated(kind, tmp_path, fits=fits) for fits in (False, True))
-    seen = widths(ours)
+    seen = models.shapes_seen(ours.model)
     found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
     assert (found.label_ids == expected.label_ids).all()
     assert found.predictions.shape == expected.predictions.shape
@@ -105,7 +94,7 @@ def test_generated_texts_are_the_plain_trainers(tmp_path):
         args = Seq2SeqTrainingArguments(**{**shared, "predict_with_generate": True, "generation_max_length": 9})
         run = cls(toys.seq2seq(), args, data_collator=toys.collate_seq2seq, **extra)
         run.model.generation_config.eos_token_id, run.model.generation_config.pad_token_id = 1, 0
-        seen = widths(run)
+        seen = models.shapes_seen(run.model)
         output = run.predict(rows)
         found.append((decoded(output.predictions), decoded(output.label_ids)))
     assert found[0] == found[1]
@@ -115,7 +104,7 @@ def test_generated_texts_are_the_plain_trainers(tmp_path):
 
 def test_evaluation_can_be_left_to_the_trainer_or_have_its_own_budget(tmp_path):
     run = evaluated("classifier", tmp_path, fits=True, eval_config=False)
-    seen = widths(run)
+    seen = models.shapes_seen(run.model)
     run.evaluate()
     assert {n for n, _ in seen} == {5, COUNT % 5}
     run.dynagroup_eval = TokenBudget(64)

@@ -5,9 +5,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch.nn.utils.rnn import pad_sequence
 
 from tests import models
@@ -86,11 +83,7 @@ def collate_seq2seq(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 def tokenizer() -> hf.PreTrainedTokenizerFast:
     """Of the words w4 to w63."""
-    words = {f"w{i}": i for i in range(4, VOCAB)} | {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    raw = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    raw.pre_tokenizer = Whitespace()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return hf.PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+    return models.word_tokenizer([f"w{i}" for i in range(4, VOCAB)], "<pad>", "<s>", "</s>", "<unk>")
 
 
 def lengths(rows: list[dict]) -> list[int]:

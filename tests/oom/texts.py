@@ -15,14 +15,7 @@ TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, size=1 + (7 * i) % 13))
 
 
 def small_tokenizer() -> Any:
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["[PAD]", "[BOS]", "[EOS]", "[UNK]"]
-    raw = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]")
+    return models.word_tokenizer(WORDS, "[PAD]", "[BOS]", "[EOS]", "[UNK]")
 
 
 def small_llama() -> Any:
