@@ -254,7 +254,7 @@ def _digest(parts: Iterable[str]) -> str:
     """Each in quotes: "ab", "c" is not "a", "bc"."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        digest.update(repr(part).encode())
+        digest.update(repr(str(part)).encode())
     return f"#{digest.hexdigest()}"
 
 
