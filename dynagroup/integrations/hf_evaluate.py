@@ -40,12 +40,10 @@ class EvaluationRows:
         num_groups, self.num_left = divmod(len(order), num_ranks)
         self.num_ranks = num_ranks
         groups = order[: num_groups * num_ranks].reshape(num_groups, num_ranks)
-        self.rows: list[IntArray] = []
+        of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
+        sampler = LengthAwareBatchSampler(of_groups, budget, work=work, rank=0, world_size=1)
+        self.rows: list[IntArray] = [groups[batch] for batch in sampler]
         """Each (samples of a rank, ranks): dataset indices."""
-        if num_groups:
-            of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
-            sampler = LengthAwareBatchSampler(of_groups, budget, work=work, rank=0, world_size=1)
-            self.rows = [groups[batch] for batch in sampler]
         if self.num_left:
             self.rows.append(np.resize(order[num_groups * num_ranks :], (1, num_ranks)))
         self.order: IntArray = np.concatenate([row.T.reshape(-1) for row in self.rows] or [order])[: len(order)]

@@ -87,7 +87,7 @@ class Update:
     """The update in progress: what ran, what was in ``.grad`` before it, what its ranks must still agree on."""
 
     parameters: list[torch.nn.Parameter]
-    before: list[torch.Tensor | None]
+    before: list[torch.Tensor | None] = field(init=False)
     done: list[Part] = field(default_factory=list)
     waiting: list[Part] = field(default_factory=list)
     num_calls: int = 0
@@ -95,12 +95,9 @@ class Update:
     verdict: tuple[int, int] | None = None
     """The sample that does not fit even alone: its index in the dataset if known, and its tokens."""
 
-    @classmethod
-    def begin(cls, model: torch.nn.Module) -> Update:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        update = cls(parameters, [p.grad for p in parameters])
-        update.undo()
-        return update
+    def __post_init__(self) -> None:
+        self.before = [parameter.grad for parameter in self.parameters]
+        self.undo()
 
     def undo(self) -> None:
         """Forget all gradients of the update; everything that gave them is to run again."""
@@ -181,7 +178,7 @@ class OomSafeBackward:
             BudgetError: a sample does not fit even alone; on every rank alike, when the update ends.
             AlignmentError: a rank has gone. Any other error ends the update; ``.grad`` then is what a plain loop leaves.
         """
-        self._update = update = self._update or Update.begin(self._model)
+        self._update = update = self._update or Update([p for p in self._model.parameters() if p.requires_grad])
         update.num_calls += 1
         try:
             if not idle:
