@@ -171,10 +171,10 @@ def _attend(
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
     if cu_seq_lens_q is None:
         # Borders where the collator gave none: a batch that is no pack has one sample a row.
-        (rows, _, max_length_q, _), places = query.shape, kwargs.get("position_ids")
+        (rows, _, tokens, _), places = query.shape, kwargs.get("position_ids")
         if places is not None and bool((places[:, 1:] <= places[:, :-1]).any()):
             raise ConfigError(f"the batch is packed, but does not say where its samples begin; {COLLATE}")
-        cu_seq_lens_q = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * max_length_q
+        cu_seq_lens_q, max_length_q = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
     how: dict[str, Any] = {"causal": _is_causal(module, is_causal), "scale": scaling, "window": sliding_window}
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype.itemsize == 2 and not dropout and HAS_KERNEL:
