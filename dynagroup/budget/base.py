@@ -5,6 +5,7 @@ Law: a shape that fits still fits after a sample is taken away or shortened. Eve
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -88,6 +89,10 @@ class Budget(ABC):
 
     def with_memory(self, known: Callable[[], Any], /) -> Budget:
         """This budget; where it predicts memory and was given no model, by the one that this function finds."""
+        return self
+
+    def held(self, limit: float | None, /) -> Budget:
+        """This budget as a plan follows it: by one learned limit, whatever is applied later. None: no limit."""
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
@@ -174,6 +179,11 @@ class Wrapper(Budget):
 
     def pads(self, stream: str, /) -> bool:
         return self.base.pads(stream)
+
+    def held(self, limit: float | None, /) -> Budget:
+        other = copy.copy(self)
+        other.base = self.base.held(limit)
+        return other
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         return self.base.cost(shape)
@@ -281,6 +291,9 @@ class AllOf(Budget):
 
     def with_memory(self, known: Callable[[], Any], /) -> AllOf:
         return AllOf(tuple(p.with_memory(known) for p in self.parts))
+
+    def held(self, limit: float | None, /) -> AllOf:
+        return AllOf(tuple(p.held(limit) for p in self.parts))
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         padded = longest if self.layout == "packed" else round_up(longest, self.pad_to_multiple_of)

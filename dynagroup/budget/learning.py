@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -75,6 +74,7 @@ class LearningBudget(Wrapper):
             way_out = "ShapeLadder(lengths, LearningBudget(budget))"
             raise ConfigError(f"a ShapeLadder follows what its budget learns: {way_out}")
         self._lessons = _Lessons()
+        self._held: float | None = None
 
     @property
     def learner(self) -> LearningBudget:
@@ -94,7 +94,7 @@ class LearningBudget(Wrapper):
 
     @property
     def fingerprint(self) -> str:
-        return self.base.fingerprint + ("" if math.isinf(self._applied) else f", cost <= {self._applied!r}")
+        return self.base.fingerprint
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -103,7 +103,18 @@ class LearningBudget(Wrapper):
 
     @property
     def _applied(self) -> float:
-        return float(self._lessons.numbers[2])
+        return float(self._lessons.numbers[2] if self._held is None else self._held)
+
+    def held(self, limit: float | None, /) -> LearningBudget:
+        other = self._of(self.base)
+        other._held = math.inf if limit is None else limit
+        return other
+
+    @staticmethod
+    def applied_to(budget: Budget) -> float | None:
+        """The limit that plans made from now on follow, as :meth:`held` takes it."""
+        limit = math.inf if budget.learner is None else float(budget.learner._lessons.numbers[2])
+        return None if math.isinf(limit) else limit
 
     @property
     def has_learned(self) -> bool:
@@ -195,22 +206,12 @@ class LearningBudget(Wrapper):
         lessons.calm, lessons.report = found["calm"], OomReport(**found["report"])
 
     @staticmethod
+    def take_up(budget: Budget, state: Mapping[str, Any]) -> None:
+        """What the part of a budget that learns had :meth:`saved` in a loader's checkpoint."""
+        if budget.learner is not None and state["learned"] is not None:
+            budget.learner.load_state_dict(state["learned"])
+
+    @staticmethod
     def saved(budget: Budget) -> dict[str, Any] | None:
         """What the part of a budget that learns keeps in a loader's checkpoint."""
         return None if budget.learner is None else budget.learner.state_dict()
-
-    @staticmethod
-    @contextmanager
-    def of_state(budget: Budget, state: Any) -> Iterator[None]:
-        """Inside, the budget knows what a loader's state had learned, because that changes fingerprints; if the state is refused
-        there, it knows what it knew before."""
-        before = LearningBudget.saved(budget)
-        learned = state.get("learned") if isinstance(state, Mapping) else None
-        try:
-            if before is not None and learned is not None:
-                budget.learner.load_state_dict(learned)
-            yield
-        except BaseException:
-            if before is not None:
-                budget.learner.load_state_dict(before)
-            raise

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 
 from dynagroup.budget.base import Budget
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf_data import is_stream, loader_kwargs, sample_lengths, work_of
 from dynagroup.integrations.hf_step import UpdateRunner, trl_figures
@@ -98,7 +99,7 @@ class Evaluator(UpdateRunner):
 
     dynagroup_eval: Budget | bool
     _evaluation: _Pass | None = None
-    _planned_rows: dict[tuple[int, str], tuple[Any, EvaluationRows | None]]
+    _planned_rows: dict[tuple[int, str, float | None], tuple[Any, EvaluationRows | None]]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         own: Any = self.eval_dataset
@@ -118,7 +119,7 @@ class Evaluator(UpdateRunner):
             return host
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
         budget = budget if budget.ladder is None else budget.ladder.base  # shapes are training's
-        key = id(dataset), budget.fingerprint
+        key = (id(dataset), budget.fingerprint, LearningBudget.applied_to(budget))
         if key not in self._planned_rows:
             rows: Any = None
             try:

@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from dynagroup.budget.base import Budget
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
@@ -134,6 +135,7 @@ class OnlineDataLoader(StepLoader[Any]):
         self._learned = LearnedLengths(len(dataset)) if learns else None
         self.sizes = self._orders.sizes
         self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
+        self._limit: float | None = None  # what the plan of the running epoch follows of what its budget has learned
         self._resume: list[Mapping[str, Any]] = []  # states of a place that was loaded, until it is gone on from
         self._cursor = Cursor()  # where the last run of an epoch ended, or the loaded place
         learner = collator.budget.learner
@@ -202,7 +204,7 @@ class OnlineDataLoader(StepLoader[Any]):
         run, sizes, learned = None if self._begun_anew else self._run_of, self.sizes, self._learned
         running = None if run is None else run.state()
         if running is not None:
-            running["order"] = self._orders.fingerprint(self._epoch)
+            running |= {"order": self._orders.fingerprint(self._epoch), "limit": self._limit}
         epoch = self.epoch if run is None else self._epoch + (running is None)
         place = {"world_size": size, "rank": rank, "epoch": epoch, "running": running}
         place["cursor"] = (self._start() if run is None else run.stands).state()
@@ -269,7 +271,10 @@ class OnlineDataLoader(StepLoader[Any]):
             learner.apply(world)
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         order, batches = self._orders.of_epoch(epoch), self._orders.batches(epoch)
-        source = Source(world, self.config, self.budget, workers.iterable, cursor, order, self.sizes, batches)
+        # Plans follow one limit for a whole epoch; workers split what has been learned not to fit since.
+        self._limit = states[0]["running"]["limit"] if states else LearningBudget.applied_to(self.budget)
+        budget = self.budget.held(self._limit)
+        source = Source(world, self.config, budget, workers.iterable, cursor, order, self.sizes, batches)
         source, place, joined = resumed(source, states, self._learned, self._orders)
         identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
         under_way = states[0]["running"]["under_way"] if states else 0

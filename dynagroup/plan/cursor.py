@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 MOST_RANKS = 1 << 20
-Segment: TypeAlias = tuple[int, int]  # (world size, rows taken at that world size)
+Segment: TypeAlias = tuple[
+    int, int, "float | None"
+]  # (world size, rows taken, the learned limit that they were cut by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class Cursor:
         window_size: samples sorted together; 0 before an epoch's plan begins, fixed from then on.
         windows_done: windows that were used up.
         carried: samples that could fill no row of them and stand in front of the next.
-        segments: how far the next window (with updates of a set size: the update under way) was used, and by how many ranks.
+        segments: how far the next window (with updates of a set size: the update under way) was used, by how many ranks, and the
+            limit that their budget had learned.
         update: updates done since training began.
         samples_used: samples of this epoch's order that are done or dropped.
         samples_seen: samples trained on since training began.
@@ -31,7 +34,7 @@ class Cursor:
 
     >>> cursor = Cursor(window_size=64).after_rows(3, ranks=2).after_rows(1, ranks=4)
     >>> cursor.segments, cursor.steps, cursor.after_window().windows_done
-    (((2, 3), (4, 1)), 4, 1)
+    (((2, 3, None), (4, 1, None)), 4, 1)
     """
 
     epoch: int = 0
@@ -48,12 +51,16 @@ class Cursor:
     begun_samples: int = 0
     begun_weight: float = 0.0
 
-    def after_rows(self, rows: int, ranks: int) -> Cursor:
+    def after_rows(self, rows: int, ranks: int, limit: float | None = None) -> Cursor:
         """Behind so many more rows of the window under way."""
         if not rows:
             return self
-        *before, (size, done) = self.segments or ((ranks, 0),)
-        used = (*before, (ranks, done + rows)) if size == ranks else (*self.segments, (ranks, rows))
+        *before, (size, done, by) = self.segments or ((ranks, 0, limit),)
+        used = (
+            (*before, (ranks, done + rows, limit))
+            if (size, by) == (ranks, limit)
+            else (*self.segments, (ranks, rows, limit))
+        )
         return replace(self, steps=self.steps + rows, segments=used)
 
     def after_window(self, carried: Sequence[int] = ()) -> Cursor:
@@ -67,5 +74,5 @@ class Cursor:
     def of(cls, state: Mapping[str, Any]) -> Cursor:
         """What :meth:`state` gave, also after JSON or among other fields."""
         found = {field.name: state[field.name] for field in fields(cls)}
-        segments = tuple((ranks, rows) for ranks, rows in state["segments"])
+        segments = tuple((ranks, rows, limit) for ranks, rows, limit in state["segments"])
         return cls(**{**found, "segments": segments, "carried": tuple(state["carried"])})

@@ -205,7 +205,7 @@ def room_of(lengths: Streams, budget: Budget) -> Room:
 def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
     """Most tokens of a batch by (samples, its longest sample), by bisection of a budget for a grid at once. A monotone budget
     fits with a cell's tokens also fewer samples, and a shorter longest."""
-    counts = [n for n in COUNTS if n < len(tokens)] + [len(tokens)]
+    counts = [n for n in COUNTS if n <= len(tokens)] + [len(tokens) + 1]
     longest: list[int] = np.unique(np.quantile(tokens, np.linspace(0, 1, LENGTHS), method="higher")).tolist()
     longest_of, count_of = (grid.ravel() for grid in np.meshgrid(longest, counts, indexing="ij"))
     low, high = np.full(len(count_of), -1), np.full(len(count_of), int(tokens.sum(dtype=np.int64)) + 1)

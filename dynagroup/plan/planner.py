@@ -6,6 +6,7 @@ first batch of any dataset is there at once and a run resumes, also on another n
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from bisect import bisect_left
@@ -18,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
-from dynagroup.errors import BudgetError, ConfigError
+from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import Kinds, as_streams
 from dynagroup.plan.batches import Batches, RoundBatch
@@ -101,7 +103,8 @@ class Planner:
 
     def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
         self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
-        self.budget = as_budget(budget).bind(lengths)
+        self.limit = LearningBudget.applied_to(bound := as_budget(budget).bind(lengths))
+        self.budget = bound.held(self.limit)  # a plan does not change while it is carried out
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
         self.unfit = oversize_mask(lengths, self.budget)
@@ -143,7 +146,28 @@ class Planner:
         elif work is None:
             return self
         after = self.rebuilt(work)
-        return self if (after.fingerprint, after.config) == (self.fingerprint, self.config) else after
+        return self if (after.limit, after.config) == (self.limit, self.config) else after
+
+    def in_mid_epoch(self) -> Planner:
+        """Itself; or a planner of the rest of an epoch that follows what was applied to its budget since. StateError: that
+        changes which samples take part."""
+        after = self.by(LearningBudget.applied_to(self.budget))
+        if self.config.oversize == "drop" and not np.array_equal(after.unfit, self.unfit):
+            way_out = "begin the next epoch with set_epoch, or pass oversize='alone'"
+            raise StateError(
+                f"samples that the budget no longer allows cannot be left out of an epoch under way; {way_out}"
+            )
+        return after
+
+    def by(self, limit: float | None) -> Planner:
+        """Itself, or the same by another learned limit."""
+        if limit == self.limit:
+            return self
+        other = copy.copy(self)
+        other.limit, other.budget = limit, self.budget.held(limit)
+        other.unfit = oversize_mask(self.lengths, other.budget)
+        other.oversize = np.flatnonzero(other.unfit)
+        return other
 
     def rebuilt(self, work: Work | None = None) -> Planner:
         """A planner of the same facts and knobs, whose budget may have changed, and its work if one is given."""
@@ -297,24 +321,24 @@ class _Window:
     cursor: Cursor
     is_last: NDArray[np.bool_]  # by kind: no more of it follows, to take what fills no row
 
-    # While the number of ranks stays the same, what remains of a window are its own rows. After a change the samples that remain
-    # are cut again. A repeat that fills a row is not used by it: its own place may still be to come.
+    # While ranks and learned limit stay the same, what remains of a window are its own rows. After a change the samples that
+    # remain are cut again. A repeat that fills a row is not used by it: its own place may still be to come.
     def rest(self, world_size: int) -> BatchPlan:
         """The rows behind the cursor."""
-        segments = (*self.cursor.segments, (world_size, 0))
-        left, ranks = np.ones(len(self.indices), np.bool_), segments[0][0]
-        batches, fills = self._cut(left, ranks)
-        for size, done in segments:
-            if size != ranks:
-                (batches, fills), ranks = self._cut(left, size), size
+        segments = (*self.cursor.segments, (world_size, 0, self.planner.limit))
+        left, ranks, by = np.ones(len(self.indices), np.bool_), segments[0][0], segments[0][2]
+        batches, fills = self._cut(left, ranks, self.planner.by(by))
+        for size, done, limit in segments:
+            if (size, limit) != (ranks, by):
+                (batches, fills), ranks, by = self._cut(left, size, self.planner.by(limit)), size, limit
             used = done * ranks
             left[batches.take(np.flatnonzero(~fills[:done].ravel())).order] = False
             batches, fills = batches.take(np.arange(used, len(batches))), fills[done:]
         return self._made(left, (batches, fills))
 
-    def _cut(self, left: NDArray[np.bool_], world_size: int) -> Rows:
+    def _cut(self, left: NDArray[np.bool_], world_size: int, planner: Planner) -> Rows:
         """Rows of the samples that are left, as positions."""
-        planner, cursor, positions = self.planner, self.cursor, np.flatnonzero(left)
+        cursor, positions = self.cursor, np.flatnonzero(left)
         config, chosen = planner.config, self.indices[positions]
         lengths = {name: values[chosen] for name, values in planner.lengths.items()}
         kinds, together = planner.kinds.codes[chosen], config.one_kind == "batch"
@@ -338,7 +362,8 @@ class _Window:
     def _made(self, left: NDArray[np.bool_], rows: Rows) -> BatchPlan:
         """Rows as dataset indices, with what each batch weighs in its update. ``left``: what they may hold."""
         (batches, fills), planner, indices = rows, self.planner, self.indices
-        (num_steps, ranks), behind = fills.shape, self.cursor.after_rows(*fills.shape)
+        num_steps, ranks = fills.shape
+        behind = self.cursor.after_rows(num_steps, ranks, planner.limit)
         left[batches.order] = False
         unused = indices[left]
         gone = self.is_last[planner.kinds.codes[unused]]

@@ -37,6 +37,7 @@ class _Run:
     borders: list[Cursor]
     steps: int  # of the epoch that were handed out, those before a resume included
     ranks: int
+    limit: float | None
     ended: bool = False
 
 
@@ -136,6 +137,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     @property
     def plan(self) -> BatchPlan:
         """The steps of :attr:`epoch` on all ranks; after a resume those that remained of it, from the first that is emitted."""
+        self._here()
         return self._planned(self.epoch, self._start if self.epoch == self._epoch else None)
 
     def plan_of(self, epoch: int) -> BatchPlan:
@@ -181,8 +183,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             check_alike(self._order, self._epoch)
         if self._run is not None:
             self._start = None  # iterated again
-        start = self._here()
-        run = self._run = _Run([start], start.steps, size)
+        self._run, start = None, self._here()
+        run = self._run = _Run([start], start.steps, size, self._planner.limit)
         for planned in self._planner.steps_from(start, size, order):
             self._tell_of_repeats(planned)
             run.borders.append(planned.end)
@@ -201,6 +203,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             )
 
     def _here(self) -> Cursor:
+        """Where the next iteration begins, or the one that runs began."""
+        if self._start and self._run is None and (planner := self._planner.in_mid_epoch()) is not self._planner:
+            self._replace(planner)
         return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
@@ -221,7 +226,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             raise StateError(f"{said}; say state_dict(num_steps=steps that were used)")
         if run is None:
             here = self._here()
-            run = _Run([here], here.steps, 1)
+            run = _Run([here], here.steps, 1, None)
         first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
         if not first <= used <= run.steps:
             raise StateError(
@@ -230,7 +235,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             )
         before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
         fields = {
-            "cursor": before.after_rows(used - before.steps, run.ranks).state(),
+            "cursor": before.after_rows(used - before.steps, run.ranks, run.limit).state(),
             "learned": LearningBudget.saved(self._planner.budget),
             "order": None if self._order is None else self._order.checksum(self._epoch),
         }
@@ -247,13 +252,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             StateError: the state is damaged, or belongs to other lengths, another budget or other settings.
         """
         states = listed(state_dict)
-        with LearningBudget.of_state(self._planner.budget, states[0]):  # what was learned changes fingerprints
-            planner = self._planner.rebuilt()
-            state = agreed(opened(states, KIND, planner.identity))
-            cursor = Cursor.of(state["cursor"])
-            if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
-                said = f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken"
-                raise StateError(f"{said}; seed its generator alike, or give it a set_epoch")
+        state = agreed(opened(states, KIND, self._planner.identity))
+        cursor = Cursor.of(state["cursor"])
+        if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
+            said = f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken"
+            raise StateError(f"{said}; seed its generator alike, or give it a set_epoch")
+        LearningBudget.take_up(self._planner.budget, state)
+        planner = self._planner.rebuilt()
         self._replace(planner)
         self._epoch, self._run = cursor.epoch, None
         self._start = cursor if cursor.windows_done or cursor.segments else None

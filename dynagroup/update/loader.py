@@ -229,8 +229,8 @@ class StepLoader(ABC, Generic[B]):
             StateError: a state is damaged, of other data or settings, or ranks are missing. Nothing has changed then.
         """
         states, (rank, size) = listed(state_dict), self._rank_and_size()
-        with LearningBudget.of_state(self.budget, states[rank if len(states) == size else 0]):
-            found = self._checked(opened(states, self.KIND, self._identity()))
+        found = self._checked(opened(states, self.KIND, self._identity()))
+        LearningBudget.take_up(self.budget, states[rank if len(states) == size else 0])
         self._stop()
         self._restore(found)
 

@@ -161,6 +161,8 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _walk(self) -> Updates:
         self._plan.on_ranks(self._rank_and_size()[1])
+        if self._place is self._resumed:
+            self._plan.renew(self._plan.planner.in_mid_epoch())
         return self._plan
 
     def _stand(self, place: Cursor, *, resumed: bool = False) -> None:
@@ -207,7 +209,9 @@ class PlannedDataLoader(StepLoader[B]):
                 planner.warn_of_oversize()
             plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
-        compare_ranks(world, plan, {**self._identity(), "in force": plan.planner.config.work}, self._place)
+        compare_ranks(
+            world, plan, {**self._identity(), "in force": (plan.planner.config.work, plan.planner.limit)}, self._place
+        )
         feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
         for update, batches, weights, summed in feed:
             for number, batch in enumerate(batches):

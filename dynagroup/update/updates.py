@@ -78,7 +78,9 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
             streams={name: tuple(span[row]) for name, span in spans.items()},
             row_samples=samples[row],
             kind=labels[codes[window.batches[number][0]]],
-            cursor=window.end if row + 1 == len(own) else window.start.after_rows(row + 1, window.table.shape[1]),
+            cursor=window.end
+            if row + 1 == len(own)
+            else window.start.after_rows(row + 1, window.table.shape[1], planner.limit),
         )
 
 

@@ -36,8 +36,8 @@ KINDS = kinds_of(len(LENGTHS))
 COLLATE = {"padded": collate, "packed": collate_packed}
 
 
-def budget_of(lengths: Any, max_tokens: int, layout: Any) -> Budget:
-    budget = TokenBudget(max_tokens, layout=layout)
+def budget_of(lengths: Any, max_tokens: Any, layout: Any) -> Budget:
+    budget: Any = max_tokens(layout) if callable(max_tokens) else TokenBudget(max_tokens, layout=layout)
     return budget & AdditiveCap("edges", MOST_EDGES) if isinstance(lengths, dict) else budget
 
 
@@ -106,7 +106,7 @@ def streamed(
 ) -> Any:
     how = {"collate_fn": COLLATE[layout], "window": 6, **how}
     data = Stream(lengths, world.rank, world.size)
-    return OnlineDataLoader(data, TokenBudget(max_tokens, layout=layout), world=world, **how)
+    return OnlineDataLoader(data, budget_of(lengths, max_tokens, layout), world=world, **how)
 
 
 def labelled(world: Any, layout: Any = "padded", *, kinds: Any, **how: Any) -> Any:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.budget.base import AdditiveCap, Budget
+from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cost import Work
@@ -143,3 +144,8 @@ def test_a_budget_that_must_be_asked_is_asked_seldom() -> None:
     batches = pack(streams(tokens), budget, 4)
     assert budget.fits(shapes_of(batches, streams(tokens))).all()
     assert budget.asked < 4 * len(tokens)
+
+
+def test_a_window_that_fits_into_one_batch_of_a_budget_that_must_be_asked() -> None:
+    budget = LearningBudget(TokenBudget(1000, layout="packed"))
+    assert [list(pack({"tokens": np.full(n, 9)}, budget, 1)[0]) for n in (1, 3)] == [[0], [0, 1, 2]]
