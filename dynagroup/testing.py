@@ -65,19 +65,22 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
     barrier, vectors = threading.Barrier(size, timeout=timeout_s), [()] * size
+    errors: list[
+        BaseException
+    ] = []  # in the order in which they came: the first AlignmentError says why, the next ones wait
 
-    def run(rank: int) -> T:
+    def run(rank: int) -> Any:
         try:
             return function(ThreadWorld(rank, size, barrier, vectors))
-        except BaseException:
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+            errors.append(error)
             barrier.abort()
-            raise
 
     with ThreadPoolExecutor(size) as pool:
-        runs = [pool.submit(run, rank) for rank in range(size)]
-    if errors := [error for done in runs if (error := done.exception())]:
+        results = list(pool.map(run, range(size)))
+    if errors:
         raise next((error for error in errors if not isinstance(error, AlignmentError)), errors[0])
-    return [done.result() for done in runs]
+    return results
 
 
 def assert_conserves(batches: Iterable[Iterable[int]], expected: Iterable[int]) -> None:
