@@ -10,7 +10,6 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, TypeVar
@@ -64,22 +63,24 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     >>> run_ranks(3, lambda world: world.all_sum([world.rank, 1]))
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    barrier, vectors = threading.Barrier(size, timeout=timeout_s), [()] * size
-    errors: list[
-        BaseException
-    ] = []  # in the order in which they came: the first AlignmentError says why, the next ones wait
+    barrier, errors = threading.Barrier(size, timeout=timeout_s), list[BaseException]()
+    vectors: list[Any] = [()] * size
+    results: list[Any] = [None] * size
 
-    def run(rank: int) -> Any:
+    def run(rank: int) -> None:
         try:
-            return function(ThreadWorld(rank, size, barrier, vectors))
+            results[rank] = function(ThreadWorld(rank, size, barrier, vectors))
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
             errors.append(error)
             barrier.abort()
 
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(run, range(size)))
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
-        raise next((error for error in errors if not isinstance(error, AlignmentError)), errors[0])
+        raise next((e for e in errors if not isinstance(e, AlignmentError)), errors[0])
     return results
 
 
