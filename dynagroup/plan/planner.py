@@ -103,7 +103,8 @@ class Planner:
 
     def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
         self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
-        self.limit = LearningBudget.applied_to(bound := as_budget(budget).bind(lengths))
+        bound = as_budget(budget).bind(lengths)
+        self.limit = None if bound.learner is None else LearningBudget.applied_to(bound)
         self.budget = bound.held(self.limit)  # a plan does not change while it is carried out
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
