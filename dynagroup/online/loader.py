@@ -272,7 +272,8 @@ class OnlineDataLoader(StepLoader[Any]):
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         order, batches = self._orders.of_epoch(epoch), self._orders.batches(epoch)
         # Plans follow one limit for a whole epoch; workers split what has been learned not to fit since.
-        self._limit = states[0]["running"]["limit"] if states else LearningBudget.applied_to(self.budget)
+        applied = None if self.budget.learner is None else LearningBudget.applied_to(self.budget)
+        self._limit = states[0]["running"]["limit"] if states else applied
         budget = self.budget.held(self._limit)
         source = Source(world, self.config, budget, workers.iterable, cursor, order, self.sizes, batches)
         source, place, joined = resumed(source, states, self._learned, self._orders)
