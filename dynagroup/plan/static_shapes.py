@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynagroup.budget.base import BoolArray, Budget, FloatArray, Wrapper, is_packed, padded_streams
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
+from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work, check_work
-from dynagroup.plan.multistream import alike_order
-from dynagroup.plan.padded import OrderedWindow
+from dynagroup.plan.padded import OrderedWindow, in_order
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary, round_up
 from dynagroup.validation import check_int
 
-# Work of samples by their lengths (streams, K), and of a step.
-Costs: TypeAlias = tuple[Callable[[IntArray], NDArray[np.float64]], float]
-Most: TypeAlias = Callable[[IntArray], IntArray]  # lengths (streams, K) -> samples that fit (K,)
 BATCHES_OF_A_WINDOW = 100
-PLACES = 64  # of a window where a run may begin, about
-TRIED = 4096  # samples of all windows in which rungs are tried
-QUANTILES, RATIOS = 300, 200  # lengths that rungs may have: so many quantiles, and so many in equal ratios
+SAMPLES, WINDOWS = 4096, 256  # of the dataset, drawn to choose rungs by
+ROUNDS = 3  # after the first the rungs are chosen anew, one by one
+AGAIN, NOT_HELD = 4, 1e30  # times that a batch which no rung holds takes, to be cut again; and time, if it is a sample
 
 
 class ShapeLadder(Wrapper):
@@ -73,20 +68,73 @@ class ShapeLadder(Wrapper):
         units = np.stack([streams[name].astype(np.int64) for name in self._names])
         units = np.maximum(round_up(units, self.pad_to_multiple_of), 1)
         fit = self._most(units) > 0
-        each = lambda widths: work.of_lengths(dict(zip(self._names, widths, strict=True)))  # noqa: E731
-        price = each, work.per_step
         oversize = int(not fit.all())
         if num_shapes == oversize and fit.any():
             raise ConfigError("`num_shapes` must be at least 2, since some samples do not fit even alone")
         rungs = np.array([[1, *units.max(axis=1)]])  # of those that do not fit even alone; last, to hold nothing else
         if fit.any():
-            how = None if window is None else check_int("window", window), grouping
-            rungs = np.append(_chosen(units[:, fit], self._most, num_shapes - oversize, how, price), rungs, axis=0)
-            rungs = rungs if oversize else rungs[:-1]
-        costs = rungs[:, 0] * each(rungs[:, 1:].T)
-        rungs = rungs[np.lexsort([costs, np.arange(len(rungs)) >= len(rungs) - oversize])]
+            window = None if window is None else check_int("window", window)
+            windows = self._drawn(units[:, fit], window, grouping)
+            found = self._chosen(units[:, fit], windows, num_shapes - oversize, work)
+            rungs = np.append(found, rungs[:oversize], axis=0)
+        last = np.arange(len(rungs)) >= len(rungs) - oversize
+        rungs = rungs[np.lexsort([self._time(rungs, work), last])]
         self._samples, self._widths = rungs[:, 0], rungs[:, 1:].T
-        self._work = self._samples * each(self._widths)
+        self._work = self._time(rungs, work)
+
+    def _drawn(self, units: IntArray, window: int | None, pool: int) -> Iterator[IntArray]:
+        """Padded lengths (streams, N) of samples that are cut together, drawn at random."""
+        num = units.shape[1]
+        if window is None:
+            window = int(BATCHES_OF_A_WINDOW / (1.0 / self._most(units[:, :: max(num // SAMPLES, 1)])).mean())
+        window = min(window, num)
+        count = max(min(SAMPLES // (window * pool), WINDOWS), 1)
+        for places in np.random.default_rng(0).integers(0, num, (count, window * pool)):
+            ranked = places[np.argsort(units[:, places].sum(axis=0), kind="stable")]
+            yield from np.split(units[:, ranked], pool, axis=1)
+
+    def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
+        """Shapes (K, 1 + streams) that hold these samples (streams, K) and as much more in one of the streams as fits."""
+        for stream, longest in enumerate(most):
+            one = lambda width, n=stream: self._of(np.int64(1), np.stack([*hardest[:n], width, *hardest[n + 1 :]]))  # noqa: E731
+            wide = largest_within(lambda width, one=one: self.base.fits(one(width)), hardest.shape[1], longest)
+            grown = np.stack([*hardest[:stream], wide, *hardest[stream + 1 :]])
+            yield np.stack([self._most(grown), *grown], axis=1)
+
+    # Greedy choice of facilities (Cornuejols, Fisher and Nemhauser 1977), then exchange: windows are cut as if any shape were
+    # allowed; of the shapes of those batches the one joins next with which all of them take least time. A batch of more samples
+    # than a rung has takes its part of several. O(num * batches**2), whatever the number of lengths.
+    def _chosen(self, units: IntArray, windows: Iterator[IntArray], num: int, work: Work) -> IntArray:
+        """The rungs (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) of samples that fit alone."""
+        hardest = _exceeded_by_none(units)
+        cuts = [np.insert(hardest, 0, 1, axis=0).T, *(self._cut(window, work) for window in windows)]
+        cut, counts = np.unique(np.concatenate(cuts), axis=0, return_counts=True)
+        tried = np.concatenate([cut, *self._boxes(hardest, units.max(axis=1))])
+        held = (cut[:, None, 1:] <= tried[:, 1:]).all(axis=2)
+        parts = np.maximum(cut[:, :1] / tried[:, 0], 1.0) * counts[:, None]
+        missed = np.where(cut[:, 0] > 1, AGAIN * (self._time(cut, work) + work.per_step) * counts, NOT_HELD)
+        time = np.where(held, parts * (self._time(tried, work) + work.per_step), missed[:, None])
+        chosen: list[int] = []
+        for turn in range(ROUNDS * num):
+            del chosen[: turn >= num]
+            least = time[:, chosen].min(axis=1, initial=np.inf, keepdims=True)
+            chosen.append(int(np.minimum(time, least).sum(axis=0).argmin()))
+        rungs = np.unique(tried[chosen], axis=0)
+        if not (hardest.T[:, None] <= rungs[:, 1:]).all(axis=2).any(axis=1).all():
+            said = f"`num_shapes` is too small: {num} shapes that fit hold not every sample in all its lengths"
+            raise ConfigError(f"{said}; allow more")
+        return rungs
+
+    def _cut(self, units: IntArray, work: Work) -> IntArray:
+        """The batches (B, 1 + streams), samples first, into which a window is cut that may have any shape."""
+        lengths = {**dict.fromkeys(self._capped, np.zeros_like(units[0])), **dict(zip(self._names, units, strict=True))}
+        order, window = in_order(lengths, self.base, work, None)
+        shape = shapes_of(Batches(order, window.least_time(work.per_step)), lengths)
+        return np.stack([shape.num_samples, *(shape.longest[name] for name in self._names)], axis=1)
+
+    def _time(self, rungs: IntArray, work: Work) -> FloatArray:
+        """Work of rungs (K, 1 + streams), without the price of a step."""
+        return rungs[:, 0] * work.of_lengths(dict(zip(self._names, rungs[:, 1:].T, strict=True)))
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -152,11 +200,15 @@ class ShapeLadder(Wrapper):
             return None
         return np.where((longest[:, None] <= self._widths[0]) & self._fitting, self._samples, 0).max(axis=1)
 
-    def window(self, lengths: Streams, work: NDArray[np.float64], most: IntArray) -> OrderedWindow:
+    def window(self, lengths: Streams, work: FloatArray, most: IntArray) -> OrderedWindow:
         """A window in the order in which it is cut, whose runs cost what their rungs do. ``work`` and ``most``: as there."""
         wide = zip(self._names, self._widths, strict=True)
-        held = _held_until(np.logical_and.reduce([lengths[name][:, None] <= widths for name, widths in wide]))
-        reach = np.minimum(held - np.arange(len(work))[:, None], np.minimum(self._samples, most[:, None]))
+        holds = np.logical_and.reduce([lengths[name][:, None] <= widths for name, widths in wide])
+        places = np.arange(len(work))[:, None]
+        held = np.minimum.accumulate(np.where(holds, len(work), places)[::-1], axis=0)[
+            ::-1
+        ]  # until here, without a gap
+        reach = np.minimum(held - places, np.minimum(self._samples, most[:, None]))
         fitting = self._fitting
         reach[:, ~fitting] *= ~(reach[:, fitting] > 0).any(axis=1, keepdims=True)
         order = np.argsort(self._work, kind="stable")
@@ -171,63 +223,51 @@ class RungWindow(OrderedWindow):
     """A window whose runs are padded to rungs: a run is as much work as the cheapest rung that holds it."""
 
     reach: IntArray  # samples of the longest run from each position that a rung or a cheaper one holds: (N, rungs)
-    costs: NDArray[np.float64]  # of the rungs, growing
+    costs: FloatArray  # of the rungs, growing
 
-    def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
+    def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> FloatArray:
         return self.costs[(self.reach[starts] >= np.asarray(sizes)[..., None]).argmax(axis=-1)]
 
     @property
-    def limits(self) -> NDArray[np.float64]:
+    def limits(self) -> FloatArray:
         return self.costs
 
-    def sizes_under(self, limits: NDArray[np.float64]) -> IntArray:
+    def sizes_under(self, limits: FloatArray) -> IntArray:
         under = np.append(np.ones((len(self), 1), np.int64), self.reach, axis=1)
         return np.maximum(under[:, self.costs.searchsorted(limits, side="right")], 1)
 
     def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
         def under(limit: float) -> list[int]:
-            sizes = self.sizes_under(np.asarray([limit]))[:, 0].tolist()
-            offsets = [start]
+            rung, offsets = int(self.costs.searchsorted(limit, side="right")) - 1, [start]
             while offsets[-1] < stop and len(offsets) <= most_runs:
-                offsets.append(min(offsets[-1] + sizes[offsets[-1]], stop))
+                size = int(self.reach[offsets[-1], rung]) if rung >= 0 else 1
+                offsets.append(min(offsets[-1] + max(size, 1), stop))
             return offsets
 
         return under
 
+    # Dynamic programming from the last place to the first: a run goes as far as its rung holds, for what starts later never costs
+    # more. O(places * rungs).
     def least_time(self, price: float) -> IntArray:
-        stops = self.reach + np.arange(len(self))[:, None]
-        choice = _cheapest(np.broadcast_to(self.costs + price, stops.shape), stops[:, :, None], np.zeros(1, np.int64))[
-            1
-        ]
-        came_to, offsets = np.take_along_axis(stops, choice, axis=1)[:, 0].tolist(), [0]
-        while offsets[-1] < len(self):
+        num, best = len(self), np.full(len(self) + 1, np.inf)
+        stops, came_to, best[num] = self.reach + np.arange(num)[:, None], [0] * num, 0.0
+        for place in range(num - 1, -1, -1):
+            time = self.costs + best[stops[place]]
+            rung = int(time.argmin())
+            best[place], came_to[place] = time[rung] + price, int(stops[place, rung])
+        offsets = [0]
+        while offsets[-1] < num:
             offsets.append(came_to[offsets[-1]])
         return np.asarray(offsets, np.int64)
 
 
-def _held_until(holds: BoolArray) -> IntArray:
-    """From each place on (first axis) the first that is not held."""
-    places = np.arange(len(holds)).reshape(-1, *[1] * (holds.ndim - 1))
-    return np.minimum.accumulate(np.where(holds, len(holds), places)[::-1], axis=0)[::-1]
-
-
-# Dynamic programming from the last place to the first: a run goes as far as its rung holds, for what starts later never costs
-# more. O(places * rungs * windows).
-def _cheapest(
-    costs: NDArray[np.float64], stops: IntArray, windows: IntArray, without: IntArray | None = None
-) -> tuple[NDArray[np.float64], IntArray]:
-    """The least time of these windows, and which rung a run from each place takes. ``costs`` (places, rungs) and ``stops``
-    (places, rungs, windows) of runs: one that cannot begin stops where it is. ``without``: a rung that each window has not."""
-    rows, choice = np.arange(len(windows)), np.zeros((len(costs), len(windows)), np.int64)
-    best = np.full((len(costs) + 1, len(windows)), np.inf)
-    best[-1] = 0.0
-    for place in range(len(costs) - 1, -1, -1):
-        time = costs[place][:, None] + best[stops[place][:, windows], rows]
-        if without is not None:
-            time[without, rows] = np.inf
-        choice[place] = time.argmin(axis=0)
-        best[place] = time[choice[place], rows]
-    return best[0], choice
+def _exceeded_by_none(units: IntArray) -> IntArray:
+    """Samples (streams, K) whose lengths no other sample's exceed in every stream: a shape that holds them holds all."""
+    found = []
+    while units.size:
+        found.append(units[:, [units.sum(axis=0).argmax()]])
+        units = units[:, (units > found[-1]).any(axis=0)]
+    return np.concatenate(found, axis=1)
 
 
 def few_shapes(
@@ -244,127 +284,3 @@ def few_shapes(
         return as_budget(budget)
     size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update
     return ShapeLadder(lengths, budget, shapes, window=size or window, grouping=grouping or 1, work=work)
-
-
-# What: lengths by dynamic programming over the histogram, as if every batch were full; of each length the most samples that fit
-#   and halves of it; then backward elimination: windows of the dataset are cut with all candidates, and the rungs go one after
-#   another (a few at once while they are many) whose loss costs least, until few enough are left.
-# Why: the exact choice is a k-median problem. Sizes matter because an update's last batches are rarely full.
-# Cost: half a second to two, for any number of lengths.
-def _chosen(units: IntArray, most: Most, num: int, cut: tuple[int | None, int], price: Costs) -> IntArray:
-    """The rungs (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) of samples that fit alone. ``cut``:
-    samples of a window, and windows that are sorted together."""
-    window, pool = cut
-    some = units[:, :: max(units.shape[1] // TRIED, 1)]
-    if window is None:
-        window = int(BATCHES_OF_A_WINDOW / (1.0 / most(some)).mean())
-    window = min(window, units.shape[1])
-    levels = [_levels(units, name, most, num, window, price) for name in range(len(units))]
-    widths = np.array([*product(*levels)]).T
-    sizes = np.minimum(most(widths), window)
-    halves = sizes >> np.arange(64)[:, None].clip(max=62)
-    found = np.array([(n, *w) for row in halves for n, w in zip(row.tolist(), widths.T.tolist(), strict=True) if n])
-    found = np.unique(found, axis=0)
-    must = units[
-        :, units.argmax(axis=1)
-    ]  # samples that some rung holds: of several streams more are found to be needed
-    for _ in range(2 * num):
-        windows = _drawn(units, must, window, pool)
-        flat = windows.reshape(len(units), -1)
-        alone = flat[:, ~_held(flat, found)]
-        own = np.concatenate([np.minimum(most(alone), window)[None], alone]).T
-        trial = _Trial(windows, np.unique(np.append(found, own, axis=0), axis=0), price)
-        while len(trial.rungs) > num:
-            loss, excess = trial.losses(), len(trial.rungs) - num
-            unused = np.flatnonzero(loss <= 0)
-            trial.without(unused[:excess] if len(unused) else np.argsort(loss)[: max(excess // 8, 1)])
-        missed = units[:, ~_held(units, trial.rungs)]
-        if not missed.size:
-            return trial.rungs
-        must = np.append(must, missed[:, [missed.sum(axis=0).argmax()]], axis=1)
-    raise ConfigError(
-        f"`num_shapes` is too small: {num} shapes that fit hold not every sample in all its lengths; allow more"
-    )
-
-
-def _held(units: IntArray, rungs: IntArray) -> BoolArray:
-    """Which samples (streams, N) some rung holds: bool (N,)."""
-    return np.logical_and.reduce([row[:, None] <= rungs[:, 1 + s] for s, row in enumerate(units)]).any(axis=1)
-
-
-def _levels(units: IntArray, stream: int, most: Most, num: int, window: int, price: Costs) -> IntArray:
-    """Lengths of one stream to which it is padded up with least work, exact for the lengths that are looked at; of several
-    streams few each, because rungs are made of all combinations. O(num * 500**2)."""
-    values = np.sort(units[stream])
-    few = num if len(units) == 1 else min(int(num ** (1 / len(units))) + 1, 6)
-    at_ratios = np.searchsorted(values, np.geomspace(values[0], values[-1], RATIOS)).clip(max=len(values) - 1)
-    tried = np.append(np.quantile(values, np.linspace(0, 1, QUANTILES), method="higher"), values[at_ratios])
-    grid = np.unique(np.append(tried, values[-1]))
-    if len(grid) <= few:
-        return grid
-    wide = np.repeat(np.median(units, axis=1).astype(np.int64)[:, None], len(grid), axis=1)
-    wide[stream] = grid
-    each = np.append(0.0, price[0](wide) + price[1] / np.clip(most(wide), 1, window))
-    below = np.append(0, np.searchsorted(values, grid, side="right"))
-    time = np.where(np.triu(np.ones((len(below), len(below)), bool), 1), (below - below[:, None]) * each, np.inf)
-    best, came_from = time[0], []
-    for _ in range(few - 1):
-        through = best[:, None] + time
-        came_from.append(through.argmin(axis=0))
-        best = through.min(axis=0)
-    at, levels = len(grid), []
-    for step in came_from[::-1]:
-        levels.append(at)
-        at = int(step[at])
-    return grid[np.asarray([*levels, at]) - 1]
-
-
-def _drawn(units: IntArray, must: IntArray, window: int, pool: int) -> IntArray:
-    """Windows of samples drawn at random, each in the order in which it is cut; those that ``must`` be held among them."""
-    rng, count = np.random.default_rng(0), max(TRIED // (window * pool), 1 if pool > 1 else 8)
-    drawn = units[:, rng.integers(0, units.shape[1], (count, window * pool))]
-    numbers = np.arange(must.shape[1]) % (count * window * pool)
-    drawn[:, numbers % count, numbers // count] = must
-    if pool > 1:
-        ranked = np.argsort(-drawn.sum(axis=0), axis=1, kind="stable")
-        drawn = np.take_along_axis(drawn, ranked[None], axis=2).reshape(len(units), -1, window)
-    if len(units) == 1:
-        return -np.sort(-drawn, axis=2)
-    return np.stack([rows[:, alike_order(list(rows))] for rows in drawn.swapaxes(0, 1)], axis=1)
-
-
-class _Trial:
-    """Windows that are cut with candidates for rungs. In large ones runs begin at some places only, densest among the longest
-    samples, and a run that ends between two places counts for what it holds."""
-
-    def __init__(self, windows: IntArray, rungs: IntArray, price: Costs) -> None:
-        size, places = windows.shape[2], [0]
-        while (step := places[-1] + max(1, min(places[-1] // 8, size // PLACES))) < size:
-            places.append(step)
-        ends = np.asarray([*places, size])
-        self.rungs, samples, begin = rungs, rungs[:, 0], ends[:-1, None]
-        reach = np.searchsorted(ends, begin + samples, side="right") - 1
-        reach = np.maximum(reach, np.arange(1, len(ends))[:, None])
-        held = np.where(begin + samples < size, (ends[reach] - begin) / samples, 1.0)
-        self._costs = (samples * price[0](rungs[:, 1:].T) + price[1]) * held
-        longest = np.maximum.reduceat(windows, places, axis=2)  # (streams, windows, places)
-        holds = np.logical_and.reduce([longest[s].T[:, None] <= rungs[:, 1 + s, None] for s in range(len(longest))])
-        self._stops = np.minimum(reach[:, :, None], _held_until(holds))
-
-    def without(self, rungs: IntArray) -> None:
-        self.rungs, self._costs = np.delete(self.rungs, rungs, axis=0), np.delete(self._costs, rungs, axis=1)
-        self._stops = np.delete(self._stops, rungs, axis=1)
-
-    def losses(self) -> NDArray[np.float64]:
-        """What the windows take longer without each rung: only those that use it are cut again."""
-        windows = np.arange(self._stops.shape[2])
-        time, choice = _cheapest(self._costs, self._stops, windows)
-        used, at = np.zeros((len(windows), len(self.rungs)), np.bool_), np.zeros(len(windows), np.int64)
-        while (live := np.flatnonzero(at < len(choice))).size:
-            rung = choice[at[live], live]
-            used[live, rung] = True
-            stops = self._stops[at[live], rung, live]
-            at[live] = np.where(stops > at[live], stops, len(choice))  # no rung holds what begins here
-        again, rung = np.nonzero(used)
-        worse = np.minimum(_cheapest(self._costs, self._stops, again, rung)[0], 1e300) - time[again]
-        return np.bincount(rung, weights=worse, minlength=len(self.rungs)).astype(np.float64)
