@@ -9,6 +9,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan.batches import RoundBatch, allowed_sizes, friendly_size, multiple_of
+from dynagroup.plan.planner import PlanConfig
 
 ROUNDINGS = st.sampled_from([None, multiple_of(2), multiple_of(8), friendly_size])
 
@@ -42,3 +43,11 @@ budgets: st.SearchStrategy[Budget] = st.one_of(token_budgets, memory_budgets)
 capped_budgets: st.SearchStrategy[Budget] = st.builds(
     lambda budget, limit: budget & AdditiveCap("patches", limit), token_budgets, st.integers(1, 90)
 )
+SEEDS, KINDS = st.integers(0, 9), st.sampled_from(["step", "batch"])
+configs = st.builds(
+    PlanConfig, shuffle=st.booleans(), window=st.none() | st.integers(1, 40), seed=SEEDS, one_kind=KINDS,
+    hardest_first=st.integers(0, 3), round_batch=ROUNDINGS, uneven=st.sampled_from(["repeat", "drop"]),
+    oversize=st.sampled_from(["alone", "drop"]),
+) | st.builds(
+    PlanConfig, samples_per_update=st.integers(16, 40), grouping=st.none() | st.integers(1, 3), seed=SEEDS, one_kind=KINDS
+)  # fmt: skip

@@ -27,7 +27,6 @@ CPU_PER_STEP = 128.0
 FEWEST_STEPS = 16
 """That say what steps take."""
 
-
 Meet: TypeAlias = Literal["step", "stream"]
 PATCHES = "patches"
 """The stream under which :meth:`Work.of` prices a vision tower."""
@@ -90,11 +89,9 @@ class Work:
         check_number("per_step", self.per_step, or_zero=True)
         check_number("crossover", self.crossover, finite=False)
         check_choice("meet", self.meet, ("step", "stream"))
-        named = isinstance(self.streams, Mapping) and all(isinstance(price, Price) for price in self.streams.values())
-        if not named:
-            raise ConfigError(
-                f'`streams` must hold prices by name, {{"patches": Price(unit=0.1)}}, but is {self.streams!r}'
-            )
+        if not isinstance(self.streams, Mapping) or not all(isinstance(p, Price) for p in self.streams.values()):
+            wanted = 'prices by name, {"patches": Price(unit=0.1)}'
+            raise ConfigError(f"`streams` must hold {wanted}, but is {self.streams!r}")
 
     @classmethod
     def of(cls, model_or_config: Any, *, device: Any = "cuda") -> Work:
@@ -161,13 +158,10 @@ class Work:
         numbers = np.asarray([[s, n, *(longest.get(name, 0) for name in names)] for s, n, longest in table], np.float64)
         numbers = numbers.reshape(-1, 2 + len(names))
         least, different = 1 + 2 * len(names), len(np.unique(numbers[:, 1:], axis=0))
-        if different < least or not (
-            np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
-        ):
-            given = f"{len(table)} rows of {different} shapes"
-            raise ConfigError(
-                f"`rows` must be greater than 0, of at least {least} different shapes, but was given {given}"
-            )
+        allowed = np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
+        if different < least or not allowed:
+            wanted, given = f"at least {least} different shapes", f"{len(table)} rows of {different} shapes"
+            raise ConfigError(f"`rows` must be greater than 0, of {wanted}, but was given {given}")
         samples, units = numbers[:, 1:2], numbers[:, 2:]
         columns = np.hstack([samples**0, samples * units, samples * units**2]) / numbers[:, :1]
         start, *factors = _non_negative(columns.T @ columns, columns.sum(axis=0))
@@ -189,9 +183,8 @@ class Work:
         """Those of these streams that take time: what counts as tokens, and what has a price."""
         missing = [name for name in self.streams if name not in names]
         if missing and len(names) > 1:
-            raise ConfigError(
-                f"`work` prices {missing[0]!r}, but lengths have {sorted(names)}; add it, or leave out its price"
-            )
+            known = f"lengths have {sorted(names)}; add it, or leave out its price"
+            raise ConfigError(f"`work` prices {missing[0]!r}, but {known}")
         counted = padded_streams(budget, names)
         return tuple(name for name in names if name in counted or name in self.streams)
 

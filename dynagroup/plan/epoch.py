@@ -142,20 +142,16 @@ class GroupedOrder:
         return self._pool
 
 
-def windows_of(
-    count: int, size: int, *, keep_order: bool = False, longest: Callable[[], int] | None = None
-) -> list[tuple[int, int]]:
+def windows_of(count: int, size: int, *, longest: Callable[[], int] | None = None) -> list[tuple[int, int]]:
     """An epoch's windows in the order in which they are used: where each starts and stops in the epoch's order.
 
     The one with the longest sample is used first, so that running out of memory shows at once; it also takes what is left over
-    of the division, so that all others hold a multiple of the ranks. Updates of a set size keep the order, the last one short.
-    ``longest`` finds the position of the longest sample; None: the first window is used first.
+    of the division, so that all others hold a multiple of the ranks. ``longest`` finds the position of the longest sample; None:
+    the first window is used first.
 
     >>> windows_of(7, 2, longest=lambda: 3)
     [(2, 5), (0, 2), (5, 7)]
     """
-    if keep_order:
-        return [(start, min(start + size, count)) for start in range(0, count, size)]
     whole = max(count // size, min(count, 1))
     lead = min(longest() // size, whole - 1) if longest is not None and whole > 1 else 0
     starts = [number * size + (count - whole * size) * (number > lead) for number in range(whole)]
@@ -297,10 +293,9 @@ class OrderSource:
         drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
         kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
         if (len(indices), len(kept)) != (drawn, wanted):
-            raise ConfigError(
-                f"`sampler` gives {len(indices)} indices in epoch {epoch}, but its len(), or the epoch before, said {drawn} "
-                f"(that fit: {len(kept)}, {wanted}), so updates cannot be counted: draw each sample once, correct __len__"
-            )
+            said = f"`sampler` gives {len(indices)} indices in epoch {epoch}, but its len(), or the epoch before, said {drawn}"
+            wanted = f"(that fit: {len(kept)}, {wanted}), so updates cannot be counted"
+            raise ConfigError(f"{said} {wanted}: draw each sample once, correct __len__")
         return kept
 
     def of_epoch(self, epoch: int) -> IntArray:

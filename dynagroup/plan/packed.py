@@ -67,13 +67,9 @@ class Room:
     """
 
     def __init__(
-        self,
-        sums: Sequence[tuple[NDArray, float]],
-        slots: int,
-        *,
-        asked: Callable[[int, int], float] | None = None,
-        together: Callable[[list[int]], bool] | None = None,
-    ) -> None:
+        self, sums: Sequence[tuple[NDArray, float]], slots: int, *,
+        asked: Callable[[int, int], float] | None = None, together: Callable[[list[int]], bool] | None = None,
+    ) -> None:  # fmt: skip
         self.sums = [(units.tolist(), limit) for units, limit in sums]
         self.sizes = self.sums[0][0]
         self._slots, self._asked, self._together = slots, asked, together

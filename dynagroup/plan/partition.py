@@ -15,7 +15,7 @@ from dynagroup.lengths import as_streams
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.multistream import costs_of_rows
-from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
+from dynagroup.plan.packed import Bin, Room, best_fit, fill_empty, least_loaded
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.plan.ranks import cut
 from dynagroup.validation import check_flag, check_int, check_number
@@ -70,9 +70,8 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
         found = best_fit(np.argsort(-size, kind="stable").tolist(), costs, lambda: room.bin(slots=next(fresh)), room)
         if len(found) <= len(slots):
             return [bin.members for bin in found] + [[] for _ in slots[len(found) :]]
-        parts = _first_fit(size, slots, most)
-        if parts is not None:
-            return parts
+        if _first_fit(bins := [room.bin(slots=items) for items in slots], room):
+            return [bin.members for bin in bins]
     least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
     why = f"they need at least {least}" if least > len(slots) else "list scheduling, best fit and first fit found none"
     raise BudgetError(
@@ -81,18 +80,14 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
     )
 
 
-def _first_fit(size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]] | None:
+def _first_fit(bins: list[Bin], room: Room) -> bool:
     """Each item, in the given order, to the first part that has room: so others count the parts that they then ask for."""
-    parts: list[list[int]] = [[] for _ in slots]
-    free, left = np.asarray(slots), np.full(len(slots), most)
-    for item in range(len(size)):
-        fitting = np.flatnonzero((left >= size[item]) & (free > 0))
-        if not len(fitting):
-            return None
-        parts[fitting[0]].append(item)
-        left[fitting[0]] -= size[item]
-        free[fitting[0]] -= 1
-    return parts
+    for item in range(len(room.sizes)):
+        number = next((number for number, bin in enumerate(bins) if room.admits(bin, item)), None)
+        if number is None:
+            return False
+        room.add(bins[number], item, 0.0)
+    return True
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:

@@ -98,6 +98,13 @@ def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
     return ~fits_of(budget, BatchShape(np.ones(len(tokens), np.int64), wide, wide))
 
 
+def _longest(order: Order, tokens: IntArray) -> int:
+    """Where the longest sample stands in an order."""
+    if isinstance(order, EpochOrder):
+        return order.position_of(int(np.argmax(tokens)))
+    return int(np.argmax(tokens[order[:]]))
+
+
 class Planner:
     """Makes plans: holds the facts (lengths, kinds, the budget bound to them) and the knobs, and no state."""
 
@@ -234,21 +241,17 @@ class Planner:
         config, size = self.config, cursor.window_size or self.window_size(1)
         order = self.order_of(cursor.epoch, given, shuffle=config.shuffle or self.has_updates, size=size)
         if self.has_updates:
-            return order, windows_of(len(order), size, keep_order=True), np.zeros(len(self.kinds.labels), np.int64)
-        tokens = tokens_of(self.lengths, self.budget)
+            updates = [(start, min(start + size, len(order))) for start in range(0, len(order), size)]
+            return order, updates, np.zeros(len(self.kinds.labels), np.int64)
+        tokens = tokens_of(self.lengths, self.budget) if config.hardest_first else None
         if len(self.kinds.labels) > 1:
             least = -(-size // LEAST_SHARE) if config.shuffle and config.window is None else size
             rng = np.random.default_rng((config.seed, cursor.epoch)) if config.shuffle else None
-            how: dict[str, Any] = {"least": least, "rng": rng, "tokens": tokens if config.hardest_first else None}
-            ordered, found, last = windows_of_kinds(order[:], self.kinds.codes, size, **how)
+            ordered, found, last = windows_of_kinds(
+                order[:], self.kinds.codes, size, least=least, rng=rng, tokens=tokens
+            )
             return ordered, found, np.full_like(last, len(found) - 1) if config.one_kind == "batch" else last
-
-        def longest() -> int:
-            if isinstance(order, EpochOrder):
-                return order.position_of(int(np.argmax(tokens)))
-            return int(np.argmax(tokens[order[:]]))
-
-        windows = windows_of(len(order), size, longest=longest if config.hardest_first else None)
+        windows = windows_of(len(order), size, longest=None if tokens is None else lambda: _longest(order, tokens))
         return order, windows, np.asarray([len(windows) - 1])
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:

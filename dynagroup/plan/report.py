@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -205,12 +204,6 @@ class Comparison:
         from dynagroup.plan.plots import plot_ways
 
         return plot_ways([self.ways[0], self.ways[2], self.ways[4]])
-
-    def to_html(self, path: str | Path) -> None:
-        """Write :meth:`report` and :meth:`plot` as one static HTML file."""
-        from dynagroup.plan.plots import page
-
-        Path(path).write_text(page("dynagroup: ways to batch", self.report(), self.plot()), encoding="utf-8")
 
 
 def compare(

@@ -49,15 +49,9 @@ class ShapeLadder(Wrapper):
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray | Mapping[str, Any],
-        budget: Budget | int,
-        num_shapes: int = 8,
-        *,
-        window: int | None = None,
-        grouping: int = 1,
-        work: Work | None = None,
-    ) -> None:
+        self, lengths: Sequence[int] | np.ndarray | Mapping[str, Any], budget: Budget | int, num_shapes: int = 8, *,
+        window: int | None = None, grouping: int = 1, work: Work | None = None,
+    ) -> None:  # fmt: skip
         streams, num_shapes = as_streams(lengths), check_int("num_shapes", num_shapes)
         self.base, work = as_budget(budget).bind(streams), check_work(work)
         if not len(streams[primary(streams)]):
@@ -271,14 +265,9 @@ def _exceeded_by_none(units: IntArray) -> IntArray:
 
 
 def few_shapes(
-    shapes: int | None,
-    lengths: Any,
-    budget: Budget | int,
-    samples_per_update: Any = None,
-    window: int | None = None,
-    grouping: int | None = None,
-    work: Work | None = None,
-) -> Budget:
+    shapes: int | None, lengths: Any, budget: Budget | int, samples_per_update: Any = None, window: int | None = None,
+    grouping: int | None = None, work: Work | None = None,
+) -> Budget:  # fmt: skip
     """The budget; where so many ``shapes`` are asked for, a ladder of it for what is cut together: an update, or a window."""
     if shapes is None:
         return as_budget(budget)

@@ -8,14 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup import (
-    AdditiveCap,
-    Budget,
-    LengthAwareBatchSampler,
-    OnlineDataLoader,
-    PlannedDataLoader,
-    TokenBudget,
-)
+from dynagroup import AdditiveCap, Budget, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.plan.cost import Work
 from dynagroup.update.loss_weight import Share
 from dynagroup.update.schedule import linear_ramp
@@ -101,12 +94,10 @@ def online(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_to
     return OnlineDataLoader(data_of(lengths), budget_of(lengths, max_tokens, layout), world=world, **how)
 
 
-def streamed(
-    world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: int = TOKENS, **how: Any
-) -> Any:
+def streamed(world: Any, layout: Any = "padded", *, max_tokens: int = TOKENS, **how: Any) -> Any:
     how = {"collate_fn": COLLATE[layout], "window": 6, **how}
-    data = Stream(lengths, world.rank, world.size)
-    return OnlineDataLoader(data, budget_of(lengths, max_tokens, layout), world=world, **how)
+    data = Stream(LENGTHS, world.rank, world.size)
+    return OnlineDataLoader(data, budget_of(LENGTHS, max_tokens, layout), world=world, **how)
 
 
 def labelled(world: Any, layout: Any = "padded", *, kinds: Any, **how: Any) -> Any:
@@ -137,98 +128,47 @@ SIZED = {**BOTH, "samples_per_update": 6, "drop_last": True, "shuffle": False, "
 PLANNED = {"lengths": [*LENGTHS[:-1], LENGTHS[-1] + 1], "round_batch": abs, "oversize": "drop"}
 GRAPHS = {"lengths": graphs_of(LENGTHS)}
 FEWER = {"nodes": LENGTHS, "edges": [0] * len(LENGTHS)}
+RAMP, OTHER = linear_ramp(2, 7, num_updates=4), linear_ramp(2, 7, num_updates=5)
+WINDOW = {**DATA, "seed": 1, "shuffle": False, "window": 8, "order": [*range(19)]}
+HINT = {"length_hint": LENGTHS}
+# fmt: off
 ENTRIES: dict[str, Entry] = {
-    "sampler": Entry(
-        sampler,
-        {"window": 9},
-        {
-            **DATA,
-            "seed": 1,
-            "shuffle": False,
-            "window": 8,
-            "hardest_first": 2,
-            "oversize": "drop",
-            "uneven": "drop",
-            "round_batch": abs,
-            "order": [*range(19)],
-        },
-    ),  # fmt: skip
+    "sampler": Entry(sampler, {"window": 9},
+                     {**WINDOW, "hardest_first": 2, "oversize": "drop", "uneven": "drop", "round_batch": abs}),
     "sampler-updates": Entry(sampler, {"samples_per_update": 5}, {**DATA, "samples_per_update": 6, "seed": 1}),
-    "sampler-grouped": Entry(
-        sampler, {"samples_per_update": 3, "grouping": 2}, {"seed": 1, "grouping": 3, "samples_per_update": 4}
-    ),
-    "planned-grouped": Entry(planned, {"samples_per_update": 3, "grouping": 2}, {"seed": 1, "grouping": None}),
-    "planned-set": Entry(planned, {"samples_per_update": 5}, {**SIZED, **PLANNED}),
-    "planned-scheduled": Entry(
-        planned,
-        {"samples_per_update": linear_ramp(2, 7, num_updates=4)},
-        {**SIZED, "samples_per_update": linear_ramp(2, 7, num_updates=5)},
-    ),
-    "planned-free": Entry(
-        planned,
-        {"accumulation": 2, "window": 9},
-        {**BOTH, **PLANNED, "accumulation": 3, "window": 8, "shuffle": False},
-    ),
+    "sampler-grouped": Entry(sampler, {"samples_per_update": 3, "grouping": 2},
+                             {"seed": 1, "grouping": 3, "samples_per_update": 4}),
     "sampler-graphs": Entry(sampler, {**GRAPHS, "window": 9}, {"lengths": FEWER, "max_tokens": TOKENS + 1}),
+    "sampler-kinds": Entry(sampler, {"window": 9, "kinds": KINDS},
+                           {"kinds": KINDS[::-1], "one_kind": "batch", "seed": 1, "window": 8}),
+    "sampler-updates-kinds": Entry(sampler, {"samples_per_update": 5, "grouping": 2, "kinds": KINDS, "one_kind": "batch"},
+                                   {"one_kind": "step", "kinds": [*KINDS[:-1], "other"]}),
+    "planned-set": Entry(planned, {"samples_per_update": 5}, {**SIZED, **PLANNED}),
+    "planned-scheduled": Entry(planned, {"samples_per_update": RAMP}, {**SIZED, "samples_per_update": OTHER}),
+    "planned-grouped": Entry(planned, {"samples_per_update": 3, "grouping": 2}, {"seed": 1, "grouping": None}),
+    "planned-free": Entry(planned, {"accumulation": 2, "window": 9},
+                          {**BOTH, **PLANNED, "accumulation": 3, "window": 8, "shuffle": False}),
     "planned-graphs": Entry(planned, {**GRAPHS, "samples_per_update": 5}, {"lengths": FEWER, "seed": 1}),
-    "online-graphs": Entry(
-        online, {**GRAPHS, "samples_per_update": 5, "length_of": size_of}, {"max_tokens": TOKENS + 1}
-    ),
-    "sampler-kinds": Entry(
-        sampler,
-        {"window": 9, "kinds": KINDS},
-        {"kinds": KINDS[::-1], "one_kind": "batch", "seed": 1, "window": 8},
-    ),
-    "sampler-updates-kinds": Entry(
-        sampler,
-        {"samples_per_update": 5, "grouping": 2, "kinds": KINDS, "one_kind": "batch"},
-        {"one_kind": "step", "kinds": [*KINDS[:-1], "other"]},
-    ),
-    "planned-set-kinds": Entry(
-        planned,
-        {"samples_per_update": 7, "kinds": KINDS},
-        {"kinds": [repr(kind) for kind in KINDS], "one_kind": "batch", "grouping": 2},
-    ),
-    "planned-scheduled-kinds": Entry(
-        planned,
-        {"samples_per_update": linear_ramp(2, 7, num_updates=4), "kinds": KINDS, "grouping": 2},
-        {"kinds": None, "one_kind": "batch"},
-    ),
-    "planned-free-kinds": Entry(
-        planned,
-        {"accumulation": 2, "kinds": KINDS},
-        {"kinds": [None] * len(KINDS), "window": 9},
-    ),
-    "planned-free-kinds-batch": Entry(
-        planned,
-        {"accumulation": 2, "window": 9, "kinds": KINDS, "one_kind": "batch"},
-        {"kinds": [None] * len(KINDS), "one_kind": "step"},
-    ),
+    "planned-set-kinds": Entry(planned, {"samples_per_update": 7, "kinds": KINDS},
+                               {"kinds": [repr(kind) for kind in KINDS], "one_kind": "batch", "grouping": 2}),
+    "planned-scheduled-kinds": Entry(planned, {"samples_per_update": RAMP, "kinds": KINDS, "grouping": 2},
+                                     {"kinds": None, "one_kind": "batch"}),
+    "planned-free-kinds": Entry(planned, {"accumulation": 2, "kinds": KINDS}, {"kinds": [None] * 19, "window": 9}),
+    "planned-free-kinds-batch": Entry(planned, {"accumulation": 2, "window": 9, "kinds": KINDS, "one_kind": "batch"},
+                                      {"kinds": [None] * 19, "one_kind": "step"}),
     "planned-shapes": Entry(planned, {"samples_per_update": 5, "shapes": 3}, {"shapes": 4, "max_tokens": TOKENS + 1}),
     "planned-free-shapes": Entry(planned, {"window": 9, "shapes": 4, "accumulation": 2}, {"shapes": 3, "window": 8}),
-    "online-shapes": Entry(
-        online,
-        {"samples_per_update": 5, "shapes": 3, "length_hint": LENGTHS},
-        {"shapes": 4, "length_hint": LENGTHS[::-1]},
-    ),
-    "online-free-shapes": Entry(
-        online, {"shapes": 4, "length_hint": LENGTHS}, {"shapes": 3, "length_hint": LENGTHS[::-1]}
-    ),
+    "online-set": Entry(online, {"samples_per_update": 5}, {**SIZED, "window": 7}),
+    "online-free": Entry(online, {"accumulation": 2}, {**BOTH, **HINT, "accumulation": 3, "window": 7, "shuffle": False}),
+    "online-scheduled": Entry(online, {"samples_per_update": RAMP, **HINT}, {"samples_per_update": OTHER}),
+    "online-in-parts": Entry(online, {"window_bytes": 200, "window": 19}, {"window_bytes": None}),
+    "online-planned": Entry(online, HINT, {"seed": 1, "length_hint": LENGTHS[::-1]}),
+    "online-graphs": Entry(online, {**GRAPHS, "samples_per_update": 5, "length_of": size_of}, {"max_tokens": TOKENS + 1}),
     "online-set-kinds": Entry(labelled, {"samples_per_update": 7, "kinds": KINDS}, {"kinds": KINDS[::-1]}),
     "online-free-kinds": Entry(labelled, {"accumulation": 2, "kinds": KINDS}, {"kinds": [1] * 19, "one_kind": "batch"}),
     "online-known-kinds": Entry(online, {"kinds": KINDS}, {"kinds": KINDS[::-1], "one_kind": "batch", "window": 7}),
-    "online-set": Entry(online, {"samples_per_update": 5}, {**SIZED, "window": 7}),
-    "online-free": Entry(
-        online,
-        {"accumulation": 2},
-        {**BOTH, "accumulation": 3, "window": 7, "shuffle": False, "length_hint": LENGTHS},
-    ),
-    "online-scheduled": Entry(
-        online,
-        {"samples_per_update": linear_ramp(2, 7, num_updates=4), "length_hint": LENGTHS},
-        {"samples_per_update": linear_ramp(2, 7, num_updates=5)},
-    ),
-    "online-in-parts": Entry(online, {"window_bytes": 200, "window": 19}, {"window_bytes": None}),
-    "online-planned": Entry(online, {"length_hint": LENGTHS}, {"seed": 1, "length_hint": LENGTHS[::-1]}),
+    "online-shapes": Entry(online, {"samples_per_update": 5, "shapes": 3, **HINT}, {"shapes": 4, "length_hint": LENGTHS[::-1]}),
+    "online-free-shapes": Entry(online, {"shapes": 4, **HINT}, {"shapes": 3, "length_hint": LENGTHS[::-1]}),
     "online-stream": Entry(streamed, {}, {"window": 7, "max_tokens": TOKENS + 1, "weigh": "samples"}, moves=False),
 }
+# fmt: on

@@ -49,9 +49,7 @@ def test_a_state_is_taken_back_after_three_changes_of_ranks_and_of_what_was_lear
     how |= {"kinds": kinds_of(len(lengths))} if "kinds" in how else {}
     for ranks, steps, learns in [*chain, (2, None, True)]:
 
-        def run(
-            world: Any, states: Any = states, steps: int | None = steps, learns: Any = learns
-        ) -> tuple[list[int], Any]:
+        def run(world: Any, states: Any = states, steps: int | None = steps, learns: Any = learns) -> tuple[Any, ...]:
             budget = LearningBudget(TokenBudget(most, layout=layout))
 
             def learn() -> None:
@@ -63,17 +61,19 @@ def test_a_state_is_taken_back_after_three_changes_of_ranks_and_of_what_was_lear
             if states is not None:
                 loader.load_state_dict(states)
                 learn()
-            used = list[int]()
+            used, kinds = list[int](), list[Any]()
             for number, step in enumerate(islice(loader, steps)):
                 used += step.indices if kind.startswith("sampler") or not step.idle else []
+                kinds += [how["kinds"][step.indices[0]]] if how.get("kinds") else []
                 if number == 1:
                     learn()
-            return used, json.loads(json.dumps(loader.state_dict()))
+            return used, json.loads(json.dumps(loader.state_dict())), kinds
 
         if len(emitted) == len(lengths):
             break
         found = run_ranks(min(ranks, how.get("samples_per_update", 5)) if kind.startswith("sampler") else ranks, run)
-        emitted.update(index for used, _ in found for index in used)
-        states = [state for _, state in found]
+        emitted.update(index for used, _, _ in found for index in used)
+        states = [state for _, state, _ in found]
+        assert how.get("one_kind") == "batch" or len({tuple(kinds) for _, _, kinds in found}) == 1, "law 10"
     assert set(emitted) == set(range(len(lengths)))
     assert kind.startswith("sampler") or emitted.total() == len(lengths)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,14 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
     ("call", "message"),
     [
         (lambda: Work(per_step=-1), "`per_step` must be greater than 0 and finite, but is -1"),
+        (lambda: Work(streams={"patches": 0.5}), "`streams` must hold prices by name"),  # type: ignore[dict-item]
+        (lambda: Work(streams=[Price()]), "`streams` must hold prices by name"),  # type: ignore[arg-type]
+        (lambda: Work(meet="layer"), "`meet` must be one of"),  # type: ignore[arg-type]
+        (lambda: Price(unit=0), "`unit` must be"),
         (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 different shapes, but was given 2 rows of 1 shapes"),
         (lambda: Work.of(object()), "does not state hidden_size"),
         (lambda: ShapeLadder([5], TokenBudget(100, layout="packed")), "needs a padded budget"),
-        (
-            lambda: ShapeLadder([5], 100).shape_for(2, 9),
-            r"none of the shapes \[\(1, 5\)\] holds 2 samples of \(9,\) tokens",
-        ),
+        (lambda: ShapeLadder([5], 100).shape_for(2, 9), r"none of the shapes .* holds 2 samples of \(9,\) tokens"),
         (lambda: ShapeLadder([], 100), "needs lengths to be fitted to"),
         (lambda: ShapeLadder([5, 200], 100, 1), "must be at least 2, since some samples do not fit even alone"),
         (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a choice within a budget"),
@@ -104,23 +105,15 @@ def test_the_planning_page_shows_what_configs_say(name: str, config: PretrainedC
     assert row in (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 
 
+VALUES = st.lists(st.integers(0, 300), min_size=1, max_size=60)
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(0, 300), min_size=1, max_size=60),
-    st.booleans(),
-    st.integers(2, 9),
-    st.sampled_from([1, 8]),
-    st.integers(1, 3),
-)
-def test_planned_batches_have_few_shapes_that_fit(
-    values: list[int], two: bool, most: int, multiple: int, ranks: int
-) -> None:
+@given(VALUES, st.booleans(), st.integers(2, 9), st.sampled_from([1, 8]), st.integers(1, 3))
+def test_planned_batches_have_few_shapes_that_fit(values, two, most, multiple, ranks) -> None:
     """Also of samples that do not fit even alone, of which all have one shape; no other batch has it."""
-    lengths = {
-        "tokens": np.asarray(values, np.int32),
-        **({"target": np.asarray(values[::-1], np.int32)} if two else {}),
-    }
-    budget = TokenBudget(400, pad_to_multiple_of=multiple)
+    budget, lengths = TokenBudget(400, pad_to_multiple_of=multiple), {"tokens": np.asarray(values, np.int32)}
+    lengths |= {"target": lengths["tokens"][::-1]} if two else {}
     try:
         ladder = ShapeLadder(lengths, budget, most, window=7)
     except ConfigError:  # of two lengths as many shapes may be needed as samples are longest in none
@@ -137,18 +130,13 @@ def test_planned_batches_have_few_shapes_that_fit(
     for number, batch in enumerate(plan.batches):
         longest = [max(int(values[batch].max()), 1) for values in lengths.values()]
         samples, *wide = ladder.shape_for(len(batch), *longest)
-        assert (samples, *wide) in ladder.shapes
-        assert len(batch) <= samples
-        assert all(a <= b for a, b in zip(longest, wide, strict=True))
+        holds = [(n, *w) for n, *w in ladder.shapes if n >= len(batch) and (np.array(longest) <= w).all()]
+        assert (samples, *wide) in holds
         assert work[number] == pytest.approx(samples * plan.work.of_lengths(wide).sum())
         assert plan.padded[number] == samples * sum(wide)
         assert samples * sum(wide) <= 400 or bool(np.isin(plan.oversize, batch).any())
-        holding = [
-            n * sum(w)
-            for n, *w in ladder.shapes
-            if n >= len(batch) and all(a <= b for a, b in zip(longest, w, strict=True))
-        ]
-        assert samples * sum(wide) <= 1.1 * min(holding) or samples * sum(wide) > 400, (
+        least = min(n * sum(w) for n, *w in holds)
+        assert samples * sum(wide) <= 1.1 * least or samples * sum(wide) > 400, (
             "the cheapest holds it, attention counted"
         )
 
@@ -161,10 +149,8 @@ def test_no_cut_into_rungs_takes_less_time(values: list[int], two: bool, per_ste
     ladder = ShapeLadder(lengths, TokenBudget(90), 3, window=3, work=work)
     order = in_order(lengths, ladder, work, None)[0]
     time = lambda batches: work.of_rows(work.of_batches(batches, lengths, ladder)[:, None])  # noqa: E731
-    cuts = (
-        np.array([0, *inner, len(order)]) for n in range(len(order)) for inner in combinations(range(1, len(order)), n)
-    )
-    found = [Batches(order, offsets) for offsets in cuts]
+    inner = chain.from_iterable(combinations(range(1, len(order)), number) for number in range(len(order)))
+    found = [Batches(order, np.array([0, *offsets, len(order)])) for offsets in inner]
     best = min(time(batches) for batches in found if ladder.fits(shapes_of(batches, lengths)).all())
     assert time(cut(lengths, ladder, work=work)) == pytest.approx(best)
 
@@ -191,12 +177,10 @@ def test_few_shapes_cost_little_more_than_free_ones(values: str, most: float) ->
     rng, spread = np.random.default_rng(0), 0.35 if values == "narrow" else 1.0
     lengths = rng.lognormal(6, spread, 6400).astype(np.int32).clip(1, 8000)
     budget = TokenBudget(4 * int(lengths.max()))
-    times = {}
-    for name, asked in {"free": budget, "few": ShapeLadder(lengths, budget, 16, window=64, work=Work())}.items():
-        times[name] = LengthAwareBatchSampler(
-            lengths, asked, samples_per_update=64, work=Work(), rank=0, world_size=1
-        ).plan.predicted_time
-    assert times["few"] <= most * times["free"]
+    how = {"samples_per_update": 64, "work": Work(), "rank": 0, "world_size": 1}
+    ladder = ShapeLadder(lengths, budget, 16, window=64, work=Work())
+    free, few = (LengthAwareBatchSampler(lengths, asked, **how).plan.predicted_time for asked in (budget, ladder))
+    assert few <= most * free
 
 
 def test_what_was_learned_rules_rungs_out() -> None:
@@ -233,34 +217,18 @@ def test_literal_prices_and_where_ranks_meet() -> None:
     assert work.of_batches(batches, lengths, budget).tolist() == pytest.approx([64.8, 60])
     assert work.of_rows(found[None]) == pytest.approx(7 + 64.8)
     assert dataclasses.replace(work, meet="stream").of_rows(found[None]) == pytest.approx(7 + 60 + 40)
-    assert Work(crossover=math.inf).of_batches(batches, lengths, budget).tolist() == [
-        60,
-        20,
-    ]  # without a price, no time
+    unpriced = Work(crossover=math.inf).of_batches(batches, lengths, budget)
+    assert unpriced.tolist() == [60, 20], "without a price, no time"
     assert work.of_batches(batches, {"tokens": lengths["tokens"]}, TokenBudget(99)).tolist() == [60, 20]
     with pytest.raises(ConfigError, match="`work` prices 'patches', but lengths have"):
         work.of_batches(batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [({"streams": {"patches": 0.5}}, "streams"), ({"streams": [Price()]}, "streams"), ({"meet": "layer"}, "meet")],
-)
-def test_wrong_prices_are_refused(wrong: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{named}`"):
-        Work(**wrong)
-    with pytest.raises(ConfigError, match="`unit`"):
-        Price(unit=0)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 5000), st.floats(100, 1e5), st.floats(0.01, 9), st.floats(10, 1e5), st.integers(0, 99))
 def test_measured_steps_with_several_lengths_are_fitted(a: float, b: float, unit: float, c: float, seed: int) -> None:
-    work, rng = (
-        Work(per_step=a, crossover=b, streams={"patches": Price(unit=unit, crossover=c)}),
-        np.random.default_rng(seed),
-    )
-    rows = []
+    rng, rows = np.random.default_rng(seed), []
+    work = Work(per_step=a, crossover=b, streams={"patches": Price(unit=unit, crossover=c)})
     for _ in range(30):
         each = {"tokens": int(rng.integers(1, 8000)), "patches": int(rng.integers(0, 4000))}
         n = int(rng.integers(1, 32))
@@ -279,10 +247,8 @@ def test_a_vision_tower_is_priced_by_what_it_multiplies() -> None:
     config = LlavaConfig(vision_config=vision, text_config=models.llama(vocab=512, width=128, inner=256, heads=4))
     price, patches = Work.of(config).streams["patches"], (56 // 14) ** 2 + 1
     with torch.device("meta"):
-        tower, language = (
-            CLIPVisionModel(vision),
-            AutoModelForCausalLM.from_config(config.text_config, attn_implementation="eager"),
-        )
+        tower = CLIPVisionModel(vision)
+        language = AutoModelForCausalLM.from_config(config.text_config, attn_implementation="eager")
         with FlopCounterMode(display=False) as seen:
             tower(torch.zeros(1, 3, 56, 56), interpolate_pos_encoding=False)
         with FlopCounterMode(display=False) as read:

@@ -1,73 +1,24 @@
 """Kinds: all batches of a step, on all ranks, are of one kind (law 10), and nothing else changes."""
 
-import json
-from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dynagroup import ConfigError, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup import ConfigError, LengthAwareBatchSampler, PlannedDataLoader
+from dynagroup.plan.planner import PlanConfig
 from dynagroup.plan.report import compare
 from dynagroup.testing import assert_conserves, run_ranks
-from dynagroup.update.schedule import linear_ramp
-from tests import strategies
 
 pytestmark = pytest.mark.filterwarnings("ignore:too few samples for an equal number")
 RNG = np.random.default_rng(0)
 LENGTHS = np.clip(RNG.lognormal(4, 0.8, 6000), 4, 2000).astype(np.int32)
 SHARES = RNG.choice(["text", "image", None], 6000, p=[0.75, 0.2, 0.05])
-configs = st.builds(
-    PlanConfig,
-    shuffle=st.booleans(),
-    window=st.one_of(st.none(), st.integers(1, 40)),
-    seed=st.integers(0, 9),
-    hardest_first=st.integers(0, 2),
-    round_batch=strategies.ROUNDINGS,
-    uneven=st.sampled_from(["repeat", "drop"]),
-    oversize=st.sampled_from(["alone", "drop"]),
-    one_kind=st.sampled_from(["step", "batch"]),
-) | st.builds(
-    PlanConfig,
-    samples_per_update=st.integers(9, 40),
-    grouping=st.one_of(st.none(), st.integers(1, 3)),
-    one_kind=st.sampled_from(["step", "batch"]),
-)
 
 
 def plan(lengths: Any, ranks: int, kinds: Any = None, budget: Any = 60, **how: Any) -> Any:
     return LengthAwareBatchSampler(lengths, budget, kinds=kinds, rank=0, world_size=ranks, **how).plan
-
-
-@settings(max_examples=120, deadline=None)
-@given(strategies.lengths, strategies.budgets, configs, st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
-def test_laws_of_a_plan_with_kinds(values, budget, config, ranks, number, epoch):
-    labels = [None if k * k % number == 0 else k * k % number for k in range(len(values))]
-    planner = Planner.of(values, budget, config, labels)
-    made = planner.plan(epoch, ranks)
-    assert_conserves([*made.batches, made.dropped.tolist()], [*range(len(values)), *made.repeated.tolist()])
-    of_rows = [[{labels[i] for i in batch} for batch in row] for row in made.rows]
-    assert of_rows == [[{kind} for kind in row] for row in made.kinds]
-    assert config.one_kind == "batch" or all(len(set(row)) == 1 for row in made.kinds)
-    assert all(len(row) == ranks for row in made.rows)
-    assert made.fingerprint == Planner.of(values, budget, config, labels).plan(epoch, ranks).fingerprint
-    kinds = len(set(labels)) if config.one_kind == "step" else 1
-    assert len(made.repeated) <= made.num_updates * kinds * (ranks - 1)
-    assert config.uneven == "repeat" or not len(made.repeated)
-    if config.samples_per_update:  # the samples of each update are those without kinds
-        plain = Planner.of(values, budget, replace(config, one_kind="step")).plan(epoch, ranks)
-        assert by_update(made) == by_update(plain)
-
-
-def by_update(made: Any) -> list[list[int]]:
-    """The samples of each update."""
-    parts = np.split(made.table, np.flatnonzero(made.update_ends)[:-1] + 1)
-    return [np.unique(made.batches.take(part.ravel()).order).tolist() for part in parts]
 
 
 def test_rows_by_hand():
@@ -116,29 +67,6 @@ def test_without_updates_kinds_come_throughout_an_epoch_in_full_batches():
     assert tokens == sorted(tokens, reverse=True), "without shuffle the longest come first, whatever their kind"
 
 
-@pytest.mark.parametrize(
-    "how", [{"samples_per_update": 64}, {"samples_per_update": linear_ramp(40, 80, num_updates=4)}, {}]
-)
-@pytest.mark.parametrize(("ranks", "resumed"), [(3, 2), (2, 5)])
-def test_a_run_goes_on_inside_a_kind_on_other_ranks(how, ranks, resumed):
-    labels, lengths = SHARES[:200].tolist(), LENGTHS[:200]
-
-    def run(world: Any, stop: int | None, states: Any) -> Any:
-        how_ = {"collate_fn": list, "weigh": "samples", "kinds": labels, "world": world, **how}
-        loader = PlannedDataLoader(range(200), lengths, 300, **how_)
-        if states:
-            loader.load_state_dict(states)
-        return [*islice(loader, stop)], json.loads(json.dumps(loader.state_dict()))
-
-    for stop in (1, 2, 5, 11):
-        begun = run_ranks(ranks, lambda world, k=stop: run(world, k, None))
-        rest = run_ranks(resumed, lambda world, s=[state for _, state in begun]: run(world, None, s))
-        steps = [[*zip(*(steps for steps, _ in part), strict=True)] for part in (begun, rest)]
-        for row in (row for part in steps for row in part):
-            assert {labels[i] for step in row for i in step.indices} == {row[0].kind}
-        assert_conserves([s.indices for part in steps for row in part for s in row if not s.idle], range(200))
-
-
 def test_what_kinds_cost_is_told():
     made = plan(LENGTHS, 8, SHARES, budget=4000, samples_per_update=64)
     report = made.report()
@@ -178,9 +106,3 @@ def test_what_is_no_label_is_named(kinds, message):
         plan([1, 2, 3], 1, one_kind="batch")
     with pytest.raises(ConfigError, match="`one_kind` must be one of 'step', 'batch'"):
         PlanConfig(one_kind="row")  # type: ignore[arg-type]
-
-
-@pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
-def test_samples_too_long_go_with_their_kind():
-    made = plan([5, 99, 3, 98], 2, ["a", "b", "a", "b"], TokenBudget(10), oversize="drop", shuffle=True)
-    assert (sorted(made.dropped.tolist()), {kind for row in made.kinds for kind in row}) == ([1, 3], {"a"})

@@ -3,6 +3,7 @@ those of commit bbc3155, which cut by many more mechanisms."""
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup.budget.base import AdditiveCap, Budget
+from dynagroup.budget.base import AdditiveCap
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import epoch_order
+from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import prove
 from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -25,49 +27,56 @@ from dynagroup.testing import assert_conserves
 from tests import strategies
 from tests.plan.test_packed import CAPS
 
-configs = st.one_of(
-    st.builds(
-        PlanConfig,
-        shuffle=st.booleans(),
-        window=st.one_of(st.none(), st.integers(1, 40)),
-        seed=st.integers(0, 9),
-        hardest_first=st.integers(0, 3),
-        round_batch=strategies.ROUNDINGS,
-        uneven=st.sampled_from(["repeat", "drop"]),
-        oversize=st.sampled_from(["alone", "drop"]),
-    ),
-    st.builds(PlanConfig, samples_per_update=st.integers(16, 40), seed=st.integers(0, 9)),
-)
-
 
 def planner_of(values: Any, budget: Any, **settings: Any) -> Planner:
     return Planner({"tokens": np.asarray(values, np.int32)}, budget, PlanConfig(**settings))
 
 
-@settings(max_examples=80, deadline=None)
-@given(strategies.lengths, strategies.budgets, configs, st.integers(1, 16), st.integers(0, 3))
-def test_laws_of_a_plan(values: list[int], budget: Budget, config: PlanConfig, ranks: int, epoch: int) -> None:
-    planner = Planner({"tokens": np.asarray(values, np.int32)}, budget, config)
-    plan = planner.plan(epoch, ranks)
-    emitted = [batch for row in plan.rows for batch in row]
+@settings(max_examples=160, deadline=None)
+@given(
+    strategies.lengths, strategies.budgets, strategies.configs, st.integers(1, 16), st.integers(0, 9), st.integers(0, 2)
+)
+def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
+    """With ``number`` kinds or fewer, of which None is one; 0: without."""
+    labels = [None if k * k % number == 0 else k * k % number for k in range(len(values))] if number else None
+    planner = Planner.of(values, budget, config if number else replace(config, one_kind="step"), labels)
+    plan, labels = planner.plan(epoch, ranks), labels or [None] * len(values)
+    emitted, oversize = [batch for row in plan.rows for batch in row], set(plan.oversize.tolist())
     # conservation: what is repeated or left out is listed, everything else is there once
     assert_conserves([*emitted, plan.dropped.tolist()], [*range(len(values)), *plan.repeated.tolist()])
     # equal steps
     assert all(len(row) == ranks and all(row) for row in plan.rows)
+    # one kind (law 10)
+    assert [[{labels[i] for i in batch} for batch in row] for row in plan.rows] == [
+        [{k} for k in row] for row in plan.kinds
+    ]
+    assert config.one_kind == "batch" or all(len(set(row)) == 1 for row in plan.kinds)
     # fit
-    oversize = set(plan.oversize.tolist())
     for batch in emitted:
         shape = BatchShape.of_samples({"tokens": plan.lengths["tokens"][batch]})
         assert planner.budget.fits(shape)[0] or (len(batch) == 1 and batch[0] in oversize)
     # only a row that cannot be filled repeats or leaves out, and at most ranks - 1 samples
     windows = -(-len(values) // config.samples_per_update) if config.samples_per_update else 1
-    assert len(plan.repeated) <= windows * (ranks - 1)
-    if config.oversize == "alone" and config.uneven == "drop":
-        assert len(plan.dropped) <= windows * (ranks - 1)
-    if windows == 1 and not config.round_batch and budget.layout == "padded" and len(plan.repeated):
+    unfilled = windows * (len(set(labels)) if config.one_kind == "step" else 1) * (ranks - 1)
+    assert len(plan.repeated) <= (unfilled if config.uneven == "repeat" else 0)
+    assert len(plan.dropped) <= unfilled or config.oversize == "drop"
+    if windows == 1 and number < 2 and not config.round_batch and budget.layout == "padded" and len(plan.repeated):
         assert (plan.batches.sizes == 1).all()
     # determinism
-    assert Planner(planner.lengths, budget, config).plan(epoch, ranks).fingerprint == plan.fingerprint
+    assert (
+        Planner(planner.lengths, budget, planner.config, planner.kinds).plan(epoch, ranks).fingerprint
+        == plan.fingerprint
+    )
+    # the samples of each update are those without kinds
+    if config.samples_per_update and number:
+        plain = Planner.of(values, budget, replace(config, one_kind="step")).plan(epoch, ranks)
+        assert by_update(plan) == by_update(plain)
+
+
+def by_update(plan: BatchPlan) -> list[list[int]]:
+    """The samples of each update."""
+    parts = np.split(plan.table, np.flatnonzero(plan.update_ends)[:-1] + 1)
+    return [np.unique(plan.batches.take(part.ravel()).order).tolist() for part in parts]
 
 
 @settings(max_examples=40, deadline=None)
