@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,9 @@ class OrderedWindow:
     allowed: IntArray | None = None  # batch sizes to choose from, growing, 1 among them; None: any
     streams: tuple[NDArray[np.float64], ...] = ()  # of several padded streams: work of each sample in each
     maxima: tuple[RunMaxima, ...] = ()
+    limits: NDArray[np.float64] = field(
+        default_factory=lambda: np.zeros(0)
+    )  # all that a run's work may be; none: anything
 
     def __post_init__(self) -> None:
         reach = int(self.most.max(initial=1))
@@ -83,11 +86,6 @@ class OrderedWindow:
         if not self.maxima:
             return sizes * self.work[starts]
         return sizes * np.sum([maxima.of(starts, sizes) for maxima in self.maxima], axis=0)
-
-    @property
-    def limits(self) -> NDArray[np.float64] | None:
-        """All that a run's work may be, growing, where that is few numbers."""
-        return None
 
     def total(self, offsets: IntArray) -> NDArray[np.float64]:
         return self.work_of(offsets[:-1], offsets[1:] - offsets[:-1])

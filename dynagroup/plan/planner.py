@@ -271,10 +271,13 @@ class Planner:
         """What remains of one update that holds these samples."""
         return _Window(self, indices, cursor, np.ones(len(self.kinds.labels), np.bool_)).rest(world_size)
 
-    def facts(self) -> dict[str, Any]:
-        """What every plan of this planner is told."""
+    def planned(self, batches: Batches, loss_scale: NDArray[np.float64], **more: Any) -> BatchPlan:
+        """These batches, row after row, as a plan."""
         told = {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
-        return {**told, "sample_kinds": self.kinds, "work": self.config.work}
+        table = np.arange(len(batches)).reshape(loss_scale.shape)
+        return BatchPlan(
+            batches, table, loss_scale=loss_scale, sample_kinds=self.kinds, work=self.config.work, **told, **more
+        )
 
     def plan(self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: Drawn = None) -> BatchPlan:
         """A whole epoch; or what remains of one, from ``cursor`` on."""
@@ -285,17 +288,15 @@ class Planner:
         """Windows, the first of which begins at ``cursor``, as one plan. Of a given ``order`` is left out what it draws."""
         drawn = self.left_out if order is None else order[np.isin(order, self.left_out)]
         batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
-        return BatchPlan(
-            batches=batches,
-            table=np.arange(len(batches)).reshape(-1, world_size),
+        return self.planned(
+            batches,
+            np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
             update_ends=np.concatenate([np.zeros(0, np.bool_), *(part.update_ends for part in parts)]),
-            loss_scale=np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
             repeated=np.concatenate([none, *(part.repeated for part in parts)]),
             dropped=np.concatenate([drawn, *(part.dropped for part in parts)]),
             start=cursor,
             end=parts[-1].end if parts else cursor,
             windows=np.asarray([part.num_steps for part in parts], np.int64),
-            **self.facts(),
         )
 
     @cached_property
@@ -376,15 +377,13 @@ class _Window:
         if planner.has_updates:
             total, ends[:-1] = len(indices) - len(unused), False
         batches = batches.map(indices)
-        return BatchPlan(
-            batches=batches,
-            table=np.arange(len(batches)).reshape(fills.shape),
+        return planner.planned(
+            batches,
+            counts * ranks / np.maximum(total, 1),
             update_ends=ends,
-            loss_scale=counts * ranks / np.maximum(total, 1),
             repeated=batches.order[np.repeat(fills.ravel(), batches.sizes)],
             dropped=unused[gone],
             start=self.cursor,
             end=behind.after_window(unused[~gone].tolist()),
             windows=np.asarray([num_steps]),
-            **planner.facts(),
         )

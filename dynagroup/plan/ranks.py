@@ -67,9 +67,9 @@ def cut(
         return _even_rows(alike, num_ranks, several, lengths, budget, work, deal=round_batch is None)
     by_row = in_front[_in_rows(of_run[in_front], num_ranks)]
     rows = runs.take(by_row)
-    return (
-        rows if window.streams or window.limits is not None else _levelled(rows, of_run[by_row], num_ranks, window)
-    ).map(order)
+    return (rows if window.streams or len(window.limits) else _levelled(rows, of_run[by_row], num_ranks, window)).map(
+        order
+    )
 
 
 def cut_kinds(
@@ -168,7 +168,7 @@ def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> 
 
 def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.float64]:
     """Limits to try: from far below the price of a step, where rows no longer pay, to what a single row would need."""
-    if window.limits is not None:
+    if len(window.limits):
         return window.limits
     mean = float(window.work.sum()) / num_ranks
     largest = float(window.work_of(np.arange(len(window)), window.most).max())

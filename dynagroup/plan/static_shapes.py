@@ -90,7 +90,9 @@ class ShapeLadder(Wrapper):
     def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
         """Shapes (K, 1 + streams) that hold these samples (streams, K) and as much more in one of the streams as fits."""
         for stream, longest in enumerate(most):
-            one = lambda width, n=stream: self._of(np.int64(1), np.stack([*hardest[:n], width, *hardest[n + 1 :]]))  # noqa: E731
+            one = lambda width, n=stream: self._of(
+                np.ones_like(width), np.stack([*hardest[:n], width, *hardest[n + 1 :]])
+            )  # noqa: E731
             wide = largest_within(lambda width, one=one: self.base.fits(one(width)), hardest.shape[1], longest)
             grown = np.stack([*hardest[:stream], wide, *hardest[stream + 1 :]])
             yield np.stack([self._most(grown), *grown], axis=1)
@@ -209,30 +211,25 @@ class ShapeLadder(Wrapper):
         reach = np.maximum.accumulate(reach[:, order], axis=1)
         reach = np.append(reach, np.maximum(reach[:, -1:], 1), axis=1)  # what no rung holds is alone, and dear
         costs = np.append(self._work[order], self._work.max() + work.max())
-        return RungWindow(work, np.maximum(reach[:, -1], 1), reach=reach, costs=costs)
+        return RungWindow(work, np.maximum(reach[:, -1], 1), reach=reach, limits=costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungWindow(OrderedWindow):
-    """A window whose runs are padded to rungs: a run is as much work as the cheapest rung that holds it."""
+    """A window whose runs are padded to rungs: a run is as much work as the cheapest rung that holds it, one of ``limits``."""
 
     reach: IntArray  # samples of the longest run from each position that a rung or a cheaper one holds: (N, rungs)
-    costs: FloatArray  # of the rungs, growing
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> FloatArray:
-        return self.costs[(self.reach[starts] >= np.asarray(sizes)[..., None]).argmax(axis=-1)]
-
-    @property
-    def limits(self) -> FloatArray:
-        return self.costs
+        return self.limits[(self.reach[starts] >= np.asarray(sizes)[..., None]).argmax(axis=-1)]
 
     def sizes_under(self, limits: FloatArray) -> IntArray:
         under = np.append(np.ones((len(self), 1), np.int64), self.reach, axis=1)
-        return np.maximum(under[:, self.costs.searchsorted(limits, side="right")], 1)
+        return np.maximum(under[:, self.limits.searchsorted(limits, side="right")], 1)
 
     def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
         def under(limit: float) -> list[int]:
-            rung, offsets = int(self.costs.searchsorted(limit, side="right")) - 1, [start]
+            rung, offsets = int(self.limits.searchsorted(limit, side="right")) - 1, [start]
             while offsets[-1] < stop and len(offsets) <= most_runs:
                 size = int(self.reach[offsets[-1], rung]) if rung >= 0 else 1
                 offsets.append(min(offsets[-1] + max(size, 1), stop))
@@ -246,7 +243,7 @@ class RungWindow(OrderedWindow):
         num, best = len(self), np.full(len(self) + 1, np.inf)
         stops, came_to, best[num] = self.reach + np.arange(num)[:, None], [0] * num, 0.0
         for place in range(num - 1, -1, -1):
-            time = self.costs + best[stops[place]]
+            time = self.limits + best[stops[place]]
             rung = int(time.argmin())
             best[place], came_to[place] = time[rung] + price, int(stops[place, rung])
         offsets = [0]
