@@ -89,13 +89,11 @@ class ShapeLadder(Wrapper):
 
     def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
         """Shapes (K, 1 + streams) that hold these samples (streams, K) and as much more in one of the streams as fits."""
+        one, num = np.ones_like(hardest[0]), hardest.shape[1]
         for stream, longest in enumerate(most):
-            one = lambda width, n=stream: self._of(
-                np.ones_like(width), np.stack([*hardest[:n], width, *hardest[n + 1 :]])
-            )  # noqa: E731
-            wide = largest_within(lambda width, one=one: self.base.fits(one(width)), hardest.shape[1], longest)
-            grown = np.stack([*hardest[:stream], wide, *hardest[stream + 1 :]])
-            yield np.stack([self._most(grown), *grown], axis=1)
+            grown = lambda width, n=stream: np.insert(np.delete(hardest, n, axis=0), n, width, axis=0)  # noqa: E731
+            wide = grown(largest_within(lambda width, g=grown: self.base.fits(self._of(one, g(width))), num, longest))
+            yield np.stack([self._most(wide), *wide], axis=1)
 
     # Greedy choice of facilities (Cornuejols, Fisher and Nemhauser 1977), then exchange: windows are cut as if any shape were
     # allowed; of the shapes of those batches the one joins next with which all of them take least time. A batch of more samples
