@@ -68,6 +68,14 @@ def test_a_compute_loss_that_returns_a_mean_counts_once_an_update(cls, config, t
     assert plain.state.log_history[-1]["train_loss"] == pytest.approx(ours.state.log_history[-1]["train_loss"])
 
 
+def test_a_function_that_returns_a_mean_counts_once_too(tmp_path):
+    plain, ours = (trainer("causal", tmp_path, fits=fits, **ONCE) for fits in (False, True))
+    for run in (plain, ours):
+        run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(outputs.logits, labels)
+        run.train()
+    assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
+
+
 class Failing(MeanLoss):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs)
