@@ -142,6 +142,15 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exec(blocks.pop("OomSafeBackward"), {**names, "loader": [step], "optimizer": optimizer})
     assert not torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
+    lengths = [3 + i % 50 for i in range(512)]
+    budget = dynagroup.LearningBudget(dynagroup.TokenBudget(16384))
+    saved = dynagroup.PlannedDataLoader(
+        lengths, lengths, budget, samples_per_update=256, collate_fn=list, weigh="samples"
+    )
+    names = {"dataset": lengths, "lengths": lengths, "states": [saved.state_dict()], "collate": list}
+    block = blocks.pop("LearningBudget").replace("collate_fn=collate", 'collate_fn=collate, weigh="samples"')
+    exec(block, names := {**names, "num_samples": 100, "tokens": 50})
+    assert max(len(step.batch) * max(step.batch) for step in names["loader"]) <= 0.9 * 100 * 50
     assert not blocks
 
 
