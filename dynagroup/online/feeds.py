@@ -9,7 +9,6 @@ from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from dynagroup.distributed import World
@@ -23,7 +22,7 @@ from dynagroup.online.protocol import hand_out, print_of
 from dynagroup.online.state import LearnedLengths, pack, pack_groups, unpack, unpack_groups
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray
-from dynagroup.update.loader import ENDED_EARLY
+from dynagroup.update.loader import ENDED_EARLY, Inner
 from dynagroup.validation import warn_user
 
 BLANK = Request(np.zeros(0, np.int64))
@@ -40,22 +39,18 @@ class RequestQueue:
             yield request
 
 
-class Workers:
-    """The DataLoader of a loader: made when first needed, kept over epochs where its workers persist."""
+class Workers(Inner):
+    """The DataLoader of a loader, kept over epochs where its workers persist."""
 
     def __init__(
         self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]
     ) -> None:
-        self.queue, self.collator = RequestQueue(), collator
-        self.iterable = is_stream(dataset)
-        self.num_workers: int = kwargs.get("num_workers", 0)
-        self.prefetch_factor: int = kwargs.get("prefetch_factor") or 1
-        self.persistent = bool(kwargs.get("persistent_workers"))
-        self._dataset, self._config = dataset, config
-        # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
-        self._generator = torch.Generator() if kwargs.get("generator") is None else None
-        self._kwargs = {**kwargs, "generator": self._generator or kwargs["generator"]}
-        self._loader: DataLoader[Any] | None = None
+        super().__init__(kwargs)
+        self.queue, self.collator, self._dataset, self._config = RequestQueue(), collator, dataset, config
+        self.iterable, self.num_workers = is_stream(dataset), self.kwargs.setdefault("num_workers", 0)
+        if self.num_workers:
+            self.kwargs.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
+        self.depth = self.num_workers * (self.kwargs.get("prefetch_factor") or 2)  # torch's default
         self._windows: IterableWindows | None = None
         self._told = False
 
@@ -67,8 +62,8 @@ class Workers:
         return {**asked, "budget": collator.budget.fingerprint, "num_workers": num_workers}
 
     @property
-    def depth(self) -> int:
-        return self.num_workers * self.prefetch_factor
+    def persistent(self) -> bool:
+        return bool(self.kwargs.get("persistent_workers"))
 
     def tell_of_sharing(self, who: str) -> None:
         """Warn, once for all epochs, that an iterable does not divide itself."""
@@ -80,30 +75,19 @@ class Workers:
                 "dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node of a rank"
             )
 
-    def seed(self, *key: int) -> None:
-        """Seed what workers draw in this epoch, unless the user gave a generator."""
-        if self._generator is not None:
-            self._generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
-
-    def restart(self) -> None:
-        self._loader = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loader": None}  # a copy starts workers of its own
-
     def open_map(self) -> Iterator[Any]:
-        if self._loader is None or not self.persistent:
-            data: Any = IndexedDataset(self._dataset)
-            self._loader = DataLoader(data, batch_sampler=self.queue, collate_fn=self.collator, **self._kwargs)  # type: ignore[arg-type]
-        return iter(self._loader)
+        if self.loader is None or not self.persistent:
+            how: Any = {"batch_sampler": self.queue, "collate_fn": self.collator, **self.kwargs}
+            self.loader = DataLoader(IndexedDataset(self._dataset), **how)  # type: ignore[arg-type]
+        return iter(self.loader)
 
     def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
-        if self._loader is None or self._windows is None or not self.persistent or spots:
+        if self.loader is None or self._windows is None or not self.persistent or spots:
             how = {"window": self._config.window, "max_bytes": self._config.window_bytes}
             self._windows = IterableWindows(self._dataset, **how, rank=world.rank, size=world.size)
-            self._loader = DataLoader(self._windows, batch_size=None, collate_fn=self.collator, **self._kwargs)
+            self.loader = DataLoader(self._windows, batch_size=None, collate_fn=self.collator, **self.kwargs)
         self._windows.start(epoch, spots)
-        return iter(self._loader)
+        return iter(self.loader)
 
 
 class MapFeed:

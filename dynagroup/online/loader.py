@@ -27,9 +27,9 @@ from dynagroup.plan.planner import OneKind
 from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import TOKENS, BatchShape, Streams, largest_within
 from dynagroup.update.filling import Pad
-from dynagroup.update.loader import StepLoader, checked_kwargs
+from dynagroup.update.loader import StepLoader
 from dynagroup.update.loss_weight import Weigh
-from dynagroup.update.schedule import BatchSizeSchedule, Walk
+from dynagroup.update.schedule import BatchSizeSchedule, Walk, begun
 from dynagroup.update.step import Step
 
 EXAMPLES = 256  # samples, spread evenly over the dataset, that show how long samples are
@@ -130,7 +130,7 @@ class OnlineDataLoader(StepLoader[Any]):
         knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
         collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
         check_budget(collator.budget)
-        self._workers = Workers(dataset, collator, config, worker_kwargs(dataloader_kwargs))
+        self._workers = Workers(dataset, collator, config, dataloader_kwargs)
         learns = not self._workers.iterable and batch_sampler is None  # lengths that were seen plan later epochs
         self._learned = LearnedLengths(len(dataset)) if learns else None
         self.sizes = self._orders.sizes
@@ -170,20 +170,12 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @property
     def cursor(self) -> Cursor:
-        stands = self._resume or (self._run_of is not None and not self._begun_anew)
-        return self._reached if stands else self._start()
-
-    @property
-    def _reached(self) -> Cursor:
         return self._cursor if self._run_of is None else self._run_of.cursor
 
-    def set_samples_per_update(self, samples: int) -> int:
-        """See :meth:`StepLoader.set_samples_per_update`: ``num_workers * prefetch_factor`` updates come in between."""
-        if self.sizes is None:
-            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
-        stands, runs = self.cursor, self._run_of is not None and not self._begun_anew and not self._resume
-        *_, last = stands, *islice(self.sizes.cursors(stands), self._workers.depth if runs else 0)
-        return self.sizes.change(last, samples)
+    def _asked(self) -> Cursor:
+        """Updates that workers prefetch come in between."""
+        ahead = 0 if self._run_of is None else self._workers.depth
+        return [self.cursor, *islice(self._walk().cursors(self.cursor), ahead)][-1]
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
@@ -201,13 +193,13 @@ class OnlineDataLoader(StepLoader[Any]):
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
                 raise StateError("a state was just loaded on another number of ranks: take a step before saving again")
             return dict(self._resume[0])
-        run, sizes, learned = None if self._begun_anew else self._run_of, self.sizes, self._learned
+        run, sizes, learned = self._run_of, self.sizes, self._learned
         running = None if run is None else run.state()
         if running is not None:
             running |= {"order": self._orders.fingerprint(self._epoch), "limit": self._limit}
         epoch = self.epoch if run is None else self._epoch + (running is None)
         place = {"world_size": size, "rank": rank, "epoch": epoch, "running": running}
-        place["cursor"] = (self._start() if run is None else run.stands).state()
+        place["cursor"] = (self._cursor if run is None else run.stands).state()
         place["changes"] = [] if sizes is None else [list(change) for change in sizes.changes]
         return {**place, "lengths": None if learned is None else learned.state()}
 
@@ -225,24 +217,16 @@ class OnlineDataLoader(StepLoader[Any]):
         if self.sizes is not None:
             self.sizes.restore(own["changes"])
         self._epoch = self._next = own["epoch"]
-        running, self._run_of = own["running"], None
-        self._cursor = handed_out(Cursor.of(own["cursor"]), running["under_way"] if running else 0, self.sizes)
+        cursor, running, self._run_of = Cursor.of(own["cursor"]), own["running"], None
         self._resume = needed if running else []
-        self._workers.restart()
+        self._cursor = handed_out(cursor, running["under_way"], self.sizes) if running else self._start(cursor)
+        self._workers.loader = None
 
-    def _start(self) -> Cursor:
-        if self.sizes is not None:
-            return self.sizes.start(self.epoch)
-        done = self._reached
-        return Cursor(self.epoch, update=done.update, samples_seen=done.samples_seen, current=done.current)
-
-    @property
-    def _begun_anew(self) -> bool:
-        """Another epoch was chosen than the one that was begun last."""
-        return self._live is None and self._next != self._epoch + 1
+    def _start(self, done: Cursor) -> Cursor:
+        return begun(self._next, done) if self.sizes is None else self.sizes.start(self._next)
 
     def _forget(self) -> None:
-        self._cursor, self._run_of, self._resume = self._reached, None, []
+        self._cursor, self._run_of, self._resume = self._start(self.cursor), None, []
 
     def _walk(self) -> Walk:
         if self.sizes is None:
@@ -259,7 +243,7 @@ class OnlineDataLoader(StepLoader[Any]):
     def _begin(self) -> Runner:
         """The epoch that is due; learned lengths and limits are told to all ranks before it."""
         world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume
-        cursor = Cursor.of(states[0]["cursor"]) if states else self._start()
+        cursor = Cursor.of(states[0]["cursor"]) if states else self._cursor
         self._resume = []
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
@@ -283,28 +267,20 @@ class OnlineDataLoader(StepLoader[Any]):
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        workers, orders, sizes = self._workers, self._orders, self.sizes
-        epoch, base = source.cursor.epoch, source.order.base
-        identity = {**self._identity(), "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
-        del identity["kind_of"]  # may read what differs by rank, such as a device
-        identity["order"] = [orders.decided_by, orders.fingerprint(epoch) if orders.num_samples is not None else None]
-        identity["num_workers"] = f"{workers.num_workers} with prefetch_factor={workers.prefetch_factor}"
-        varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
-        identity["sizes of updates"] = varying and [stop for _, stop, _ in varying]
-        if callable(self.config.weigh):
-            del identity["weigh"]  # so may this
-        return identity
-
-
-def worker_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    if "batch_size" in kwargs:
-        raise ConfigError("`batch_size` is not an argument of OnlineDataLoader: the budget decides what a batch is")
-    if kwargs.get("in_order") is False:
-        raise ConfigError("`in_order=False` is of no use: windows are taken in the order in which they were sent")
-    checked = checked_kwargs(kwargs)
-    if checked.get("num_workers", 0) > 0:
-        checked.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
-    return checked
+        """What all ranks must have alike."""
+        orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch
+        varying = sizes is not None and not sizes.is_constant
+        told = {
+            "order": [orders.decided_by, None if orders.num_samples is None else orders.fingerprint(epoch)],
+            "epoch": epoch,
+            "rest": None if base is None else print_of(base.tolist()),
+            "num_workers": [self._workers.num_workers, self._workers.depth],
+            "sizes of updates": [stop for _, stop, _ in sizes.spans(sizes.start(epoch))] if varying else None,
+        }
+        own = (
+            {"kind_of", "weigh"} if callable(self.config.weigh) else {"kind_of"}
+        )  # may read what differs, such as a device
+        return {name: value for name, value in {**self._identity(), **told}.items() if name not in own}
 
 
 def check_budget(budget: Budget) -> None:

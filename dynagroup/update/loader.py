@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from dynagroup.budget.base import Budget
@@ -21,7 +23,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import Streams
 from dynagroup.state import listed, opened, sealed
-from dynagroup.update.schedule import Walk
+from dynagroup.update.schedule import UpdateSizes, Walk
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import check_int
 
@@ -41,6 +43,7 @@ class StepLoader(ABC, Generic[B]):
     """
 
     KIND: ClassVar[str]  # the class's name in states
+    sizes: UpdateSizes | None = None  # how many samples each update holds, where that is set
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
@@ -49,6 +52,7 @@ class StepLoader(ABC, Generic[B]):
         self.stats = LoaderStats()
         self._world = world
         self._epoch = self._next = 0  # the epoch that runs, was run last, or was chosen; and that of the next iteration
+        self._begun = False  # that epoch was begun here: whatever is chosen next begins anew
         self._live: Iterator[Step[B]] | None = None  # the feed of the iteration that runs
 
     # What is particular to a feed.
@@ -74,16 +78,6 @@ class StepLoader(ABC, Generic[B]):
         """Grows whenever :attr:`num_updates` may have changed at run time: by their size, or by what a budget has learned."""
 
     @abstractmethod
-    def set_samples_per_update(self, samples: int) -> int:
-        """Change the size of updates from now on; call it on every rank after the same step. It is part of the state.
-
-        Updates that workers have already been asked for keep their size.
-
-        Returns:
-            The number (from 0) of the first update that holds ``samples`` samples.
-        """
-
-    @abstractmethod
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         """Lengths of some samples; what reads them, by place among these; and what makes batches of samples: of a shape that
         is asked for, where there are few."""
@@ -95,6 +89,10 @@ class StepLoader(ABC, Generic[B]):
     @abstractmethod
     def _forget(self) -> None:
         """Stand at the beginning of epoch ``self._next``: the place that was reached or loaded is done with."""
+
+    @abstractmethod
+    def _asked(self) -> Cursor:
+        """Where the updates end that workers were asked for."""
 
     @abstractmethod
     def _walk(self) -> Walk:
@@ -154,9 +152,22 @@ class StepLoader(ABC, Generic[B]):
             self._choose(anew=True)
 
     def _choose(self, *, anew: bool = False) -> None:
-        if anew or self._next != self._epoch:
+        if anew or self._begun or self._next != self._epoch:
             self._forget()
-            self._epoch = self._next
+            self._epoch, self._begun = self._next, False
+
+    def set_samples_per_update(self, samples: int) -> int:
+        """Change the size of updates from now on; call it on every rank after the same step. It is part of the state.
+
+        Updates that workers have already been asked for keep their size: at most ``num_workers * prefetch_factor`` batches of a
+        planned loader, updates of an online one.
+
+        Returns:
+            The number (from 0) of the first update that holds ``samples`` samples.
+        """
+        if self.sizes is None:
+            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
+        return self.sizes.change(self._asked(), samples)
 
     def timed(self, step: Step[B]) -> AbstractContextManager[Any]:
         """Around what a loop does with a step, for ``work="measure"``. ``for step in loader`` is timed by itself; a loop over
@@ -169,7 +180,7 @@ class StepLoader(ABC, Generic[B]):
     def _iterate(self, around: Callable[[Step[B]], AbstractContextManager[Any]]) -> Iterator[Step[B]]:
         self._stop()
         self._choose()
-        self._next = self._epoch + 1
+        self._next, self._begun = self._epoch + 1, True
         live = self._live = self._run()
         try:
             for step in live:
@@ -185,6 +196,8 @@ class StepLoader(ABC, Generic[B]):
         live = live or self._live
         if self._live is live:
             self._live = None
+            if self._next != self._epoch + 1:
+                self._choose()  # while it ran, another epoch was
         close = getattr(live, "close", None)
         if close is not None:
             close()
@@ -233,11 +246,37 @@ class StepLoader(ABC, Generic[B]):
         LearningBudget.take_up(self.budget, states[rank if len(states) == size else 0])
         self._stop()
         self._restore(found)
+        self._begun = False
 
 
 # What loaders ask of torch's DataLoader.
 
 ENDED_EARLY = "the dataset, `collate_fn` or `weigh` raised StopIteration while samples were left"
+
+
+class Inner:
+    """The user's settings of a ``DataLoader``, and the one that is made with them: when first needed, and again in a copy."""
+
+    def __init__(self, kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("in_order") is False:
+            raise ConfigError(
+                "`in_order=False` is of no use: batches are taken in the order in which they were asked for"
+            )
+        # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
+        self._generator = torch.Generator()
+        self.kwargs = {**checked_kwargs(kwargs), "generator": kwargs.get("generator") or self._generator}
+        self.loader: DataLoader[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "loader": None}
+
+    def seed(self, *place: int) -> None:
+        """Seed what workers draw, unless the user gave a generator."""
+        self._generator.manual_seed(seed_of(*place))
+
+
+def seed_of(*place: int) -> int:
+    return int(np.random.SeedSequence(place).generate_state(1)[0])
 
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +286,7 @@ def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said where the real one is made
-            DataLoader([], **kwargs)  # type: ignore[arg-type]
+            DataLoader([], batch_sampler=[], **kwargs)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         raise ConfigError(f"torch's DataLoader refuses {kwargs!r:.300}: {error}") from error
     return dict(kwargs)

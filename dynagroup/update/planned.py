@@ -30,7 +30,7 @@ from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import Streams
 from dynagroup.state import agreed
 from dynagroup.update.filling import FillingCollator, Pad
-from dynagroup.update.loader import ENDED_EARLY, StepLoader, checked_kwargs
+from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, seed_of
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.update.step import LoaderStats, Step, StepTimes, unplanned
@@ -131,7 +131,7 @@ class PlannedDataLoader(StepLoader[B]):
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
-            self._plan = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
+            self._plan = self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
         collate = further["collate_fn"] = further.get("collate_fn") or default_collate
         if planner.budget.ladder is not None:
             further["collate_fn"] = FillingCollator(collate, planner.budget.ladder, pad)
@@ -185,16 +185,11 @@ class PlannedDataLoader(StepLoader[B]):
         """Steps of the whole :attr:`epoch`, also after a resume; known when it is planned, once."""
         return self.plan_of(self.epoch).num_steps
 
-    def set_samples_per_update(self, samples: int) -> int:
-        """See :meth:`StepLoader.set_samples_per_update`: the next update without workers, with them at most ``num_workers *
-        prefetch_factor`` batches later."""
-        if not isinstance(self._plan, PreservedUpdates):
-            raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
-        asked = self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
-        return self._plan.change(asked, samples)
+    def _asked(self) -> Cursor:
+        return self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        collate: Any = self._feed.collate
+        collate: Any = self._feed.kwargs["collate_fn"]
         made = collate if self.budget.ladder is not None else lambda samples, shape: collate(samples)
         return self._plan.planner.lengths, self.dataset.__getitem__, made
 
@@ -289,30 +284,25 @@ class PlannedDataLoader(StepLoader[B]):
 # An update's batches are loaded, each is weighed, and one sum over ranks tells every rank what each step weighs in all, so that
 # loss scales are exact and any rank can save a place inside the update. Plans are alike on all ranks, so nothing else needs
 # telling, but for a rank that fails: its numbers are NaN. Cost: an all-reduce of a float a step; the batches are held at once.
-class _Feed:
+class _Feed(Inner):
     """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. It is the batch
     sampler of its DataLoader: hands out indices and remembers what they belong to."""
 
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
-        if kwargs.get("in_order") is False:
-            raise ConfigError("`in_order=False` lets batches of different updates mix; leave it True")
-        self._weight_of, self._seed, self._stats, self.collate = weigher(weigh), seed, stats, kwargs["collate_fn"]
+        super().__init__(kwargs)
+        self._weight_of, self._seed, self._stats, self._dataset = weigher(weigh), seed, stats, _SeededDataset(dataset)
         self.asked: deque[PlannedUpdate] = deque()  # from workers, and not collected yet
         self._source: Iterator[PlannedUpdate] = iter(())
-        # A generator of its own: the DataLoader would draw its seed from torch's global one, and shift it on resuming.
-        self._generator = torch.Generator()
-        self._dataset, self._kwargs = _SeededDataset(dataset), {"generator": self._generator, **checked_kwargs(kwargs)}
-        self._loader: DataLoader[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_source": iter(()), "_loader": None}  # a copy starts workers of its own
+        return {**super().__getstate__(), "_source": iter(())}
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         for update in self._source:
             self.asked.append(update)
             before = update.before
             for row, step in enumerate(update.steps, start=before.steps):
-                yield _seed_of(self._seed, before.epoch, row), step.indices
+                yield seed_of(self._seed, before.epoch, row), step.indices
 
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
@@ -321,10 +311,10 @@ class _Feed:
         and first what was taken of the update before. Collective."""
         self.asked.clear()
         self._source = updates
-        self._generator.manual_seed(_seed_of(self._seed, epoch))
-        if self._loader is None:
-            self._loader = DataLoader(self._dataset, batch_sampler=self, **self._kwargs)  # type: ignore[arg-type]
-        batches = iter(self._loader)
+        self.seed(self._seed, epoch)
+        if self.loader is None:
+            self.loader = DataLoader(self._dataset, batch_sampler=self, **self.kwargs)  # type: ignore[arg-type]
+        batches = iter(self.loader)
         while (loaded := self._loaded(batches, world)) is not None:
             update, collected, weights = loaded
             found = weights if world.size == 1 else world.all_sum(weights)
@@ -375,7 +365,3 @@ class _SeededDataset(Dataset):
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-
-def _seed_of(*place: int) -> int:
-    return int(np.random.SeedSequence(place).generate_state(1)[0])

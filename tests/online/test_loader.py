@@ -31,7 +31,7 @@ WRONG = [
     ({"in_order": False}, "in_order"),
     ({"accumulation": 2, "samples_per_update": 8}, "exclude each other"),
     ({"shuffle": True, "sampler": [0]}, "exclude each other"),
-    ({"batch_size": 4}, "`batch_size` is not an argument"),
+    ({"batch_size": 4}, "refuses .*batch_size"),
     ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
     ({"weigh": "loss"}, "`weigh`"),
     ({"length_hint": [1.0]}, "`length_hint`"),

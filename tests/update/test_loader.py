@@ -96,7 +96,7 @@ def test_ranks_with_another_order_are_told():
         ({"seed": -1}, "`seed` must be an int of at least 0"),
         ({"data": range(60)}, "`lengths` has 53 entries, but the dataset has 60"),
         ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
-        ({"num_workers": 1, "in_order": False}, "`in_order=False` lets batches of different updates mix"),
+        ({"num_workers": 1, "in_order": False}, "`in_order=False` is of no use"),
     ],
 )
 def test_mistakes_are_named(settings, message):
