@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.base import Budget, is_packed, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, Kinds, check_names
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of, shorten
@@ -20,10 +20,10 @@ from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.planner import OneKind
 from dynagroup.plan.ranks import cut_kinds
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
-from dynagroup.update.filling import FillingCollator, Pad, Shape
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, units_of
+from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
-from dynagroup.update.step import total_of, width_of
+from dynagroup.update.step import shown, total_of
 from dynagroup.validation import check_choice, check_function, warn_user
 
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
@@ -107,6 +107,7 @@ class RefinementCollator:
         check_choice("oversize", self.oversize, ("alone", "error"))
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
+        self.filling = FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
         self._warned_wide = self._collates_to_measure = False
 
     @property
@@ -200,14 +201,13 @@ class RefinementCollator:
     ) -> list[Refined]:
         request, samples, shapes = window.request, window.samples, shapes_of(batches, lengths)
         agrees = self.has_kinds and self.one_kind == "step"
-        counted = _rows(
-            oversize=~self.budget.fits(shapes),
-            padded=padded_tokens(shapes, self.budget),
-            work=self.work.of_batches(batches, lengths, self.budget),
-            real=real_tokens(shapes, self.budget),
-        )
-        shown = shapes.total if is_packed(self.budget, lengths) else shapes.longest
-        widths = _rows(**{name: shown[name] for name in padded_streams(self.budget, lengths)})
+        columns = {
+            "group": groups,
+            "oversize": (~self.budget.fits(shapes)).tolist(),
+            "padded": padded_tokens(shapes, self.budget).tolist(),
+            "work": self.work.of_batches(batches, lengths, self.budget).tolist(),
+            "real": real_tokens(shapes, self.budget).tolist(),
+        }
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist())
         made = []
         for number, members in enumerate(batches):
@@ -215,25 +215,17 @@ class RefinementCollator:
             chosen, indices = [samples[p] for p in places], [request.indices[p] for p in places]
             measured = {name: values[members] for name, values in lengths.items()}
             batch = _asked("collate_fn", self.collate_fn or default_collate, chosen, of=indices)
-            if counted[number]["oversize"]:
+            facts = {name: column[number] for name, column in columns.items()}
+            if facts["oversize"]:
                 self._check_alone(indices, measured)
             else:
-                self._check_width(batch, indices, measured, widths[number])
+                self._check_width(batch, indices, BatchShape.of_samples(measured))
             weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
-            batch = batch if self.budget.ladder is None else self._filling.fill(batch, len(places))
-            facts = {"samples": chosen if number in kept else None, "group": groups[number], **counted[number]}
             facts |= {"label": labels[places[0]], "kind": agrees * number_of(labels[places[0]])}
+            facts["samples"] = chosen if number in kept else None
             positions = tuple(request.positions[members].tolist())
-            made.append(Refined(batch, indices, positions, measured, weight, **facts))
+            made.append(Refined(self.filling.fill(batch, len(places)), indices, positions, measured, weight, **facts))
         return made
-
-    def collate(self, samples: list[Any], shape: Shape) -> Any:
-        """One batch, as models are given it; filled to this shape where there are few."""
-        return self._filling(samples, shape)
-
-    @property
-    def _filling(self) -> FillingCollator:
-        return FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
 
     def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
         if len(indices) > 1:
@@ -242,26 +234,23 @@ class RefinementCollator:
             way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
             raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")
 
-    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
+    def _check_width(self, batch: Any, indices: Sequence[int], shape: BatchShape) -> None:
         """A batch is as wide as its longest sample, or as long as all of them, or lengths were measured wrong."""
-        packed, wide = is_packed(self.budget, lengths), {}
-        for name, width in widths.items():
-            tokens = total_of(batch, name, widths) if packed else width_of(batch, len(indices), name, widths)
-            if tokens is not None and tokens > width + -width % self.budget.pad_to_multiple_of:
-                wide[name] = tokens
+        packed, multiple = is_packed(self.budget, shape.longest), self.budget.pad_to_multiple_of
+        measured = shape.total if packed else shape.longest
+        found = shown(batch, shape, self.budget).items()
+        wide = {name: tokens for name, tokens in found if tokens > round_up(measured[name], multiple)[0]}
         if not wide:
             return
         came = " and ".join(f"{tokens} {name}" for name, tokens in wide.items())
         form, whose = ("long", "which measure") if packed else ("wide", "whose longest sample measures")
-        measured = " and ".join(str(widths[name]) for name in wide)
-        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {measured}"
+        own = " and ".join(str(measured[name][0]) for name in wide)
+        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {own}"
         if self.length_of is None and not self._collates_to_measure:
             raise _WiderThanMeasured(told)
-        shape = BatchShape.of_samples(lengths)
-        true = {name: np.array([tokens]) for name, tokens in wide.items()}
-        wider: Any = {"total": {**shape.total, **true}} if packed else {"longest": {**shape.longest, **true}}
+        true = {**measured, **{name: np.array([tokens]) for name, tokens in wide.items()}}
         way_out = "correct `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
-        if not self.budget.fits(replace(shape, **wider))[0]:
+        if not self.budget.fits(replace(shape, **{"total" if packed else "longest": true}))[0]:
             raise BudgetError(f"{told}: the batch does not fit; {way_out}")
         if not self._warned_wide:
             self._warned_wide = True
@@ -270,11 +259,6 @@ class RefinementCollator:
 
 class _WiderThanMeasured(Exception):
     """The collate function changes lengths, which are measured before it."""
-
-
-def _rows(**columns: NDArray[Any]) -> list[dict[str, Any]]:
-    """The k-th value of every column, under its name, for every k."""
-    return [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
 
 
 def _ids_of(sample: Any) -> Any:

@@ -123,7 +123,7 @@ class Runner(ABC):
     @property
     def _in_rows(self) -> bool:
         """Batches are taken in the order they came in: the user's, or rows planned to be of equal work, none of them split."""
-        return self.source.batches is not None or (self.source.lengths is not None and not self.split)
+        return self.source.groups is not None or (self.source.lengths is not None and not self.split)
 
     def _loaded(self) -> Sequence[Refined] | None:
         began = time.perf_counter()

@@ -98,7 +98,8 @@ class MapFeed:
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place
         world = source.world
-        self.opening = 0 if not source.batches else print_of(source.batches[:4])
+        first = (source.groups or ())[:4]
+        self.opening = print_of([first, source.order.at(np.arange(sum(first)))]) if first else 0
         # Ranks agree on all steps of an update at once.
         self._max_bytes = None if source.sizes is not None else source.config.window_bytes
         self._plans = source.requests(world.rank, world.size)
@@ -123,7 +124,7 @@ class MapFeed:
         self._start = place["start"]
         if self.source.sizes is None:
             self._planned = sum(1 for _ in islice(self._plans, place["next"]))
-        groups = [group for group in unpack_groups(place["front"]) + unpack_groups(place["pool"]) if group]
+        groups = [group for group in unpack_groups(place["batches"]) if group]
         if groups:
             keep, limit, self._max_bytes = len(groups) * bool(place["kept"]), self._max_bytes, None
             self._send(Request(np.concatenate(groups), tuple(map(len, groups)), keep))
@@ -203,26 +204,25 @@ class MapFeed:
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
         """Its place, and the batches that it gave and that are not used: ``front`` are agreed steps, ``pool`` is queued."""
-        steps, queue = ((batch.positions for batch in batches) for batches in (front, pool))
-        kept = [place for place, batch in enumerate(pool) if batch.samples is not None]
+        batches = [*front, *pool]
+        kept = [number for number, batch in enumerate(batches) if number >= len(front) and batch.samples is not None]
+        groups = {"kinds": pack(batch.kind for batch in front), "batches": pack_groups(b.positions for b in batches)}
         rest = [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in self._pending if not r.planned]
         upcoming = self._planned - sum(request.planned for request in self._pending)
-        drawn = {"rest": rest, "next": upcoming, "start": self._start, "kinds": pack(batch.kind for batch in front)}
-        return {"front": pack_groups(steps), "pool": pack_groups(queue), "kept": kept, **drawn}
+        return {**groups, "kept": kept, "rest": rest, "next": upcoming, "start": self._start}
 
     def reload(self) -> tuple[list[Refined], list[Refined]]:
         place, self._place = self._place, None
         if place is None:
             return [], []
         self.kinds_before = unpack(place["kinds"]).tolist()
-        front, pool = unpack_groups(place["front"]), unpack_groups(place["pool"])
-        batches = self.take() if any(front) or any(pool) else []
-        pieces = (list(alike) for _, alike in groupby(batches, lambda batch: batch.group))
-        slots = [next(pieces) if group else [] for group in (*front, *pool)]
+        sizes, _ = place["batches"]
+        pieces = (list(alike) for _, alike in groupby(self.take() if any(sizes) else (), lambda batch: batch.group))
+        slots = [next(pieces) if size else [] for size in sizes]
         agreed = [slot[0] if slot else Refined.idle(kind) for slot, kind in zip(slots, self.kinds_before, strict=False)]
         # Processing may have changed lengths, and so the number of batches.
-        kept = {len(front) + number for number in place["kept"]}
-        rest = ((number, batch) for number, slot in enumerate(slots) for batch in slot[number < len(front) :])
+        rest = ((number, batch) for number, slot in enumerate(slots) for batch in slot[number < len(agreed) :])
+        kept = set(place["kept"])
         return agreed, [replace(batch, samples=batch.samples if number in kept else None) for number, batch in rest]
 
 
@@ -308,11 +308,11 @@ def resumed(
 def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
     """Positions that no rank has emitted, from the places of all of them."""
     size, count = len(places), source.order.num_positions
-    if source.iterable or source.batches is not None:
+    if source.iterable or source.groups is not None:
         what = "an iterable dataset" if source.iterable else "a batch_sampler"
         on = f"{size} ranks, as before, not on {source.world.size}"
         raise StateError(f"{what} is divided among ranks by itself: it resumes on {on}")
-    parts = [unpack(place[name][1]) for place in places for name in ("front", "pool")]
+    parts = [unpack(place["batches"][1]) for place in places]
     parts += [unpack(rest[0]) for place in places for rest in place["rest"]]
     if source.shares:
         parts.append(np.arange(places[0]["start"], count))

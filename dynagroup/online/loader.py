@@ -18,7 +18,7 @@ from dynagroup.lengths import LONGEST
 from dynagroup.online.collator import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
 from dynagroup.online.feeds import Workers, resumed
-from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, as_hint, handed_out
+from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, handed_out
 from dynagroup.online.protocol import Exchange, print_of
 from dynagroup.online.state import LearnedLengths, together
 from dynagroup.plan.cost import Work
@@ -125,15 +125,13 @@ class OnlineDataLoader(StepLoader[Any]):
         how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "window": window, "window_bytes": window_bytes}
         how |= {"samples_per_update": samples_per_update, "drop_last": drop_last, "accumulation": accumulation}
         self.config = config = OnlineConfig(**knobs, **how)
-        budget = _few_shapes(shapes, as_budget(budget), length_hint, dataset, config)
         self._orders = orders = EpochOrders(dataset, config, batch_sampler, sampler, length_hint, kinds)
+        self.sizes, budget = orders.sizes, _bound(shapes, as_budget(budget), orders.hint, config)
         knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
         collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
-        check_budget(collator.budget)
         self._workers = Workers(dataset, collator, config, dataloader_kwargs)
-        learns = not self._workers.iterable and batch_sampler is None  # lengths that were seen plan later epochs
+        learns = batch_sampler is None and not self._workers.iterable  # lengths that were seen plan later epochs
         self._learned = LearnedLengths(len(dataset)) if learns else None
-        self.sizes = self._orders.sizes
         self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
         self._limit: float | None = None  # what the plan of the running epoch follows of what its budget has learned
         self._resume: list[Mapping[str, Any]] = []  # states of a place that was loaded, until it is gone on from
@@ -165,10 +163,6 @@ class OnlineDataLoader(StepLoader[Any]):
         return self._orders.num_samples
 
     @property
-    def num_changes(self) -> int:
-        return 0 if self.sizes is None else len(self.sizes.changes)
-
-    @property
     def cursor(self) -> Cursor:
         return self._cursor if self._run_of is None else self._run_of.cursor
 
@@ -182,7 +176,7 @@ class OnlineDataLoader(StepLoader[Any]):
             raise ConfigError("samples of an iterable dataset come once, so that none can be shown beforehand")
         places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
-        return collator.measure(samples, places), samples.__getitem__, collator.collate
+        return collator.measure(samples, places), samples.__getitem__, collator.filling
 
     def _identity(self) -> dict[str, Any]:
         return {**self.config.identity(), **self._orders.identity, **self._workers.identity}
@@ -254,12 +248,12 @@ class OnlineDataLoader(StepLoader[Any]):
         if learner is not None:
             learner.apply(world)
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
-        order, batches = self._orders.of_epoch(epoch), self._orders.batches(epoch)
+        order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
         # Plans follow one limit for a whole epoch; workers split what has been learned not to fit since.
         applied = None if self.budget.learner is None else LearningBudget.applied_to(self.budget)
         self._limit = states[0]["running"]["limit"] if states else applied
         budget = self.budget.held(self._limit)
-        source = Source(world, self.config, budget, workers.iterable, cursor, order, self.sizes, batches)
+        source = Source(world, self.config, budget, workers.iterable, cursor, order, self.sizes, groups)
         source, place, joined = resumed(source, states, self._learned, self._orders)
         identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
         under_way = states[0]["running"]["under_way"] if states else 0
@@ -277,26 +271,21 @@ class OnlineDataLoader(StepLoader[Any]):
             "num_workers": [self._workers.num_workers, self._workers.depth],
             "sizes of updates": [stop for _, stop, _ in sizes.spans(sizes.start(epoch))] if varying else None,
         }
-        own = (
-            {"kind_of", "weigh"} if callable(self.config.weigh) else {"kind_of"}
-        )  # may read what differs, such as a device
+        own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # they may read what differs, such as a device
         return {name: value for name, value in {**self._identity(), **told}.items() if name not in own}
 
 
-def check_budget(budget: Budget) -> None:
+def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) -> Budget:
+    """The budget; or its few shapes for samples about as long as ``hint`` says, one of which holds the longest that fits."""
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
         way_out = "give MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"
         raise ConfigError(f"`budget` needs all lengths, which an OnlineDataLoader does not know beforehand; {way_out}")
-
-
-def _few_shapes(shapes: int | None, budget: Budget, hint: Any, dataset: Any, config: OnlineConfig) -> Budget:
-    """For samples about as long as ``hint`` says; one of the shapes holds the longest sample that fits."""
     if shapes is None:
         return budget
     if hint is None:
         raise ConfigError("`shapes` needs `length_hint`, about the tokens of a sample; or pass a ShapeLadder")
-    tokens = np.ceil(as_hint(hint, len(dataset))).clip(0, LONGEST).astype(np.int64)
+    tokens = np.ceil(hint).clip(0, LONGEST).astype(np.int64)
     longest = largest_within(lambda count: budget.fits(BatchShape.of(1, count)), 1, LONGEST)
     how = {"samples_per_update": config.samples_per_update, "window": config.window, "work": config.work}
     return few_shapes(shapes, np.append(tokens, longest), budget, **how)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import accumulate, chain
 from operator import index as as_index
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +19,16 @@ from dynagroup.fingerprint import described
 from dynagroup.lengths import Kinds, as_streams
 from dynagroup.online.datasets import is_stream, set_epoch
 from dynagroup.online.messages import Request
-from dynagroup.online.protocol import print_of, spread
+from dynagroup.online.protocol import print_of
 from dynagroup.online.state import KINDS, LearnedLengths
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import EpochOrder, OrderSource, windows_of_kinds
-from dynagroup.plan.planner import LEAST_SHARE, OneKind, PlanConfig, Planner
-from dynagroup.plan.ranks import cut_kinds
+from dynagroup.plan.epoch import EpochOrder, OrderSource
+from dynagroup.plan.plan import BatchPlan
+from dynagroup.plan.planner import OneKind, PlanConfig, Planner
 from dynagroup.shapes import IntArray, Streams, primary
 from dynagroup.update.loss_weight import Weigh
-from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes
+from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, UpdateSizes, check_updates
 from dynagroup.validation import check_flag, check_int
 
 ROWS_A_REQUEST = 16
@@ -35,38 +36,27 @@ SORTED = 8  # windows a rank whose samples are sorted together by a hint
 WINDOW_BYTES = 1 << 28
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class OnlineConfig:
     """Arguments of the loader that know no data and no ranks."""
 
-    window: int = 1024
-    samples_per_update: int | BatchSizeSchedule | None = None
-    drop_last: bool = False
-    accumulation: int = 1
-    seed: int = 0
-    shuffle: bool = False
-    weigh: Weigh = "tokens"
-    window_bytes: int | None = WINDOW_BYTES
-    work: Work = field(default_factory=check_work)
-    one_kind: OneKind = "step"
+    window: int
+    samples_per_update: int | BatchSizeSchedule | None
+    drop_last: bool
+    accumulation: int
+    seed: int
+    shuffle: bool
+    weigh: Weigh
+    window_bytes: int | None
+    work: Work
+    one_kind: OneKind
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {"work": check_work(self.work)}
-        for name, least in (("window", 1), ("accumulation", 1), ("seed", 0)):
-            checked[name] = check_int(name, getattr(self, name), least=least)
-        for name in ("shuffle", "drop_last"):
-            checked[name] = check_flag(name, getattr(self, name))
+        self.window, self.seed = check_int("window", self.window), check_int("seed", self.seed, least=0)
+        self.shuffle, self.work = check_flag("shuffle", self.shuffle), check_work(self.work)
         if self.window_bytes is not None:
-            checked["window_bytes"] = check_int("window_bytes", self.window_bytes)
-        if self.samples_per_update is not None and not callable(self.samples_per_update):
-            checked["samples_per_update"] = check_int("samples_per_update", self.samples_per_update)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.samples_per_update is None and self.drop_last:
-            raise ConfigError("`drop_last` needs `samples_per_update`: without it no update is smaller than asked")
-        if self.samples_per_update is not None and self.accumulation != 1:
-            both = f"`accumulation` ({self.accumulation}) and `samples_per_update`"
-            raise ConfigError(f"{both} exclude each other: an update takes as many steps as its samples need")
+            self.window_bytes = check_int("window_bytes", self.window_bytes)
+        self.accumulation = check_updates(self.samples_per_update, self.accumulation, drop_last=self.drop_last)
 
     def identity(self) -> dict[str, Any]:
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -90,12 +80,32 @@ class Order(NamedTuple):
 
     def at(self, positions: IntArray) -> list[int]:
         positions = positions if self.base is None else self.base[positions]
-        if isinstance(self.indices, EpochOrder):
-            return self.indices.index_at(positions).tolist()
-        return self.indices[positions].tolist()
+        drawn = isinstance(self.indices, EpochOrder)  # where they are needed
+        return (self.indices.index_at(positions) if drawn else self.indices[positions]).tolist()
 
     def restricted(self, positions: IntArray) -> Order:
         return Order(self.indices, positions if self.base is None else self.base[positions])
+
+
+class BatchSource(OrderSource):
+    """As an order, a user's batches: their indices one after another, and how many each batch has. A sampler that cannot be told
+    the epoch is drawn for each before."""
+
+    def _read(self, epoch: int) -> list[int]:
+        told = hasattr(self._source, "set_epoch")
+        for _ in range(0 if told else epoch - self._epoch - 1):
+            deque(self._source, maxlen=0)
+        set_epoch(self._source, epoch)
+        batches = [[as_index(index) for index in batch] for batch in self._source]  # type: ignore[attr-defined]
+        self._groups = tuple(map(len, batches))
+        return [*chain.from_iterable(batches)]
+
+    def groups(self, epoch: int) -> tuple[int, ...]:
+        self.of_epoch(epoch)
+        return self._groups
+
+    def checksum(self, epoch: int) -> int:
+        return print_of([super().checksum(epoch), self._groups])
 
 
 class EpochOrders:
@@ -109,8 +119,9 @@ class EpochOrders:
         given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * config.shuffle
         if len(given) > 1:
             raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
-        if iterable and given:
-            raise ConfigError(f"`{given[0]}` needs a map-style dataset; an iterable one brings its own order")
+        if iterable and (given or kinds is not None):
+            way_out = "an iterable one brings its own order; its samples are labelled by `kind_of`"
+            raise ConfigError(f"`{[*given, 'kinds'][0]}` needs a map-style dataset; {way_out}")
         if config.samples_per_update is not None and (iterable or batch_sampler is not None):
             way_out = "an update's samples are drawn from one order over all ranks; elsewhere set `accumulation`"
             raise ConfigError(f"`samples_per_update` needs a map-style dataset and no `batch_sampler`: {way_out}")
@@ -118,65 +129,47 @@ class EpochOrders:
         if isinstance(ranks, int) and ranks > 1:
             told = f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__})"
             raise ConfigError(f"{told}; give the undivided one: the loader hands out samples to ranks itself")
-        if isinstance(batch_sampler, Iterator):
-            raise ConfigError(f"`batch_sampler` must give batches anew every epoch, but is {batch_sampler!r:.200}")
         self._config, self.size = config, None if iterable else len(dataset)
-        self._sampler = None if sampler is None else OrderSource(sampler, len(dataset))
-        self._batch_sampler = batch_sampler
-        self._drawn: tuple[int, list[list[int]]] = (-1, [])
+        self.decided_by = given[0] if given else "dataset"
+        self._source = None if sampler is None else OrderSource(sampler, len(dataset))
+        if batch_sampler is not None:
+            self._source = BatchSource(batch_sampler, len(dataset))
         self.sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(config.samples_per_update, self.num_ordered, drop_last=config.drop_last)
         self.hint = None if length_hint is None else as_hint(length_hint, len(dataset))
-        if kinds is not None and iterable:
-            raise ConfigError("`kinds` needs a map-style dataset; label an iterable one's samples by `kind_of`")
         self.kinds = None if kinds is None else Kinds.read(kinds, len(dataset))
-        self.decided_by = given[0] if given else "dataset"
 
     @property
     def identity(self) -> dict[str, Any]:
-        hint = None if self.hint is None else described(self.hint)
-        kinds = None if self.kinds is None else described(self.kinds)
-        return {"num_samples": self.size, "order": self.decided_by, "length_hint": hint, "kinds": kinds}
+        told = {"length_hint": self.hint, "kinds": self.kinds}
+        facts = {name: None if value is None else described(value) for name, value in told.items()}
+        return {"num_samples": self.size, "order": self.decided_by, **facts}
 
     @property
     def num_samples(self) -> int | None:
         """Samples that an epoch draws over all ranks, where one order decides it."""
-        return None if self.size is None or self._batch_sampler is not None else self.num_ordered()
+        return None if self.size is None or isinstance(self._source, BatchSource) else self.num_ordered()
 
     def num_ordered(self) -> int:
-        if self._sampler is None:
+        if self._source is None:
             return self.size or 0
-        return len(self._sampler) if self._config.samples_per_update is None else self._sampler.counted()
+        return len(self._source) if self.sizes is None else self._source.counted()
 
     def of_epoch(self, epoch: int) -> Order:
         """Dataset indices by position; of this rank's batches where the user gives them; none of an iterable."""
-        batches = self.batches(epoch)
-        if self.size is None or batches is not None:
-            return Order(np.asarray(list(chain.from_iterable(batches or ())), np.int64))
-        if self._sampler is not None:
-            counts = self._config.samples_per_update is not None
-            return Order(self._sampler.counted_epoch(epoch) if counts else self._sampler.of_epoch(epoch))
-        shuffled = EpochOrder(self.size, seed=self._config.seed, epoch=epoch) if self._config.shuffle else None
-        return Order(np.arange(self.size) if shuffled is None else shuffled)
+        source, size = self._source, self.size or 0
+        if source is not None:
+            return Order(source.of_epoch(epoch) if self.sizes is None else source.counted_epoch(epoch))
+        return Order(EpochOrder(size, seed=self._config.seed, epoch=epoch) if self._config.shuffle else np.arange(size))
 
-    def batches(self, epoch: int) -> list[list[int]] | None:
-        """This rank's batches, where the user gives them. A sampler that cannot be told the epoch is drawn for each before."""
-        source, drawn = self._batch_sampler, self._drawn[0]
-        if source is None:
-            return None
-        if epoch != drawn:
-            told = callable(getattr(source, "set_epoch", None))
-            set_epoch(source, epoch)
-            for _ in range(1 if told else max(1, epoch - drawn)):
-                self._drawn = epoch, [[as_index(index) for index in batch] for batch in source]
-        return self._drawn[1]
+    def groups(self, epoch: int) -> tuple[int, ...] | None:
+        """Sizes of this rank's batches, where the user gives them."""
+        return self._source.groups(epoch) if isinstance(self._source, BatchSource) else None
 
     def fingerprint(self, epoch: int) -> int | None:
-        """63 bits of an order that the user decides; None where seed and settings do."""
-        if self._batch_sampler is not None:
-            return print_of(self.batches(epoch))
-        return None if self._sampler is None else print_of(self._sampler.of_epoch(epoch).tolist())
+        """What tells apart orders that the user decides; None where seed and settings do."""
+        return None if self._source is None else self._source.checksum(epoch)
 
 
 class Source(NamedTuple):
@@ -187,7 +180,7 @@ class Source(NamedTuple):
     cursor: Cursor  # where the updates that come begin
     order: Order  # empty of an iterable dataset
     sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
-    batches: list[list[int]] | None = None  # this rank's, where the user gives them
+    groups: tuple[int, ...] | None = None  # sizes of this rank's batches, where the user gives them
     lengths: Streams | None = None  # known ones, by position; at most one of these two
     rough: FloatArray | None = None  # roughly known ones, by position
     kinds: IntArray | None = None  # known beside either, by position, as numbers
@@ -195,17 +188,18 @@ class Source(NamedTuple):
     @property
     def shares(self) -> bool:
         """Windows belong to no rank until an exchange hands them out."""
-        divided = self.iterable or self.batches is not None or self.sizes is not None
+        divided = self.iterable or self.groups is not None or self.sizes is not None
         return not divided and self.lengths is None and self.rough is None
 
     def requests(self, rank: int, size: int) -> Iterator[Request]:
         """A rank's requests: from the cursor on where updates are of a set size, else from the order's beginning."""
-        if self.batches is not None:
-            return _batches(self.batches)
+        if self.groups is not None:
+            stops = accumulate(self.groups)
+            return (Request(np.arange(stop - n, stop), (n,)) for stop, n in zip(stops, self.groups, strict=True))
         if self.sizes is not None:
             return _updates(self, rank, size)
         if self.lengths is not None:
-            return _rows(self, rank, size)
+            return _rows(self, self.lengths, rank, size)
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
     def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> Source:
@@ -231,34 +225,31 @@ class Source(NamedTuple):
         return source._replace(rough=np.sum(padded, axis=0, dtype=np.float64))
 
 
-def _in_rows(source: Source, window: IntArray, rank: int, size: int, *, number: int) -> list[IntArray]:
-    """A rank's batches of one window's positions, one a row; no sample is repeated to fill a row, and nobody always has the
-    dearest batch. Each kind has rows of its own, evenly among the others'."""
-    config, of_window = source.config, {name: values[window] for name, values in (source.lengths or {}).items()}
-    kinds = np.zeros(len(window), np.int64) if source.kinds is None else source.kinds[window]
-    rng, rows = np.random.default_rng((config.seed, source.cursor.epoch, number)), list[list[IntArray]]()
-    together = config.one_kind == "batch"
-    for batches in cut_kinds(of_window, kinds, source.budget, size, together=together, work=config.work):
-        full = len(batches) // size
-        order = np.append(rng.permutation(full) if config.shuffle else np.arange(full), full)  # the last is not filled
-        mine = order * size + (rank + rng.integers(size, size=len(order))) % size
-        rows.append([*batches.take(mine[mine < len(batches)]).map(window)])
-    return spread(rows)
+def _planner(source: Source, lengths: Streams) -> Planner:
+    """The offline sampler's planner, of positions; with updates of a set size its windows are these updates."""
+    config, size = source.config, None if source.sizes is None else LARGEST_UPDATE
+    how: dict[str, Any] = {
+        "shuffle": config.shuffle,
+        "seed": config.seed,
+        "work": config.work,
+        "one_kind": config.one_kind,
+    }
+    kinds = None if source.kinds is None else Kinds.read(source.kinds, len(source.kinds))
+    plan = PlanConfig(samples_per_update=size, hardest_first=0, **how)
+    return Planner(lengths, source.budget, plan, kinds)
 
 
-def _rows(source: Source, rank: int, size: int) -> Iterator[Request]:
-    """Batches planned like the offline sampler's, in rows of equal cost over the ranks. All ranks' windows up to a quarter of an
-    epoch are planned together, so that batches differ between epochs; at least what the offline sampler would choose."""
-    lengths, config, count = source.lengths or {}, source.config, source.order.num_positions
-    offline = Planner(lengths, source.budget, PlanConfig(shuffle=config.shuffle)).window_size(size)
-    window = max(offline, min(config.window * size, count // 4))
-    order, spans = np.arange(count), [(first, first + window) for first in range(0, count, window)]
-    if source.kinds is not None:
-        rng = np.random.default_rng((config.seed, source.cursor.epoch)) if config.shuffle else None
-        codes = np.unique(source.kinds, return_inverse=True)[1]
-        order, spans, _ = windows_of_kinds(order, codes, window, least=-(-window // LEAST_SHARE), rng=rng)
-    for number, span in enumerate(spans):
-        mine = _in_rows(source, order[slice(*span)], rank, size, number=number)
+def _own(window: BatchPlan, rank: int) -> list[IntArray]:
+    """A rank's batches of a planned window, one a row; none in a row that it only fills."""
+    takes = window.table[window.loss_scale[:, rank] > 0, rank]
+    return [*window.batches.take(takes)]
+
+
+def _rows(source: Source, lengths: Streams, rank: int, size: int) -> Iterator[Request]:
+    """Batches as the offline sampler plans them, in rows of equal cost over the ranks."""
+    planner, count = _planner(source, lengths), source.order.num_positions
+    for window in planner.steps_from(planner.start_of(source.cursor.epoch, size), size, np.arange(count)):
+        mine = _own(window, rank)
         for start in range(0, len(mine), ROWS_A_REQUEST):
             batches = mine[start : start + ROWS_A_REQUEST]
             yield Request(np.concatenate(batches), tuple(map(len, batches)), keep=size > 1)
@@ -279,23 +270,15 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
             yield Request(np.sort(alike[rank::size]), keep=size > 1)
 
 
-def _batches(batches: Sequence[Sequence[int]]) -> Iterator[Request]:
-    """The user's batches, each refined by itself; positions number this rank's samples as they come."""
-    first = 0
-    for batch in batches:
-        yield Request(np.arange(first, first + len(batch)), (len(batch),))
-        first += len(batch)
-
-
 def _updates(source: Source, rank: int, size: int) -> Iterator[Request]:
     """One request an update: this rank's share of the samples that fixed batches would draw for it. Of an epoch that goes on on
     other ranks, the first samples have no position any more; of the update that was under way then, only the rest."""
-    mark, skipped = source.cursor, source.order.skipped
+    mark, skipped, planner = source.cursor, source.order.skipped, source.lengths and _planner(source, source.lengths)
     for begin, stop, after in source.sizes.spans(mark) if source.sizes is not None else ():
         first, end = max(begin - skipped, 0), stop - skipped
         groups = None
-        if source.lengths is not None:
-            mine = _in_rows(source, np.arange(first, end), rank, size, number=mark.update)
+        if planner:
+            mine = _own(planner.update_of(np.arange(first, end), Cursor(mark.epoch), size), rank)
             groups, share = tuple(map(len, mine)), np.concatenate([np.zeros(0, np.int64), *mine]) - first
         elif source.rough is not None:
             kinds = None if source.kinds is None else source.kinds[first:end]

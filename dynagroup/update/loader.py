@@ -72,11 +72,6 @@ class StepLoader(ABC, Generic[B]):
     def cursor(self) -> Cursor:
         """Where the updates that were handed out end; the one under way counts as handed out."""
 
-    @property
-    @abstractmethod
-    def num_changes(self) -> int:
-        """Grows whenever :attr:`num_updates` may have changed at run time: by their size, or by what a budget has learned."""
-
     @abstractmethod
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         """Lengths of some samples; what reads them, by place among these; and what makes batches of samples: of a shape that
@@ -155,6 +150,11 @@ class StepLoader(ABC, Generic[B]):
         if anew or self._begun or self._next != self._epoch:
             self._forget()
             self._epoch, self._begun = self._next, False
+
+    @property
+    def num_changes(self) -> int:
+        """Grows whenever :attr:`num_updates` may have changed at run time: by their size, or by what a budget has learned."""
+        return 0 if self.sizes is None else len(self.sizes.changes)
 
     def set_samples_per_update(self, samples: int) -> int:
         """Change the size of updates from now on; call it on every rank after the same step. It is part of the state.

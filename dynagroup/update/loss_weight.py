@@ -57,8 +57,7 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
             "function from a batch to its weight"
         )
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
-    kind = getattr(labels.dtype, "is_floating_point", None)  # torch; numpy has a kind
-    if kind if kind is not None else labels.dtype.kind == "f":
+    if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
     labels = labels[..., 1:] if shifted and name == "labels" and labels.ndim > 1 else labels
     if str(getattr(labels, "device", "cpu")) != "cpu":
@@ -109,23 +108,17 @@ def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float
     >>> weigher("samples")(None, 3)
     3.0
     """
-    if isinstance(weigh, str) and weigh in ("tokens", "samples"):
-        return partial(_by_tokens, shifted=shifted) if weigh == "tokens" else _by_samples
-    if callable(weigh):
-        return partial(_by_function, weigh)
-    raise ConfigError(f"`weigh` must be 'tokens', 'samples' or a function from a batch to its weight, but is {weigh!r}")
+    if not callable(weigh) and weigh not in ("tokens", "samples"):
+        raise ConfigError(
+            f"`weigh` must be 'tokens', 'samples' or a function from a batch to its weight, but is {weigh!r}"
+        )
+    return partial(_weight, weigh, shifted)
 
 
-def _by_tokens(batch: Any, num_samples: int, *, shifted: bool) -> float:
-    return float(count_label_tokens(batch, shifted=shifted))
-
-
-def _by_samples(batch: Any, num_samples: int) -> float:
-    return float(num_samples)
-
-
-def _by_function(function: Callable[[Any], float], batch: Any, num_samples: int) -> float:
-    given = function(batch)
+def _weight(weigh: Weigh, shifted: bool, batch: Any, num_samples: int) -> float:
+    if not callable(weigh):
+        return float(count_label_tokens(batch, shifted=shifted) if weigh == "tokens" else num_samples)
+    given = weigh(batch)
     try:
         weight = float(given)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # none, or more than one number

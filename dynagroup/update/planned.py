@@ -27,18 +27,17 @@ from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.static_shapes import few_shapes
-from dynagroup.shapes import Streams
+from dynagroup.shapes import BatchShape, Streams
 from dynagroup.state import agreed
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, seed_of
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
-from dynagroup.update.schedule import BatchSizeSchedule
+from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, check_updates
 from dynagroup.update.step import LoaderStats, Step, StepTimes, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
-from dynagroup.validation import check_flag, check_int, warn_user
+from dynagroup.validation import check_int, warn_user
 
 B = TypeVar("B")
-LARGEST_UPDATE = 1 << 40
 OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # of a plan: arguments here, or what follows
 
 
@@ -111,13 +110,9 @@ class PlannedDataLoader(StepLoader[B]):
         **further: Any,
     ) -> None:
         super().__init__(dataset, world=world)
-        free = samples_per_update is None
-        drop_last, how = check_flag("drop_last", drop_last), {"seed": seed, "shuffle": shuffle}
-        accumulation, self._weigh = check_int("accumulation", accumulation), weigh
-        if free and (sampler is not None or drop_last or grouping is not None):
-            raise ConfigError("`sampler`, `drop_last` and `grouping` need `samples_per_update`")
-        if not free and accumulation != 1:
-            raise ConfigError(f"`accumulation` ({accumulation}) is whatever the memory needs with `samples_per_update`")
+        free, how, self._weigh = samples_per_update is None, {"seed": seed, "shuffle": shuffle}, weigh
+        of_set_sizes = {"sampler": sampler is not None, "drop_last": drop_last, "grouping": grouping is not None}
+        accumulation = check_updates(samples_per_update, accumulation, **of_set_sizes)
         settings = {name: further.pop(name) for name in ({f.name for f in fields(PlanConfig)} - OURS) & further.keys()}
         self._guess = settings["work"] = check_work(settings.get("work"), times=True)
         how |= {} if free else {"samples_per_update": LARGEST_UPDATE, "grouping": grouping}
@@ -152,7 +147,7 @@ class PlannedDataLoader(StepLoader[B]):
 
     @property
     def num_changes(self) -> int:
-        return self._plan.num_changes
+        return super().num_changes + self._plan.num_renewed
 
     @property
     def cursor(self) -> Cursor:
@@ -245,7 +240,8 @@ class PlannedDataLoader(StepLoader[B]):
         stats.oversize += len(step.indices) == 1 and bool(self._plan.planner.unfit[step.indices[0]])
         if self._said_unplanned:
             return
-        differs = unplanned(batch, len(step.indices), step.streams, self.budget)
+        own = {name: values[step.indices] for name, values in self._plan.planner.lengths.items()}
+        differs = unplanned(batch, BatchShape.of_samples(own), self.budget)
         if differs is not None:
             self._said_unplanned = True
             warn_user(

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from dynagroup.budget.base import Budget, is_packed
+from dynagroup.budget.base import Budget, is_packed, padded_streams
 from dynagroup.distributed import World
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, primary
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, primary, round_up
 from dynagroup.update.loss_weight import Share
 
 B = TypeVar("B")
@@ -120,19 +120,26 @@ def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[t
             continue
 
 
-def unplanned(batch: Any, samples: int, planned: Mapping[str, tuple[int, int]], budget: Budget) -> str | None:
-    """How a collated batch of so many samples differs from its plan (stream -> tokens of the longest of them, and of all), in
-    words; None if it does not, or its fields do not show it."""
-    packed, multiple = is_packed(budget, planned), budget.pad_to_multiple_of
+def shown(batch: Any, shape: BatchShape, budget: Budget) -> dict[str, int]:
+    """Tokens of each padded stream that a collated batch of this shape (K = 1) shows: of a row, or if packed of all."""
+    names, count = padded_streams(budget, shape.longest), int(shape.num_samples[0])
+    packed = is_packed(budget, shape.longest)
+    found = {n: total_of(batch, n, names) if packed else width_of(batch, count, n, names) for n in names}
+    return {name: tokens for name, tokens in found.items() if tokens is not None}
+
+
+def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
+    """How a collated batch differs from the samples of this shape (K = 1) that were planned, in words; None if it does not, or
+    its fields do not show it."""
+    packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
     form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
-    run = budget.as_run(BatchShape.of(samples, {name: longest for name, (longest, _) in planned.items()}))
-    for stream, (longest, total) in planned.items():
-        rows = int(run.num_samples[0])
-        shown = total_of(batch, stream, planned) if packed else width_of(batch, rows, stream, planned)
-        least, most = (total, total + -total % multiple) if packed else (longest, int(run.longest[stream][0]))
-        if shown is not None and not least <= shown <= most:
+    run = budget.as_run(shape)
+    for stream, tokens in shown(batch, run, budget).items():
+        least = shape.total[stream] if packed else shape.longest[stream]
+        most = round_up(least, multiple) if packed else run.longest[stream]
+        if not least[0] <= tokens <= most[0]:
             name = "" if stream == TOKENS else f"{stream} "
-            return f"{samples} samples came out {shown} {name}{form} {least}"
+            return f"{shape.num_samples[0]} samples came out {tokens} {name}{form} {least[0]}"
     return None
 
 
@@ -168,12 +175,6 @@ class LoaderStats:
             f"of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding; "
             f"waited {self.wait_s:.1f} s for workers{rare}"
         )
-
-    def _repr_html_(self) -> str:
-        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "batch_sizes"}
-        shown["padding"] = f"{self.padding:.1%}"
-        rows = "".join(f"<tr><td>{name.replace('_', ' ')}</td><td>{value}</td></tr>" for name, value in shown.items())
-        return f"<table>{rows}</table>"
 
     @property
     def padding(self) -> float:

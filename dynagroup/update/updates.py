@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dynagroup.budget.base import padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.base import padded_tokens, real_tokens
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import described
@@ -30,7 +30,6 @@ class PlannedStep:
     indices: list[int]  # of the dataset
     idle: bool
     tokens: tuple[int, int]  # of this rank's batch, without and with padding
-    streams: dict[str, tuple[int, int]]  # tokens in each padded stream: of the longest sample, and all
     row_samples: int  # on all ranks
     kind: Any
     cursor: Cursor  # where the epoch's windows stand behind it
@@ -66,8 +65,6 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
     idle, budget, own = window.loss_scale == 0.0, planner.budget, window.table[:, rank]
     shapes = shapes_of(window.batches.take(own), planner.lengths)
     tokens = zip(real_tokens(shapes, budget).tolist(), padded_tokens(shapes, budget).tolist(), strict=True)
-    names = padded_streams(budget, shapes.longest)
-    spans = {name: np.transpose([shapes.longest[name], shapes.total[name]]).tolist() for name in names}
     labels, codes = planner.kinds.labels, planner.kinds.codes
     samples = np.where(idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
     for row, (number, counted) in enumerate(zip(own.tolist(), tokens, strict=True)):
@@ -75,7 +72,6 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
             indices=window.batches[number].tolist(),
             idle=bool(idle[row, rank]),
             tokens=counted,
-            streams={name: tuple(span[row]) for name, span in spans.items()},
             row_samples=samples[row],
             kind=labels[codes[window.batches[number][0]]],
             cursor=window.end
@@ -89,7 +85,8 @@ class _Updates(Walk):
 
     planner: Planner
     changes: list[tuple[int, int, int]]  # of the size of updates, see :class:`UpdateSizes`
-    _ranks, _num_renewed = 1, 0
+    order: OrderSource | None = None  # the user's
+    num_renewed, _ranks = 0, 1
     _remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
 
     @abstractmethod
@@ -97,7 +94,7 @@ class _Updates(Walk):
 
     @property
     def num_samples(self) -> int:
-        return self.planner.num_planned
+        return self.planner.num_planned if self.order is None else self.order.counted(self.planner.left_out)
 
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return begun(epoch, done)
@@ -108,13 +105,8 @@ class _Updates(Walk):
 
     def renew(self, planner: Planner) -> None:
         """An epoch begins, planned by this planner."""
-        self._num_renewed += planner is not self.planner
+        self.num_renewed += planner is not self.planner
         self.planner = planner
-
-    @property
-    def num_changes(self) -> int:
-        """Grows whenever the number of updates may have changed."""
-        return len(self.changes) + self._num_renewed
 
     def stand(self, place: Cursor) -> None:
         """The run goes on from here."""
@@ -122,18 +114,14 @@ class _Updates(Walk):
     def restore(self, changes: Iterable[Iterable[int]]) -> None:
         """Take over another run's changes."""
 
-    def facts(self, place: Cursor) -> dict[str, bytes]:
-        """What ranks must have alike, besides settings and place."""
-        return {}
-
     def order_print(self, epoch: int) -> int | None:
         """Of a sampler's indices."""
-        return None
+        return None if self.order is None else self.order.checksum(epoch)
 
     def plan(self, cursor: Cursor) -> BatchPlan:
         """What remains of the cursor's epoch on all ranks. Remembered until something changes."""
         place = replace(cursor, update=0, samples_seen=0, current=None)
-        key = (place, self._ranks, self.num_changes, self.planner)
+        key = (place, self._ranks, tuple(self.changes), self.planner)
         if self._remembered is None or self._remembered[0] != key:
             self._remembered = key, self._plan(cursor)
         return self._remembered[1]
@@ -149,17 +137,12 @@ class PreservedUpdates(UpdateSizes, _Updates):
         self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
     ) -> None:
         UpdateSizes.__init__(self, schedule, partial(getattr, self, "num_samples"), drop_last=drop_last)
-        self.planner, self._order = planner, order
-
-    @property
-    def num_samples(self) -> int:
-        return self.planner.num_planned if self._order is None else self._order.counted(self.planner.left_out)
+        self.planner, self.order = planner, order
 
     @property
     def identity(self) -> dict[str, Any]:
-        own = {"drop_last": self.drop_last, "sampler": self._order is not None}
-        own |= {"samples_per_update": described(self.schedule)}
-        return {**self.planner.identity, **own}
+        own = {"drop_last": self.drop_last, "sampler": self.order is not None}
+        return {**self.planner.identity, **own, "samples_per_update": described(self.schedule)}
 
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return self.start(epoch)
@@ -168,7 +151,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
     def order_of(self, epoch: int) -> Order:
         """Dataset indices in the epoch's order, grouped."""
         planner = self.planner
-        drawn = None if self._order is None else self._order.counted_epoch(epoch, planner.left_out)
+        drawn = None if self.order is None else self.order.counted_epoch(epoch, planner.left_out)
         grouped = planner.config.grouping is not None
         first = next(self.spans(self.start(epoch)), None) if grouped else None
         size = planner.num_samples if first is None else first[2].current
@@ -189,15 +172,8 @@ class PreservedUpdates(UpdateSizes, _Updates):
 
     def _plan(self, cursor: Cursor) -> BatchPlan:
         windows = [window for window, *_ in self._windows(cursor)]
-        given = None if self._order is None else self._order.of_epoch(cursor.epoch)
+        given = None if self.order is None else self.order.of_epoch(cursor.epoch)
         return self.planner.joined(windows, cursor, self._ranks, given)
-
-    def facts(self, place: Cursor) -> dict[str, bytes]:
-        sizes = [stop for _, stop, _ in self.spans(place)]
-        return {"order of samples": self.order_of(place.epoch)[:].tobytes(), "samples_per_update": repr(sizes).encode()}
-
-    def order_print(self, epoch: int) -> int | None:
-        return None if self._order is None else self._order.checksum(epoch)
 
 
 # The plan's rows, window after window, so many to an update. How many an epoch has depends on the ranks and on what the budget
@@ -268,9 +244,10 @@ def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], plac
     """All ranks must be about to plan the same updates of the same samples."""
     if world.size == 1:
         return
-    facts = {"lengths, budget or settings": repr(identity).encode(), "place in the epoch": repr(place).encode()}
-    facts |= plan.facts(place)
-    marks = [zlib.crc32(fact) for fact in facts.values()]
+    sizes = [stop for _, stop, _ in plan.spans(place)] if isinstance(plan, UpdateSizes) else None
+    facts = {"lengths, budget or settings": identity, "place in the epoch": place}
+    facts |= {"order of samples": plan.order_print(place.epoch), "samples_per_update": sizes}
+    marks = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
     found = world.all_max([*marks, *(-mark for mark in marks)])
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
     if differing:

@@ -37,7 +37,7 @@ WRONG = [
     ({"length_hint": [1.0]}, "`length_hint`"),
     ({"sampler": torch.utils.data.DistributedSampler(range(60), num_replicas=2, rank=0)}, "divides its indices"),
     ({"sampler": iter([0, 1])}, "anew every epoch, not <list_iterator"),
-    ({"batch_sampler": iter([[0]])}, "batches anew every epoch"),
+    ({"batch_sampler": iter([[0]])}, "anew every epoch"),
     ({"samples_per_update": 4, "batch_sampler": [[0]]}, "no `batch_sampler`"),
 ]
 

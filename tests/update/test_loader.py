@@ -89,10 +89,13 @@ def test_ranks_with_another_order_are_told():
     ("settings", "message"),
     [
         ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
-        ({"samples_per_update": 4, "accumulation": 2}, "`accumulation` .2. is whatever the memory needs"),
-        ({"sampler": range(53)}, "`sampler`, .* need `samples_per_update`"),
+        (
+            {"samples_per_update": 4, "accumulation": 2},
+            "`accumulation` .2. and `samples_per_update` exclude each other",
+        ),
+        ({"sampler": range(53)}, "`sampler` needs `samples_per_update`"),
         ({"windows": 3}, "torch's DataLoader refuses .*windows"),
-        ({"drop_last": True}, "`drop_last` and `grouping` need `samples_per_update`"),
+        ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
         ({"seed": -1}, "`seed` must be an int of at least 0"),
         ({"data": range(60)}, "`lengths` has 53 entries, but the dataset has 60"),
         ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
