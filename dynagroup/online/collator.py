@@ -116,8 +116,7 @@ class RefinementCollator:
 
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
-            count = len(window)
-            window = WindowSamples(Request(np.arange(count), (count,), number=0, indices=range(count)), list(window))
+            window = WindowSamples(Request.of(range(len(window))), list(window))
         try:
             refined = self._refine(window)
         except _WiderThanMeasured as wider:

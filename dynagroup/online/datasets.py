@@ -103,8 +103,7 @@ class IndexedDataset(_Forwarding):
 
     def __getitems__(self, request: Request | list[int]) -> WindowSamples:
         if not isinstance(request, Request):
-            asked = Request(np.arange(len(request)), (len(request),), number=0, indices=request)
-            return WindowSamples(asked, _fetch(self.dataset, request))
+            return WindowSamples(Request.of(request), _fetch(self.dataset, request))
         if self._epoch != request.epoch:
             self._epoch = request.epoch
             set_epoch(self.dataset, request.epoch)

@@ -41,6 +41,11 @@ class Request:
     epoch: int = 0  # handed to the dataset's ``set_epoch`` in the worker, where it has one
     max_bytes: int | None = None  # of processed samples in an answer, about; the rest is asked for again. None: all
 
+    @classmethod
+    def of(cls, indices: Sequence[int]) -> Request:
+        """For one batch, of dataset indices that have no positions."""
+        return cls(np.arange(len(indices)), (len(indices),), number=0, indices=indices)
+
     def __len__(self) -> int:
         return len(self.indices)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
@@ -127,9 +127,7 @@ class PlannedDataLoader(StepLoader[B]):
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
-        collate = further["collate_fn"] = further.get("collate_fn") or default_collate
-        if planner.budget.ladder is not None:
-            further["collate_fn"] = FillingCollator(collate, planner.budget.ladder, pad)
+        further["collate_fn"] = FillingCollator(further.get("collate_fn"), planner.budget.ladder, pad)
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
         self._place = Cursor()  # where the steps that were handed out end
         self._resumed: Cursor | None = None  # a loaded state's place: while it is ours, the next iteration goes on
@@ -184,9 +182,7 @@ class PlannedDataLoader(StepLoader[B]):
         return self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        collate: Any = self._feed.kwargs["collate_fn"]
-        made = collate if self.budget.ladder is not None else lambda samples, shape: collate(samples)
-        return self._plan.planner.lengths, self.dataset.__getitem__, made
+        return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.kwargs["collate_fn"]
 
     def _forget(self) -> None:
         self._stand(self._walk().start_of(self._next, self._place))
