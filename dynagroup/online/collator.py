@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from dynagroup.budget.base import Budget, is_packed, padded_tokens, real_tokens
+from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, Kinds, check_names
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of, shorten
@@ -20,7 +20,7 @@ from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.planner import OneKind
 from dynagroup.plan.ranks import cut_kinds
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, round_up, units_of
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import shown, total_of
@@ -207,6 +207,8 @@ class RefinementCollator:
             "work": self.work.of_batches(batches, lengths, self.budget).tolist(),
             "real": real_tokens(shapes, self.budget).tolist(),
         }
+        measured_by = shapes.total if is_packed(self.budget, lengths) else shapes.longest
+        widths = {name: measured_by[name].tolist() for name in padded_streams(self.budget, lengths)}
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist())
         made = []
         for number, members in enumerate(batches):
@@ -218,7 +220,7 @@ class RefinementCollator:
             if facts["oversize"]:
                 self._check_alone(indices, measured)
             else:
-                self._check_width(batch, indices, BatchShape.of_samples(measured))
+                self._check_width(batch, indices, measured, {name: width[number] for name, width in widths.items()})
             weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
             facts |= {"label": labels[places[0]], "kind": agrees * number_of(labels[places[0]])}
             facts["samples"] = chosen if number in kept else None
@@ -233,23 +235,23 @@ class RefinementCollator:
             way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
             raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")
 
-    def _check_width(self, batch: Any, indices: Sequence[int], shape: BatchShape) -> None:
+    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
         """A batch is as wide as its longest sample, or as long as all of them, or lengths were measured wrong."""
-        packed, multiple = is_packed(self.budget, shape.longest), self.budget.pad_to_multiple_of
-        measured = shape.total if packed else shape.longest
-        found = shown(batch, shape, self.budget).items()
-        wide = {name: tokens for name, tokens in found if tokens > round_up(measured[name], multiple)[0]}
+        packed, multiple = is_packed(self.budget, lengths), self.budget.pad_to_multiple_of
+        found = shown(batch, len(indices), [*widths], packed=packed).items()
+        wide = {name: tokens for name, tokens in found if tokens > widths[name] + -widths[name] % multiple}
         if not wide:
             return
         came = " and ".join(f"{tokens} {name}" for name, tokens in wide.items())
         form, whose = ("long", "which measure") if packed else ("wide", "whose longest sample measures")
-        own = " and ".join(str(measured[name][0]) for name in wide)
+        own = " and ".join(str(widths[name]) for name in wide)
         told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {own}"
         if self.length_of is None and not self._collates_to_measure:
             raise _WiderThanMeasured(told)
-        true = {**measured, **{name: np.array([tokens]) for name, tokens in wide.items()}}
+        shape, form = BatchShape.of_samples(lengths), "total" if packed else "longest"
+        true = {**getattr(shape, form), **{name: np.array([tokens]) for name, tokens in wide.items()}}
         way_out = "correct `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
-        if not self.budget.fits(replace(shape, **{"total" if packed else "longest": true}))[0]:
+        if not self.budget.fits(replace(shape, **{form: true}))[0]:
             raise BudgetError(f"{told}: the batch does not fit; {way_out}")
         if not self._warned_wide:
             self._warned_wide = True

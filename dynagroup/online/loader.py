@@ -263,13 +263,13 @@ class OnlineDataLoader(StepLoader[Any]):
     def _of_ranks(self, source: Source) -> dict[str, Any]:
         """What all ranks must have alike."""
         orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch
-        varying = sizes is not None and not sizes.is_constant
+        varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
         told = {
             "order": [orders.decided_by, None if orders.num_samples is None else orders.fingerprint(epoch)],
             "epoch": epoch,
             "rest": None if base is None else print_of(base.tolist()),
             "num_workers": [self._workers.num_workers, self._workers.depth],
-            "sizes of updates": [stop for _, stop, _ in sizes.spans(sizes.start(epoch))] if varying else None,
+            "sizes of updates": varying and [stop for _, stop, _ in varying],
         }
         own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # they may read what differs, such as a device
         return {name: value for name, value in {**self._identity(), **told}.items() if name not in own}

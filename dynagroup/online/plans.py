@@ -80,8 +80,8 @@ class Order(NamedTuple):
 
     def at(self, positions: IntArray) -> list[int]:
         positions = positions if self.base is None else self.base[positions]
-        drawn = isinstance(self.indices, EpochOrder)  # where they are needed
-        return (self.indices.index_at(positions) if drawn else self.indices[positions]).tolist()
+        indices = self.indices
+        return (indices.index_at(positions) if isinstance(indices, EpochOrder) else indices[positions]).tolist()
 
     def restricted(self, positions: IntArray) -> Order:
         return Order(self.indices, positions if self.base is None else self.base[positions])
@@ -196,10 +196,11 @@ class Source(NamedTuple):
         if self.groups is not None:
             stops = accumulate(self.groups)
             return (Request(np.arange(stop - n, stop), (n,)) for stop, n in zip(stops, self.groups, strict=True))
+        planner = None if self.lengths is None else _planner(self, self.lengths)
         if self.sizes is not None:
-            return _updates(self, rank, size)
-        if self.lengths is not None:
-            return _rows(self, self.lengths, rank, size)
+            return _updates(self, self.sizes, planner, rank, size)
+        if planner is not None:
+            return _rows(self, planner, rank, size)
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
     def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> Source:
@@ -245,10 +246,10 @@ def _own(window: BatchPlan, rank: int) -> list[IntArray]:
     return [*window.batches.take(takes)]
 
 
-def _rows(source: Source, lengths: Streams, rank: int, size: int) -> Iterator[Request]:
+def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Request]:
     """Batches as the offline sampler plans them, in rows of equal cost over the ranks."""
-    planner, count = _planner(source, lengths), source.order.num_positions
-    for window in planner.steps_from(planner.start_of(source.cursor.epoch, size), size, np.arange(count)):
+    order = np.arange(source.order.num_positions)
+    for window in planner.steps_from(planner.start_of(source.cursor.epoch, size), size, order):
         mine = _own(window, rank)
         for start in range(0, len(mine), ROWS_A_REQUEST):
             batches = mine[start : start + ROWS_A_REQUEST]
@@ -270,14 +271,14 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
             yield Request(np.sort(alike[rank::size]), keep=size > 1)
 
 
-def _updates(source: Source, rank: int, size: int) -> Iterator[Request]:
+def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: int, size: int) -> Iterator[Request]:
     """One request an update: this rank's share of the samples that fixed batches would draw for it. Of an epoch that goes on on
     other ranks, the first samples have no position any more; of the update that was under way then, only the rest."""
-    mark, skipped, planner = source.cursor, source.order.skipped, source.lengths and _planner(source, source.lengths)
-    for begin, stop, after in source.sizes.spans(mark) if source.sizes is not None else ():
+    mark, skipped = source.cursor, source.order.skipped
+    for begin, stop, after in sizes.spans(mark):
         first, end = max(begin - skipped, 0), stop - skipped
         groups = None
-        if planner:
+        if planner is not None:
             mine = _own(planner.update_of(np.arange(first, end), Cursor(mark.epoch), size), rank)
             groups, share = tuple(map(len, mine)), np.concatenate([np.zeros(0, np.int64), *mine]) - first
         elif source.rough is not None:

@@ -20,14 +20,14 @@ from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
-from dynagroup.plan.batches import Batches
+from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import MeasuredWork, Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.static_shapes import few_shapes
-from dynagroup.shapes import BatchShape, Streams
+from dynagroup.shapes import Streams
 from dynagroup.state import agreed
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, seed_of
@@ -236,8 +236,8 @@ class PlannedDataLoader(StepLoader[B]):
         stats.oversize += len(step.indices) == 1 and bool(self._plan.planner.unfit[step.indices[0]])
         if self._said_unplanned:
             return
-        own = {name: values[step.indices] for name, values in self._plan.planner.lengths.items()}
-        differs = unplanned(batch, BatchShape.of_samples(own), self.budget)
+        shape = shapes_of(Batches.of([np.asarray(step.indices)]), self._plan.planner.lengths)
+        differs = unplanned(batch, shape, self.budget)
         if differs is not None:
             self._said_unplanned = True
             warn_user(

@@ -120,12 +120,10 @@ def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[t
             continue
 
 
-def shown(batch: Any, shape: BatchShape, budget: Budget) -> dict[str, int]:
-    """Tokens of each padded stream that a collated batch of this shape (K = 1) shows: of a row, or if packed of all."""
-    names, count = padded_streams(budget, shape.longest), int(shape.num_samples[0])
-    packed = is_packed(budget, shape.longest)
-    found = {n: total_of(batch, n, names) if packed else width_of(batch, count, n, names) for n in names}
-    return {name: tokens for name, tokens in found.items() if tokens is not None}
+def shown(batch: Any, num_samples: int, streams: Sequence[str], *, packed: bool) -> dict[str, int]:
+    """Tokens of each of these padded streams that a collated batch shows: of a row, or if packed of all."""
+    found = (total_of(batch, n, streams) if packed else width_of(batch, num_samples, n, streams) for n in streams)
+    return {name: tokens for name, tokens in zip(streams, found, strict=True) if tokens is not None}
 
 
 def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
@@ -133,8 +131,8 @@ def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
     its fields do not show it."""
     packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
     form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
-    run = budget.as_run(shape)
-    for stream, tokens in shown(batch, run, budget).items():
+    run, names = budget.as_run(shape), padded_streams(budget, shape.longest)
+    for stream, tokens in shown(batch, int(run.num_samples[0]), names, packed=packed).items():
         least = shape.total[stream] if packed else shape.longest[stream]
         most = round_up(least, multiple) if packed else run.longest[stream]
         if not least[0] <= tokens <= most[0]:
@@ -175,6 +173,12 @@ class LoaderStats:
             f"of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding; "
             f"waited {self.wait_s:.1f} s for workers{rare}"
         )
+
+    def _repr_html_(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "batch_sizes"}
+        shown["padding"] = f"{self.padding:.1%}"
+        rows = "".join(f"<tr><td>{name.replace('_', ' ')}</td><td>{value}</td></tr>" for name, value in shown.items())
+        return f"<table>{rows}</table>"
 
     @property
     def padding(self) -> float:

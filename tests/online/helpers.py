@@ -16,6 +16,11 @@ def lengths_of(num_samples: int, seed: int = 0, top: int = 64) -> list[int]:
     return np.clip(rng.lognormal(2.2, 0.9, num_samples), 1, top).astype(int).tolist()
 
 
+def sample_of(index, length):
+    ids = torch.full((length,), index, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
 class Tokens(Dataset):
     """Sample i: its length's worth of the number i."""
 
@@ -26,8 +31,7 @@ class Tokens(Dataset):
         return len(self.lengths)
 
     def __getitem__(self, index):
-        ids = torch.full((self.lengths[index],), index, dtype=torch.int64)
-        return {"input_ids": ids, "labels": ids.clone()}
+        return sample_of(index, self.lengths[index])
 
 
 class Jittered(Tokens):
@@ -38,9 +42,7 @@ class Jittered(Tokens):
         self.rng = np.random.default_rng(len(self.lengths))
 
     def __getitem__(self, index):
-        length = max(1, int(self.lengths[index] * self.rng.uniform(0.7, 1.4)))
-        ids = torch.full((length,), index, dtype=torch.int64)
-        return {"input_ids": ids, "labels": ids.clone()}
+        return sample_of(index, max(1, int(self.lengths[index] * self.rng.uniform(0.7, 1.4))))
 
 
 class Stream(IterableDataset):
@@ -49,13 +51,13 @@ class Stream(IterableDataset):
     def __init__(self, lengths, rank=0, size=1):
         self.lengths, self.rank, self.size = list(lengths), rank, size
 
+    def own(self):
+        return range(self.rank, len(self.lengths), self.size)
+
     def __iter__(self):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        own = range(self.rank, len(self.lengths), self.size)
-        for index in own[worker::workers]:
-            ids = torch.full((self.lengths[index],), index)
-            yield {"input_ids": ids, "labels": ids.clone()}
+        return (sample_of(index, self.lengths[index]) for index in self.own()[worker::workers])
 
 
 def collate(samples):

@@ -28,12 +28,7 @@ from tests.online.helpers import Tokens, collate, lengths_of, make_loader, used
 LENGTHS = lengths_of(60, seed=3)
 WRONG = [
     ({"window": 0}, "`window`"),
-    ({"in_order": False}, "in_order"),
-    ({"accumulation": 2, "samples_per_update": 8}, "exclude each other"),
     ({"shuffle": True, "sampler": [0]}, "exclude each other"),
-    ({"batch_size": 4}, "refuses .*batch_size"),
-    ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
-    ({"weigh": "loss"}, "`weigh`"),
     ({"length_hint": [1.0]}, "`length_hint`"),
     ({"sampler": torch.utils.data.DistributedSampler(range(60), num_replicas=2, rank=0)}, "divides its indices"),
     ({"sampler": iter([0, 1])}, "anew every epoch, not <list_iterator"),
@@ -137,25 +132,6 @@ def test_a_rank_takes_no_other_ranks_state_and_one_that_cannot_load_again_tells_
         make_loader(SingleProcess(), LENGTHS).load_state_dict(states[0])
     with pytest.raises(StateError, match=r"ranks \[0, 0\] of 2"):
         make_loader(SingleProcess(), LENGTHS).load_state_dict([states[0]] * 2)
-
-
-@pytest.mark.parametrize("options", [{}, {"samples_per_update": 16}])
-def test_of_an_epoch_that_is_begun_anew_nothing_is_used(options: dict[str, Any]) -> None:
-    loader = make_loader(None, LENGTHS, **options)
-    next(loader.updates())
-    seen = loader.cursor.samples_seen
-    assert (loader.cursor.samples_used, seen > 0) == (seen, True)
-    back = make_loader(None, LENGTHS, **options)
-    back.load_state_dict(loader.state_dict())
-    back.restart_epoch()
-    assert back.cursor.samples_used == 0
-    resumed = make_loader(None, LENGTHS, **options)
-    resumed.load_state_dict(back.state_dict())
-    assert sorted(i for step in resumed for i in used(step)) == list(range(60))
-    assert options or resumed.cursor.samples_seen == seen + 60
-    resumed.set_epoch(0)
-    resumed.load_state_dict(resumed.state_dict())
-    assert (resumed.epoch, resumed.cursor.samples_used) == (0, 0)
 
 
 RAMP = linear_ramp(5, 23, num_updates=7)

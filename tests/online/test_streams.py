@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from dynagroup.online.datasets import OPENING, opening_of
 from dynagroup.testing import run_ranks
-from tests.online.helpers import Stream, collate, ids_in, lengths_of, make_loader
+from tests.online.helpers import Stream, collate, ids_in, lengths_of, make_loader, sample_of
 
 LENGTHS = lengths_of(60, seed=3)
 
@@ -20,16 +21,14 @@ class Naive(Stream):
     """Asks nobody which worker, or rank, it is in."""
 
     def __iter__(self) -> Any:
-        for index, length in enumerate(self.lengths):
-            yield {"input_ids": torch.full((length,), index), "labels": torch.full((length,), index)}
+        return map(sample_of, range(len(self.lengths)), self.lengths)
 
 
 class Alike(Naive):
     """The same sample over and over, as stand-ins for data give."""
 
     def __iter__(self) -> Any:
-        for _ in self.lengths:
-            yield {"input_ids": torch.ones(5, dtype=torch.int64), "labels": torch.ones(5, dtype=torch.int64)}
+        return (sample_of(1, 5) for _ in self.lengths)
 
 
 def counted(dataset: Any, world: Any = None, **options: Any) -> list[int]:
@@ -73,43 +72,19 @@ def test_only_shares_that_begin_alike_are_taken_for_one(values: list[int], worke
     assert all((a == b) <= (x == y or a == 0) for a, x in pairs for b, y in pairs)
 
 
-SHARES = st.lists(st.lists(st.integers(1, 64), max_size=30), min_size=1, max_size=4)
-
-
-@settings(max_examples=40)
-@given(SHARES, st.sampled_from([1, 3]))
-def test_a_rank_whose_share_is_short_or_empty_idles(shares: list[list[int]], accumulation: int) -> None:
-    """On its own, or on copies of another rank's batch, without weight: every sample comes once, in equal steps."""
-
-    def epochs(world: Any) -> Any:
-        loader = make_loader(world, shares[world.rank], dataset=Stream, accumulation=accumulation)
-        runs = [list(loader) for _ in range(2)]
-        for step in (step for steps in runs for step in steps if step.idle):
-            assert (step.weight.local, step.loss_scale, len(step.batch["input_ids"]) > 0) == (0, 0, True)
-        rows = [[ids for step in steps if not step.idle for ids in step.batch["input_ids"]] for steps in runs]
-        return [len(steps) for steps in runs], [sorted(int((ids >= 0).sum()) for ids in found) for found in rows]
-
-    found = run_ranks(len(shares), epochs)
-    assert len({tuple(num_steps) for num_steps, _ in found}) == 1
-    assert [lengths for _, lengths in found] == [[sorted(share)] * 2 for share in shares]
-
-
 def resumed_once(make: Any, size: int, stops: Any) -> None:
     """Stopped anywhere, then one step later, every sample of a rank's share comes once."""
+
+    def leg(world: Any, stop: int | None, states: Any) -> Any:
+        loader = make(world)
+        if states:
+            loader.load_state_dict(states[world.rank])
+        came = [i for step in islice(loader, stop) for i in ids_in(step)]
+        return came, json.loads(json.dumps(loader.state_dict()))
+
     for first in stops:
-
-        def leg(world: Any, stop: int | None, states: Any) -> Any:
-            loader, came = make(world), []
-            if states is not None:
-                loader.load_state_dict(states[world.rank])
-            for number, step in enumerate(loader, start=1):
-                came += ids_in(step)
-                if number == stop:
-                    break
-            return came, json.loads(json.dumps(loader.state_dict()))
-
         came: list[list[int]] = [[] for _ in range(size)]
-        states = None
+        states: list[Any] = []
         for stop in (first, 1, None):
             found = run_ranks(size, lambda world, k=stop, s=states: leg(world, k, s))
             states = [state for _, state in found]
