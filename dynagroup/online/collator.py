@@ -225,7 +225,8 @@ class RefinementCollator:
             facts |= {"label": labels[places[0]], "kind": agrees * number_of(labels[places[0]])}
             facts["samples"] = chosen if number in kept else None
             positions = tuple(request.positions[members].tolist())
-            made.append(Refined(self.filling.fill(batch, len(places)), indices, positions, measured, weight, **facts))
+            batch = batch if self.budget.ladder is None else self.filling.fill(batch, len(places))
+            made.append(Refined(batch, indices, positions, measured, weight, **facts))
         return made
 
     def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:

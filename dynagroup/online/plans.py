@@ -27,8 +27,9 @@ from dynagroup.plan.epoch import EpochOrder, OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import OneKind, PlanConfig, Planner
 from dynagroup.shapes import IntArray, Streams, primary
+from dynagroup.update.loader import check_updates
 from dynagroup.update.loss_weight import Weigh
-from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, UpdateSizes, check_updates
+from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, UpdateSizes
 from dynagroup.validation import check_flag, check_int
 
 ROWS_A_REQUEST = 16

@@ -25,7 +25,7 @@ from dynagroup.shapes import Streams
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import UpdateSizes, Walk
 from dynagroup.update.step import LoaderStats, Step
-from dynagroup.validation import check_int
+from dynagroup.validation import check_flag, check_int
 
 B = TypeVar("B")
 
@@ -247,6 +247,18 @@ class StepLoader(ABC, Generic[B]):
         self._stop()
         self._restore(found)
         self._begun = False
+
+
+def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:
+    """``accumulation``. ConfigError: it stands beside ``samples_per_update``, or something without it that needs it."""
+    accumulation = check_int("accumulation", accumulation)
+    for name, given in of_set_sizes.items():
+        if check_flag(name, given) and samples_per_update is None:
+            raise ConfigError(f"`{name}` needs `samples_per_update`: without it updates are as large as they come")
+    if samples_per_update is not None and accumulation != 1:
+        both = f"`accumulation` ({accumulation}) and `samples_per_update`"
+        raise ConfigError(f"{both} exclude each other: an update takes as many steps as its samples need")
+    return accumulation
 
 
 # What loaders ask of torch's DataLoader.

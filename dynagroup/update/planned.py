@@ -30,9 +30,9 @@ from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import Streams
 from dynagroup.state import agreed
 from dynagroup.update.filling import FillingCollator, Pad
-from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, seed_of
+from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, check_updates, seed_of
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
-from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, check_updates
+from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
 from dynagroup.update.step import LoaderStats, Step, StepTimes, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
 from dynagroup.validation import check_int, warn_user
@@ -127,7 +127,8 @@ class PlannedDataLoader(StepLoader[B]):
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
-        further["collate_fn"] = FillingCollator(further.get("collate_fn"), planner.budget.ladder, pad)
+        if planner.budget.ladder is not None:
+            further["collate_fn"] = FillingCollator(further.get("collate_fn"), planner.budget.ladder, pad)
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
         self._place = Cursor()  # where the steps that were handed out end
         self._resumed: Cursor | None = None  # a loaded state's place: while it is ours, the next iteration goes on
@@ -182,7 +183,9 @@ class PlannedDataLoader(StepLoader[B]):
         return self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.kwargs["collate_fn"]
+        collate: Any = self._feed.kwargs.get("collate_fn")
+        made = FillingCollator(collate, None) if self.budget.ladder is None else collate
+        return self._plan.planner.lengths, self.dataset.__getitem__, made
 
     def _forget(self) -> None:
         self._stand(self._walk().start_of(self._next, self._place))

@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
-from dynagroup.validation import check_choice, check_flag, check_int, check_number
+from dynagroup.validation import check_choice, check_int, check_number
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
 LARGEST_UPDATE = 1 << 40  # of samples: what plans are told where each update has a size of its own
@@ -67,17 +67,6 @@ def scale_learning_rate(
     ratio = samples_per_update / base_samples_per_update
     factors = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
     return learning_rate * factors[check_choice("rule", rule, tuple(factors))]
-
-
-def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:
-    """``accumulation``. ConfigError: it stands beside ``samples_per_update``, or something without it that needs it."""
-    for name, given in of_set_sizes.items():
-        if check_flag(name, given) and samples_per_update is None:
-            raise ConfigError(f"`{name}` needs `samples_per_update`: without it updates are as large as they come")
-    if samples_per_update is not None and accumulation != 1:
-        both = f"`accumulation` ({accumulation}) and `samples_per_update`"
-        raise ConfigError(f"{both} exclude each other: an update takes as many steps as its samples need")
-    return check_int("accumulation", accumulation)
 
 
 class Walk(ABC):
