@@ -253,7 +253,7 @@ class OnlineDataLoader(StepLoader[Any]):
         applied = None if self.budget.learner is None else LearningBudget.applied_to(self.budget)
         self._limit = states[0]["running"]["limit"] if states else applied
         budget = self.budget.held(self._limit)
-        source = Source(world, self.config, budget, workers.iterable, cursor, order, self.sizes, groups)
+        source = Source(world, self.config, budget, workers.iterable, cursor, order, self.sizes, groups, self._limit)
         source, place, joined = resumed(source, states, self._learned, self._orders)
         identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
         under_way = states[0]["running"]["under_way"] if states else 0

@@ -182,6 +182,7 @@ class Source(NamedTuple):
     order: Order  # empty of an iterable dataset
     sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
     groups: tuple[int, ...] | None = None  # sizes of this rank's batches, where the user gives them
+    limit: float | None = None  # what the budget had learned when the epoch began
     lengths: Streams | None = None  # known ones, by position; at most one of these two
     rough: FloatArray | None = None  # roughly known ones, by position
     kinds: IntArray | None = None  # known beside either, by position, as numbers
@@ -238,7 +239,7 @@ def _planner(source: Source, lengths: Streams) -> Planner:
     }
     kinds = None if source.kinds is None else Kinds.read(source.kinds, len(source.kinds))
     plan = PlanConfig(samples_per_update=size, hardest_first=0, **how)
-    return Planner(lengths, source.budget, plan, kinds)
+    return Planner(lengths, source.budget, plan, kinds).by(source.limit)
 
 
 def _own(window: BatchPlan, rank: int) -> list[IntArray]:
