@@ -244,9 +244,10 @@ def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], plac
     """All ranks must be about to plan the same updates of the same samples."""
     if world.size == 1:
         return
-    sizes = [stop for _, stop, _ in plan.spans(place)] if isinstance(plan, UpdateSizes) else None
-    facts = {"lengths, budget or settings": identity, "place in the epoch": place}
-    facts |= {"order of samples": plan.order_print(place.epoch), "samples_per_update": sizes}
+    facts: dict[str, Any] = {"lengths, budget or settings": identity, "place in the epoch": place}
+    if isinstance(plan, UpdateSizes):
+        sizes = [stop for _, stop, _ in plan.spans(place)]
+        facts |= {"order of samples": plan.order_print(place.epoch), "samples_per_update": sizes}
     marks = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
     found = world.all_max([*marks, *(-mark for mark in marks)])
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
