@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from functools import reduce
 from importlib import import_module
 from io import StringIO
+from operator import getitem
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from benchmarks.record import RESULTS, Spread, over, rows_of, table
@@ -27,70 +28,20 @@ TO_RECORD = "To be recorded again."
 """What stands where a file of results is missing."""
 
 
-def read(result: str) -> Any:
-    """The figures of a file of results; the demo, which writes its own, has no head beside them."""
+def read(result: str, *path: str) -> Any:
+    """The figures of a file of results, or those under a path; the demo, which writes its own, has no head beside them."""
     found = json.loads((RESULTS / f"{result}.json").read_text(encoding="utf-8"))
-    return found.get("figures", found)
-
-
-# Planning
-
-IN_README = ("gsm8k", "azure_llm_conv_2023", "t0_mix_50k", "mooncake_conv", "python_files")
-
-
-def padding(found: Figures) -> list[Row]:
-    """Share of padding and steps of each way."""
-    ways = {
-        name: {way: f"{1 - each[0]:.1%}, {each[1]:,}" for way, each in one.items() if isinstance(each, Sequence)}
-        for name, one in found.items()
-    }
-    return [{"key": name, "cv": found[name]["cv"], **ways[name]} for name in IN_README]
+    return reduce(getitem, path, found.get("figures", found))
 
 
 def few_shapes(found: Figures) -> list[Row]:
-    """Predicted time over that of free shapes, of updates of 64 with 16 shapes; of the ladder with each number."""
-    rows = []
-    for name in (key.split(",")[0] for key in found if key.endswith("updates of 64, 16 shapes")):
-        of = {number: found[f"{name}, updates of 64, {number} shapes"] for number in (4, 8, 16, 32)}
-        ways = {way.replace(" ", "_"): f"{one['time']:.2f}" for way, one in of[16].items() if isinstance(one, Mapping)}
-        ladders = {f"few_{number}": f"{one['ladder']['time']:.2f}" for number, one in of.items()}
-        window = f"{found[f'{name}, a window, 16 shapes']['ladder']['time']:.2f}"
-        rows.append({"key": name, "cv": of[16]["cv"], **ways, **ladders, "window": window})
-    return sorted(rows, key=lambda row: row["cv"])
-
-
-def growth(found: Figures) -> list[Row]:
-    ends = {"first": ("costs", 0), "last": ("costs", -1), "least": ("sizes", 0), "most": ("sizes", -1)}
-    return [{**row, **{end: row[name][place] for end, (name, place) in ends.items()}} for row in rows_of(found)]
-
-
-def packing(dataset: str) -> Callable[[Figures], list[Row]]:
-    """A way of packing a row; its time is relative to the first row's."""
-
-    def rows(found: Figures) -> list[Row]:
-        methods = rows_of(found["files"][dataset]["methods"])
-        base = methods[0]["critical_path"]
-        return [
-            {**row, "time": row["critical_path"] / base, "same": "yes" if row["same_updates"] else "no"}
-            for row in methods
-        ]
-
-    return rows
-
-
-# Loading and training
-
-
-def loader_speed(found: Figures) -> list[Row]:
-    rates = lambda row: ", ".join(f"{value:,}" for value in row["samples_per_cpu_s"])  # noqa: E731
-    return [{**row, "speeds": rates(row)} for row in rows_of(found)]
-
-
-def demo_speed(found: Figures) -> str:
-    low, high = found["speedup_quartiles"]
-    return (
-        f"{found['speedup']:.2f} times as many samples a second (quartiles over the updates: {low:.2f} to {high:.2f})"
-    )
+    """A row a length file: of updates and of a window, figures by the number of shapes."""
+    rows: dict[str, Row] = {}
+    for case, one in found.items():
+        name, mode, number, *_ = re.split(", | shapes", case)
+        row = rows.setdefault(name, {"key": name, "cv": one["cv"], "updates": {}, "window": {}})
+        row["window" if mode == "a window" else "updates"][int(number)] = one
+    return sorted(rows.values(), key=lambda row: row["cv"])
 
 
 def rivals(same: bool) -> Callable[[Figures], list[str]]:
@@ -128,21 +79,8 @@ def rivals_best(found: Figures) -> str:
     return "; ".join(sentences)
 
 
-def ranks_training(found: Figures) -> list[Row]:
-    for row in (rows := rows_of(found)):
-        row["speeds"] = ", ".join(f"{value:.0f}" for value in sorted(row["samples_per_s"]))
-        row |= {"low": min(row["speed_over_fixed"]), "high": max(row["speed_over_fixed"])}
-    return rows
-
-
 def quality(found: Figures) -> list[Row]:
-    ends = {"loss": mean, "low": min, "high": max}
-    named = [(size, way, one) for size, ways in found["ways"].items() for way, one in ways.items()]
-    figures = lambda one: {end: of(one["held_out_loss"]) for end, of in ends.items()}  # noqa: E731
-    return [{"key": size, "way": way, **figures(one), "padding": mean(one["padding"])} for size, way, one in named]
-
-
-# Recovery, faults, the command line
+    return [{"key": size, "way": way, **one} for size, ways in found.items() for way, one in ways.items()]
 
 
 def recovery(update: Figures) -> list[Row]:
@@ -170,11 +108,6 @@ def faults(found: Figures) -> str:
     return f"{sum(row['cases'] for row in rows):,} cases, {len(rows)} kinds of faults, {findings}"
 
 
-def shards(found: Figures) -> list[Row]:
-    over = lambda row: {rule: row["ours"] / row[rule] for rule in ("dealt", "differencing")}  # noqa: E731
-    return [{**row, **over(row)} for row in rows_of(found["times"])]
-
-
 DOCTOR = (
     "doctor benchmarks/lengths/azure_llm_conv_2023.npz --column tokens --max-length 4k --batch-size 8 --world-size 4"
 )
@@ -190,25 +123,21 @@ def doctor() -> list[str]:
 
 
 ROWS: dict[str, Callable[[Any], list[Row]]] = {
-    "padding": padding,
-    "growth": growth,
     "few_shapes": few_shapes,
-    "packing_conversations": packing("azure_llm_conv_2023"),
-    "packing_files": packing("python_files"),
-    "loader_speed": loader_speed,
-    "protocol": lambda found: found["windows"]["synth_sharegpt4o"],
-    "ranks_training": ranks_training,
     "quality": quality,
     "recovery": recovery,
     "faults": fault_rows,
-    "shards": shards,
 }
 """The rows of tables that are more than the entries of their file."""
 WIDE = {"rivals_same": rivals(True), "rivals_other": rivals(False)}
 """Tables whose columns depend on their file."""
 SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "planning_memory": ("plan_speed", "{token_budget_1m_peak_mb_over_input:.0f} MB"),
-    "demo_speed": ("demo_cpu", demo_speed),
+    "demo_speed": (
+        "demo_cpu",
+        "{speedup:.2f} times as many samples a second (quartiles over the updates: "
+        "{speedup_quartiles[0]:.2f} to {speedup_quartiles[1]:.2f})",
+    ),
     "demo_threads": ("demo_cpu", "{threads}"),
     "rivals_best": ("train_rivals", rivals_best),
     "embed_summary": (
@@ -228,7 +157,7 @@ def shown() -> dict[str, str]:
         note = [line[2:] for line in lines if line.startswith("> ")]
         names = dict(line[2:].split(": ", 1) for line in lines if line.startswith("= "))
         try:
-            figures = read(result)[path[0]] if path else read(result)
+            figures = read(result, *path)
             figures = {text: figures[key] for key, text in names.items() if key in figures} if names else figures
             rows = [] if name in WIDE else ROWS.get(name, rows_of)(figures)
             made = WIDE[name](figures) if name in WIDE else table(rows, *lines[:2])

@@ -7,10 +7,11 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -95,22 +96,23 @@ class Spread(dict[str, Any]):
         return f"{self['median']:{digits}}{unit} ({low:{digits}} to {high:{digits}})"
 
 
-def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rows_of(found: Mapping[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row an entry, its name under ``key``."""
-    return [{"key": key, **value} for key, value in found.items()]
+    return [{"key": key, **value} for key, value in found.items()] if isinstance(found, Mapping) else found
 
 
-def table(rows: Iterable[Mapping[str, Any]], head: str, template: str) -> list[str]:
-    """Markdown: the head, a rule, and ``template`` filled by ``str.format`` for each row."""
+def table(rows: Sequence[Mapping[str, Any]], head: str, template: str) -> list[str]:
+    """Markdown: the head, a rule, and ``template`` for each row: cells are f-strings over its names, ``mean``, the ``row`` itself
+    and the ``first`` one."""
     cells = [cell.strip() for cell in template.strip("| ").split("|")]
-    body = (" | ".join(_cell(cell, row) for cell in cells) for row in rows)
+    body = (" | ".join(_cell(cell, row, rows[0]) for cell in cells) for row in rows)
     return [head, "|" + "---|" * len(cells), *(f"| {line} |" for line in body)]
 
 
-def _cell(template: str, row: Mapping[str, Any]) -> str:
+def _cell(template: str, row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Empty where the row has no such figure."""
     spreads = {k: Spread(v) if isinstance(v, Mapping) and "quartiles" in v else v for k, v in row.items()}
     try:
-        return template.format_map(spreads)
-    except KeyError:
+        return eval(f"f'''{template}'''", {"mean": mean, "row": row, "first": first, **spreads})
+    except NameError:
         return ""
