@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.record import spread
+from dynagroup.device import is_out_of_memory
 
 
 @dataclass
@@ -59,6 +60,18 @@ class Machine:
         run()
         self.wait()
         return clock() - start
+
+    def fits(self, run: Callable[[], Any]) -> bool:
+        """Whether it ends without running out of memory; any other error is raised."""
+        try:
+            run()
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        if self.is_gpu:  # outside the except block: its traceback kept tensors alive
+            torch.cuda.empty_cache()
+        return False
 
     def in_turns(self, ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
         """Seconds of each way, round after round: what the machine does beside it meets them all."""
@@ -124,10 +137,15 @@ def on_ranks(number: int, function: Callable[..., Any], *arguments: Any) -> Any:
         return torch.load(Path(folder) / "found.pt", weights_only=False)
 
 
-def _on_rank(rank: int, number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+def join_group(rank: int, number: int, folder: str | Path) -> None:
+    """Become a rank of so many in a gloo group."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process's own; the name of a machine may lead nowhere
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=300), number, rank)
+
+
+def _on_rank(rank: int, number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    join_group(rank, number, folder)
     found = function(*arguments)
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from benchmarks.machine import Machine, build, config_of
 from benchmarks.record import table
 from dynagroup import MemoryBudget
-from dynagroup.device import CudaDevice, is_out_of_memory
+from dynagroup.device import CudaDevice
 from regressor.measure_gpu import DRY, MODELS, DryDevice, Plan, rows_of
 
 
@@ -66,8 +67,9 @@ def _largest(machine: Machine, size: str, longest: int, limit: int) -> dict[str,
         machine.limit(limit)
         model = build(size, machine)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-        _fits(model, optimizer, 1, min(longest, 128))  # gradients and optimizer state are there from now on
-        true = _last_true(lambda n: _fits(model, optimizer, n, longest), max(predicted, 1), lambda: machine.has(15))
+        _fits(machine, model, optimizer, 1, min(longest, 128))  # gradients and optimizer state are there from now on
+        fits = partial(_fits, machine, model, optimizer, longest=longest)
+        true = _last_true(fits, max(predicted, 1), lambda: machine.has(15))
     return {"predicted": predicted, "true": true, "share": predicted / max(true, 1)}
 
 
@@ -80,27 +82,23 @@ def _last_true(holds: Callable[[int], bool], guess: int, goes_on: Callable[[], b
     return low
 
 
-def _fits(model: Any, optimizer: Any, number: int, longest: int) -> bool:
+def _fits(machine: Machine, model: Any, optimizer: Any, number: int, longest: int) -> bool:
     """The second of two batches of an update: gradients are there when it runs, as in any accumulation."""
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    failed = False
-    try:
+
+    def step() -> None:
         ids = torch.randint(3, model.config.vocab_size, (number, longest), device=model.device)
         mask = torch.ones_like(ids)
         mask[0, 0] = 0 if number > 1 else 1
         model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         torch.cuda.synchronize()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failed = True
-    if failed:  # outside the except block: its traceback kept the batch's tensors alive
+
+    if not (fits := machine.fits(step)):
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-    return not failed
+    return fits
 
 
 def shown(figures: dict[str, Any]) -> list[str]:

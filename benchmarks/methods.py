@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import chain, count
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,11 @@ def in_capped(order: Any, lengths: np.ndarray, cap: int, *, packed: bool = False
     return batches
 
 
-def planned(lengths: Any, budget: Budget, ranks: int = 1, **options: Any) -> Any:
-    """Our plan for so many ranks."""
-    return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **{"work": Work(), **options}).plan
+def planned(lengths: Any, budget: Budget, ranks: int = 1, epoch: int = 0, **options: Any) -> Any:
+    """Our plan of an epoch for so many ranks."""
+    sampler = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **{"work": Work(), **options})
+    sampler.set_epoch(epoch)
+    return sampler.plan
 
 
 @dataclass(frozen=True)
@@ -201,25 +203,18 @@ def _ours(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterat
     """With the work that was measured, unless ``work`` is said here; None: as who says nothing of it."""
 
     def updates(job: Job, epoch: int) -> Iterator[Update]:
-        how = {"samples_per_update": job.per_update, "work": job.work, "seed": job.seed, **options}
         size = job.ladder if layout == "ladder" else TokenBudget(job.tokens, layout=layout)
-        sampler = LengthAwareBatchSampler(job.lengths, size, order=job.order(epoch), rank=0, world_size=1, **how)
-        sampler.set_epoch(epoch)
-        update: Update = []
-        for row, ends in zip(sampler.plan.rows, sampler.plan.update_ends, strict=True):
-            update.append(row[0])
-            if ends:
-                yield update
-                update = []
+        how = {"samples_per_update": job.per_update, "order": job.order(epoch), "work": job.work, "seed": job.seed}
+        plan = planned(job.lengths, size, epoch=epoch, **{**how, **options})
+        batches, stops = [row[0] for row in plan.rows], np.flatnonzero(plan.update_ends) + 1
+        return (batches[start:stop] for start, stop in pairwise([0, *stops.tolist()]))
 
     return updates
 
 
 def _free(job: Job, epoch: int) -> Update:
-    how: dict[str, Any] = {"shuffle": True, "seed": job.seed, "work": job.work, "rank": 0, "world_size": 1}
-    sampler = LengthAwareBatchSampler(job.lengths, TokenBudget(job.tokens), **how)
-    sampler.set_epoch(epoch)
-    return list(sampler)
+    how: dict[str, Any] = {"shuffle": True, "work": job.work, "seed": job.seed}
+    return [row[0] for row in planned(job.lengths, TokenBudget(job.tokens), epoch=epoch, **how).rows]
 
 
 def trl_packs(lengths: np.ndarray, cap: int, strategy: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -312,10 +307,3 @@ METHODS: dict[str, Method] = {
     "dynagroup, grouping 50": Method(_ours(grouping=50), same_updates=False),
     "dynagroup, free updates": Method(_free, **OTHER),
 }
-
-
-def updates_of(name: str, job: Job, setting: Setting | None = None) -> Iterator[Update]:
-    """Updates of one epoch after another, without end; by default with the first setting that fits."""
-    method = METHODS[name]
-    setting = method.tried(job)[0] if setting is None else setting
-    return chain.from_iterable(method.updates(job, epoch, setting) for epoch in count())

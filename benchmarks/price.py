@@ -11,7 +11,6 @@ import torch
 from benchmarks.machine import Machine, build
 from benchmarks.record import spread, table
 from dynagroup import Work
-from dynagroup.device import is_out_of_memory
 
 MODELS = ("135M", "0.5B", "1.5B")
 LENGTHS = (32, 128, 512, 2048, 8192)
@@ -60,13 +59,9 @@ def row_of(model: Any, n: int, length: int, machine: Machine, repeats: int = 5) 
     def step() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
-    try:
-        step()
-        taken = spread(machine.in_turns({"": step}, 1 if machine.dry else repeats)[""])
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
+    if not machine.fits(step):
         return {"left out": "out of memory"}
+    taken = spread(machine.in_turns({"": step}, 1 if machine.dry else repeats)[""])
     return {"seconds": taken["median"], "quartiles": taken["quartiles"]}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import product
+from itertools import chain, count, product, repeat
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ import torch
 
 from benchmarks.data import lengths_of, lognormal
 from benchmarks.machine import SIZES, Machine, build, config_of
-from benchmarks.methods import METHODS, Job, Setting, updates_of
+from benchmarks.methods import METHODS, Job, Setting, Update
 from benchmarks.price import measured_work
 from dynagroup import MemoryBudget, Work
-from dynagroup.device import is_out_of_memory
 from dynagroup.update.filling import FillingCollator
 
 PER_UPDATE, IGNORED = 64, -100
@@ -61,7 +60,8 @@ class Run:
     def __post_init__(self) -> None:
         self.method = METHODS[self.name]
         self.setting = self.method.tried(self.job)[0] if self.setting is None else self.setting
-        self.updates = updates_of(self.name, self.job, self.setting)
+        epochs = (self.method.updates(self.job, epoch, self.setting) for epoch in count())
+        self.updates: Iterator[Update] = chain.from_iterable(epochs)
         self.seen: list[set[int]] = []  # the samples of each update
         self.model: Any = None
         self.samples = self.padded = self.real = self.batches = self.done = self.peak = 0
@@ -167,12 +167,10 @@ def compared(machine: Machine, job: Job, names: Sequence[str], updates: int = UP
 
     def best(name: str) -> Setting | None:
         tried = [start(name, setting=setting) for setting in METHODS[name].tried(job)]
-        turns(tried, TUNED if len(tried) > 1 else 0)
-        return (
-            max(tried, key=lambda one: one.figures()["real_tokens_per_s"]).setting
-            if len(tried) > 1
-            else tried[0].setting
-        )
+        if len(tried) > 1:
+            turns(tried, TUNED)
+            tried.sort(key=lambda one: -one.figures()["real_tokens_per_s"])
+        return tried[0].setting
 
     runs = {name: start(name, setting=best(name)) for name in names}
     turns(list(runs.values()), updates)
@@ -297,18 +295,12 @@ def job_that_fits(machine: Machine, case: str) -> Job:
     """Tries the hardest batch twice, and takes less where the device has less than was traced."""
     for share in (1.0, 0.75, 0.5):
         job = _job(machine, case, share)
-        trial, failed = _run("fixed", job, machine, case), False
-        hardest = np.argsort(-job.lengths, kind="stable")[: job.fixed].tolist()
-        trial.updates = iter(lambda hardest=hardest: [hardest, hardest], None)
-        try:
-            trial.turn()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
-        del trial  # outside the except block: its traceback kept the model alive
+        trial = _run("fixed", job, machine, case)
+        trial.updates = repeat(2 * [np.argsort(-job.lengths, kind="stable")[: job.fixed].tolist()])
+        fits = machine.fits(trial.turn)
+        del trial  # and its model
         machine.free()
-        if not failed:
+        if fits:
             return job
     raise RuntimeError(f"not even half of what was traced fits: {job.tokens} tokens")
 

@@ -7,12 +7,14 @@ import gc
 import json
 import logging
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +35,9 @@ def run_case(case: Case) -> list[str]:
 
     def run() -> None:
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), tempfile.TemporaryDirectory() as name:
                 warnings.simplefilter("ignore")
+                case.folder = Path(name)
                 found[:] = FAULTS[case.fault](case)
         except Exception as error:  # noqa: BLE001 - that is the finding
             asked = "samples_per_update" in str(error) or "at least the number of ranks" in str(error)

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ def seen_in(steps: Iterable[Seen]) -> Counter[int]:
 
 class Case:
     """What is drawn: lengths, budget and its layout, ranks, the kind of loader and its options."""
+
+    folder: Path
+    """Its own while it runs."""
 
     def __init__(self, seed: int, fault: str) -> None:
         self.seed, self.fault = seed, fault

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import resource
 import signal
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +28,10 @@ class Job:
         calls_left: the process is killed when so many batches have been generated.
     """
 
-    def __init__(self, case: Case, folder: Path, calls_left: int | None = None) -> None:
+    def __init__(self, case: Case, calls_left: float = math.inf) -> None:
         self.texts = [" ".join([f"w{i}"] * n) for i, n in enumerate(case.lengths)]
-        self.max_tokens, self.output, self.calls_left = case.max_tokens, folder / "out.jsonl", calls_left
-        self.asked = folder / "asked.txt"
+        self.max_tokens, self.output, self.calls_left = case.max_tokens, case.folder / "out.jsonl", calls_left
+        self.asked = case.folder / "asked.txt"
 
     def run(self) -> list[str]:
         model = build("tiny").eval()
@@ -43,10 +42,9 @@ class Job:
 
     def _generate(self, **batch: Any) -> torch.Tensor:
         ids = batch["input_ids"]
-        if self.calls_left is not None:
-            self.calls_left -= 1
-            if self.calls_left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         with self.asked.open("a", encoding="utf-8") as file:
             file.write(f"{len(ids)}\n")
         return torch.cat([ids, ids[:, -1:].expand(-1, NEW)], dim=1)  # padded on the left
@@ -64,60 +62,47 @@ class Job:
         return wrong if same else [*wrong, "a job's file holds other results"]
 
 
-def _again(job: Job, most_repeated: int | None) -> list[str]:
+def _again(job: Job, most_repeated: int) -> list[str]:
     """The same job, by a process that lives. What was finished and whole is not done again."""
     wrong = job.wrong(job.run())
     repeated = sum(job.num_asked()) - len(job.texts)
-    if most_repeated is not None and repeated > most_repeated:
+    if repeated > most_repeated:
         wrong.append(f"{repeated} samples were done again, {most_repeated} were not yet safe")
     return wrong
 
 
 def disk_full(case: Case) -> list[str]:
     """No file may grow beyond a random size; with room again, the same call finishes the job."""
-    most = case.rng.randrange(1, 60 * len(case.lengths) + 500)
+    most, job = case.rng.randrange(1, 60 * len(case.lengths) + 500), Job(case)
 
-    def run(_rank: int, folder: Path) -> Any:
+    def run(_rank: int) -> list[str]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead of the process
-        job = Job(case, folder)
-        job.asked.write_text("")
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-        try:
-            return job.wrong(job.run())
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)  # the report needs room
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        return job.wrong(job.run())
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        report, job = forked(1, run, folder)[0], Job(case, folder)
-        if isinstance(report, list):
-            return report
-        told = "File too large" in report or "No space" in report
-        return ([] if told else [f"a full disk ends in {report}"]) + _again(job, max(job.num_asked(), default=0))
+    if isinstance(report := forked(1, run)[0], list):
+        return report
+    told = "File too large" in report or "No space" in report
+    return ([] if told else [f"a full disk ends in {report}"]) + _again(job, max(job.num_asked(), default=0))
 
 
-def _killed(case: Case, folder: Path) -> list[str]:
+def _killed(case: Case) -> list[str]:
     batches = case.rng.randrange(0, 6)
-    report = forked(1, lambda _rank, folder: Job(case, folder, batches).run(), folder)[0]
+    report = forked(1, lambda _rank: Job(case, batches).run())[0]
     return [] if report == KILLED or isinstance(report, list) else [f"a job to be killed ended with {report}"]
 
 
 def killed_while_writing(case: Case) -> list[str]:
     """The process is killed while it generates; the same call does the rest, and only the rest."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        return _killed(case, folder) + _again(Job(case, folder), 0)
+    return _killed(case) + _again(Job(case), 0)
 
 
 def journal_damaged(case: Case) -> list[str]:
     """What a killed process left behind is cut in half, cut anywhere, zeroed or changed: done again."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        wrong = _killed(case, folder)
-        for path in folder.glob("out.jsonl*/*"):
-            path.write_bytes(_damaged(path.read_bytes(), case.rng))
-        return wrong + _again(Job(case, folder), None)
+    wrong = _killed(case)
+    for path in case.folder.glob("out.jsonl*/*"):
+        path.write_bytes(_damaged(path.read_bytes(), case.rng))
+    return wrong + _again(Job(case), len(case.lengths))
 
 
 def _damaged(data: bytes, rng: random.Random) -> bytes:

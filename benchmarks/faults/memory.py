@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,8 @@ from benchmarks.faults.processes import on_processes
 from dynagroup import OomSafeBackward, run_with_oom_retry
 from dynagroup.testing import run_ranks
 
+Update = tuple[list[int], np.ndarray]
+"""A rank's samples, and the gradient that its optimizer would see."""
 LIKELY = 0.35
 """A pass of several samples fails in its forward with this probability, and in its backward again."""
 
@@ -76,16 +77,14 @@ def gradient_of(case: Case, members: Sequence[int]) -> np.ndarray:
     return np.concatenate([scale * error, [weight @ error, error.sum()]])
 
 
-def trained(case: Case, world: Any, wrap: Any) -> list[dict[str, Any]]:
-    """One epoch: of every update this rank's samples, and the gradient that the optimizer would see."""
+def trained(case: Case, world: Any, wrap: Any) -> list[Update]:
+    """One epoch's updates on this rank."""
     model = Fragile(len(case.lengths), case.seed)
     if world is not None:
         model.rng = random.Random(f"{case.seed}, rank {world.rank}")
     wrapped = wrap(model)
-    backward = OomSafeBackward(
-        wrapped, weigh=lambda batch: max(int((batch["labels"][:, 1:] != -100).sum()), 0), world=world
-    )
-    updates: list[dict[str, Any]] = []
+    backward = OomSafeBackward(wrapped, weigh=lambda batch: int((batch["labels"][:, 1:] != -100).sum()), world=world)
+    updates: list[Update] = []
     members: list[int] = []
     for step in case.loader(world):
         backward.step(lambda batch: wrapped(batch["labels"]), step)
@@ -93,22 +92,22 @@ def trained(case: Case, world: Any, wrap: Any) -> list[dict[str, Any]]:
         if step.ends_update:
             parameters = (model.weight, model.scale, model.bias)
             found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            updates.append({"members": members, "gradient": torch.cat([g.flatten() for g in found]).tolist()})
+            updates.append((members, torch.cat([g.flatten() for g in found]).numpy()))
             members = []
             model.zero_grad(set_to_none=True)
     return updates
 
 
-def wrong_updates(case: Case, ranks: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+def wrong_updates(case: Case, ranks: Sequence[Sequence[Update]]) -> list[str]:
     if len({len(updates) for updates in ranks}) > 1:
         return [f"unequal updates: {[len(updates) for updates in ranks]}"]
     for number, parts in enumerate(zip(*ranks, strict=True)):
-        wanted = gradient_of(case, [i for part in parts for i in part["members"]])
-        for part in parts:
-            difference = float(np.abs(np.asarray(part["gradient"]) - wanted).max())
+        wanted = gradient_of(case, [i for members, _ in parts for i in members])
+        for _, gradient in parts:
+            difference = float(np.abs(gradient - wanted).max())
             if not difference <= 1e-9 * max(1.0, float(np.abs(wanted).max())):
                 return [f"gradient of update {number} is off by {difference}"]
-    found = sorted(i for updates in ranks for update in updates for i in update["members"])
+    found = sorted(i for updates in ranks for members, _ in updates for i in members)
     return [] if found == list(range(len(case.lengths))) else ["samples of the epoch are lost or repeated"]
 
 
@@ -124,11 +123,8 @@ def storm_on_ranks(case: Case) -> list[str]:
     case.ranks = max(2, min(case.ranks, 3))
     run_ranks(case.ranks, case.loader)  # what the loader refuses, it refuses here, too
 
-    def run(world: Any, _folder: Any) -> list[dict[str, Any]]:
-        return trained(case, world, lambda model: DistributedDataParallel(model, bucket_cap_mb=1))
-
-    with tempfile.TemporaryDirectory() as name:
-        reports = on_processes(case.ranks, run, Path(name))
+    wrap = partial(DistributedDataParallel, bucket_cap_mb=1)
+    reports = on_processes(case, lambda world: trained(case, world, wrap))
     if bad := [report for report in reports if not isinstance(report, list)]:
         return [f"a rank ended with {bad[0]}"]
     return wrong_updates(case, reports)
