@@ -29,9 +29,10 @@ def padded_tokens(batches: Any, lengths: np.ndarray) -> int:
     return sum(len(batch) * int(lengths[batch].max()) for batch in batches)
 
 
-def in_fixed(order: Any, size: int) -> Update:
-    """Batches of so many samples, in this order."""
-    return [list(map(int, order[k : k + size])) for k in range(0, len(order), size)]
+def in_fixed(order: Any, size: int) -> list[list[Any]]:
+    """Parts of so many, in this order: batches of samples, rows of batches."""
+    members = order.tolist() if isinstance(order, np.ndarray) else list(order)
+    return [members[k : k + size] for k in range(0, len(members), size)]
 
 
 def longest_first(members: Any, lengths: np.ndarray) -> np.ndarray:

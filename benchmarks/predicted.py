@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,14 @@ from dynagroup.plan.epoch import epoch_order
 UPDATE, RANKS, WORK = 256, 8, Work()
 
 
-def in_rows(batches: Sequence[Any]) -> list[list[Any]]:
-    """Batches in the order in which ranks take them."""
-    return [list(batches[i : i + RANKS]) for i in range(0, len(batches), RANKS)]
-
-
-def updates_of(count: int) -> list[np.ndarray]:
+def updates_of(count: int) -> list[list[int]]:
     """Updates as our plans draw them, so that all who keep updates have the same ones."""
-    order = epoch_order(count, seed=0, epoch=0)
-    return [order[k : k + UPDATE] for k in range(0, count, UPDATE)]
+    return in_fixed(epoch_order(count, seed=0, epoch=0), UPDATE)
+
+
+def held(values: np.ndarray, layout: str) -> float:
+    """Tokens or work of a batch, from its samples': the sum, or padded as many times the most."""
+    return float(values.max(initial=0) * len(values) if layout == "padded" else values.sum())
 
 
 # Padding: real over padded tokens and steps, one rank; 16 of the longest samples set the peak for all.
@@ -84,43 +83,40 @@ def padding_free(tokens: np.ndarray, cap: int) -> Packed:
         size for size in (1 << n for n in range(9)) if np.add.reduceat(tokens, range(0, len(tokens), size)).max() <= cap
     ]
     batches = [tokens[batch].tolist() for batch in in_fixed(np.arange(len(tokens)), sizes[-1])]
-    return in_rows(batches), {"samples_a_batch": sizes[-1], "same_updates": True}
+    return in_fixed(batches, RANKS), {"samples_a_batch": sizes[-1], "same_updates": True}
 
 
-def trl(strategy: str, *, balanced: bool = False) -> Callable[[np.ndarray, int], Packed]:
-    """Its packs dealt to ranks as shuffled; or ``balanced``: sorted by work first, so that those of a row are alike."""
-
-    def packed(tokens: np.ndarray, cap: int) -> Packed:
-        packs, pieces = trl_packs(tokens, cap, strategy), np.zeros(len(tokens), np.int64)
-        for members, _ in packs:
-            pieces[members] += 1
-        rows = in_rows((by_work if balanced else _shuffled)([counts.tolist() for _, counts in packs]))
-        return rows, {"samples_cut": int((pieces > 1).sum()), "same_updates": False}
-
-    return packed
+Packs = list[list[int]]
 
 
-def _shuffled(packs: list[list[int]]) -> list[list[int]]:
+def _shuffled(packs: Packs) -> Packs:
     return [packs[i] for i in np.random.default_rng(1).permutation(len(packs))]
 
 
-def by_work(packs: list[list[int]]) -> list[list[int]]:
+def by_work(packs: Packs) -> Packs:
+    """So that those of a row are alike."""
     return sorted(packs, key=lambda pack: -float(WORK.of_lengths(pack).sum()))
+
+
+def trl(tokens: np.ndarray, cap: int, *, strategy: str, dealt: Callable[[Packs], Packs] = _shuffled) -> Packed:
+    """Its packs dealt to ranks in this order."""
+    packs = trl_packs(tokens, cap, strategy)
+    pieces = np.bincount(np.concatenate([members for members, _ in packs]))
+    rows = in_fixed(dealt([counts.tolist() for _, counts in packs]), RANKS)
+    return rows, {"samples_cut": int((pieces > 1).sum()), "same_updates": False}
 
 
 def multipack(tokens: np.ndarray, cap: int) -> Packed:
     """Axolotl's rule as described: first fit decreasing into bins of the cap, dealt to ranks, the rest of a row dropped."""
-    bins: list[list[int]] = []
-    room: list[int] = []
+    bins: Packs = [[] for _ in tokens]
+    room = np.full(len(tokens), cap)
     for length in np.sort(tokens)[::-1].tolist():
-        place = next((i for i, left in enumerate(room) if left >= length), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(cap)
-        bins[place].append(length)
-        room[place] -= length
-    bins, whole = _shuffled(bins), len(bins) - len(bins) % RANKS
-    return in_rows(bins[:whole]), {"samples_dropped": sum(map(len, bins[whole:])), "same_updates": False}
+        first = int((room >= length).argmax())
+        bins[first].append(length)
+        room[first] -= length
+    bins = _shuffled([members for members in bins if members])
+    whole = len(bins) - len(bins) % RANKS
+    return in_fixed(bins[:whole], RANKS), {"samples_dropped": sum(map(len, bins[whole:])), "same_updates": False}
 
 
 def verl(tokens: np.ndarray, cap: int) -> Packed:
@@ -129,24 +125,19 @@ def verl(tokens: np.ndarray, cap: int) -> Packed:
     for update in updates_of(len(tokens)):
         drawn = tokens[update]
         ranks = differencing(drawn.astype(float), RANKS, equal_size=True)
-        parts = [[drawn[part].tolist() for part in rank] for rank in by_differencing(drawn, ranks, cap, "packed")]
-        parts = [by_work(made) for made in parts]
-        rows += [[made[step] for made in parts] for step in range(len(parts[0]))]
+        parts = by_differencing(drawn, ranks, cap, "packed")
+        rows += zip(*(by_work([drawn[part].tolist() for part in rank]) for rank in parts), strict=True)
     return rows, {"same_updates": True}
 
 
 def by_differencing(tokens: np.ndarray, ranks: list[list[int]], cap: int, layout: str) -> list[list[list[int]]]:
     """Each rank's samples in parts of about equal work, as many on all: the fewest of which none is above the cap."""
-
-    def size(part: list[int]) -> int:
-        return int(tokens[part].max() * len(part) if layout == "padded" else tokens[part].sum()) if part else 0
-
-    each = WORK.of_lengths(tokens)
-    for number in itertools.count(max(-(-int(tokens[rank].sum()) // cap) for rank in ranks)):
-        made = [[[rank[i] for i in part] for part in differencing(each[rank], number)] for rank in ranks]
-        if all(size(part) <= cap for parts in made for part in parts):
-            return made
-    raise AssertionError
+    each, least = WORK.of_lengths(tokens), max(-(-int(tokens[rank].sum()) // cap) for rank in ranks)
+    ways = (
+        [[[rank[i] for i in part] for part in differencing(each[rank], number)] for rank in ranks]
+        for number in itertools.count(least)
+    )
+    return next(way for way in ways if all(held(tokens[part], layout) <= cap for parts in way for part in parts))
 
 
 def differencing(costs: np.ndarray, parts: int, *, equal_size: bool = False) -> list[list[int]]:
@@ -167,25 +158,21 @@ def differencing(costs: np.ndarray, parts: int, *, equal_size: bool = False) -> 
     return [members for _, members in heap[0][2]]
 
 
-def ours(samples_per_update: int | None) -> Callable[[np.ndarray, int], Packed]:
-    def packed(tokens: np.ndarray, cap: int) -> Packed:
-        how: dict[str, Any] = {"shuffle": samples_per_update is None, "samples_per_update": samples_per_update}
-        plan = planned(tokens, TokenBudget(cap, layout="packed"), RANKS, **how)
-        rows = [[tokens[batch].tolist() for batch in row] for row in plan.rows]
-        return rows, {"samples_dropped": len(plan.dropped), "same_updates": samples_per_update is not None}
-
-    return packed
+def ours(tokens: np.ndarray, cap: int, **how: Any) -> Packed:
+    plan = planned(tokens, TokenBudget(cap, layout="packed"), RANKS, **how)
+    rows = [[tokens[batch].tolist() for batch in row] for row in plan.rows]
+    return rows, {"samples_dropped": len(plan.dropped), "same_updates": "samples_per_update" in how}
 
 
 PACKERS = {
     "TRL padding-free, the largest count that fits": padding_free,
-    "TRL packing, wrapped": trl("wrapped"),
-    "TRL packing, bfd": trl("bfd"),
-    "TRL packing, bfd, sorted by work before dealing": trl("bfd", balanced=True),
+    "TRL packing, wrapped": partial(trl, strategy="wrapped"),
+    "TRL packing, bfd": partial(trl, strategy="bfd"),
+    "TRL packing, bfd, sorted by work before dealing": partial(trl, strategy="bfd", dealt=by_work),
     "multipack (Axolotl's rule)": multipack,
-    "dynagroup packed": ours(None),
+    "dynagroup packed": partial(ours, shuffle=True),
     "verl's rule, updates of 256": verl,
-    "dynagroup packed, updates of 256": ours(UPDATE),
+    "dynagroup packed, updates of 256": partial(ours, samples_per_update=UPDATE),
 }
 
 
@@ -242,16 +229,11 @@ def sorted_and_dealt(tokens: np.ndarray, cap: int, layout: str, *, share: int) -
     while len(made) % RANKS:
         largest = made.pop(max(range(len(made)), key=lambda k: len(made[k])))
         made += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
-    made.sort(key=lambda part: -_work_of(part, tokens, layout))
+    made.sort(key=lambda part: -held(WORK.of_lengths(tokens[part]), layout))
     return [made[rank::RANKS] for rank in range(RANKS)]
-
-
-def _work_of(part: Any, tokens: np.ndarray, layout: str) -> float:
-    each = WORK.of_lengths(tokens[part])
-    return float(len(part) * each.max() if layout == "padded" else each.sum()) if len(part) else 0.0
 
 
 def critical_path(made: Any, tokens: np.ndarray, layout: str) -> float:
     """The dearest rank of each row, and the price of rows."""
-    work = [sorted((_work_of(part, tokens, layout) for part in rank), reverse=True) for rank in made]
+    work = [sorted((held(WORK.of_lengths(tokens[part]), layout) for part in rank), reverse=True) for rank in made]
     return WORK.of_rows(np.asarray(work).T)

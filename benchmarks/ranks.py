@@ -26,64 +26,51 @@ from dynagroup.plan.ranks import cut
 DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more
 
 
-class Job:
-    """Ranks as rows of arrays: the loader's decision functions on counts of batches alone."""
+def batches_of(lengths: np.ndarray) -> int:
+    return len(cut({"tokens": lengths}, TokenBudget(BUDGET)))
 
-    def __init__(self, lengths: np.ndarray, ranks: int, *, budget: int, window: int) -> None:
-        self.lengths, self.ranks, self.budget, self.window = lengths, ranks, TokenBudget(budget), window
-        self.queued = [0] * ranks
-        self.pending: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        self.start = self.made = self.taken = self.steps = self.exchanges = self.bytes = 0
 
-    def load(self, rank: int) -> None:
-        while self.pending[rank] and self.queued[rank] < LOW_WATER:
-            first, last = self.pending[rank].pop(0)
-            count = len(cut({"tokens": self.lengths[first:last]}, self.budget))
-            self.queued[rank] += count
-            self.made, self.taken = self.made + count, self.taken + last - first
-
-    def grant(self) -> None:
-        waiting = [sum(last - first for first, last in windows) for windows in self.pending]
-        per_batch = self.taken / max(self.made, 1)
-        loads = [round(q * per_batch) + w for q, w in zip(self.queued, waiting, strict=True)]
-        target = (DEPTH + 1) * self.window + round(LOW_WATER * per_batch)
-        grants, self.start = hand_out(loads, self.start, len(self.lengths), window=self.window, target=target)
-        for rank, grant in enumerate(grants):
-            self.pending[rank] += grant
-
-    def run(self) -> Job:
-        while True:
-            if self.start < len(self.lengths):
-                self.grant()
-            for rank in range(self.ranks):
-                self.load(rank)
-            closed = self.start >= len(self.lengths)
-            offers = [offer(q, bool(p) or not closed) for q, p in zip(self.queued, self.pending, strict=True)]
-            agreement = agree([max(column) for column in zip(*offers, strict=True)])
-            self.steps += agreement.steps
-            self.exchanges += 1
-            self.bytes += 8 * (WIDTH + 2 * agreement.steps + 2 + (0 if closed else self.ranks))
-            self.queued = [max(0, queued - agreement.steps) for queued in self.queued]
-            if agreement.last:
-                return self
+def epoch_of(lengths: np.ndarray, ranks: int, window: int) -> tuple[int, int, int, int]:
+    """The loader's decisions on counts of batches alone: steps, batches of all ranks, exchanges and the bytes of a rank's."""
+    queued, pending = [0] * ranks, [list[tuple[int, int]]() for _ in range(ranks)]
+    start = made = taken = steps = exchanges = sent = 0
+    while True:
+        if start < len(lengths):
+            waiting = (sum(last - first for first, last in windows) for windows in pending)
+            per_batch = taken / max(made, 1)
+            loads = [round(q * per_batch) + w for q, w in zip(queued, waiting, strict=True)]
+            target = (DEPTH + 1) * window + round(LOW_WATER * per_batch)
+            grants, start = hand_out(loads, start, len(lengths), window=window, target=target)
+            pending = [[*windows, *grant] for windows, grant in zip(pending, grants, strict=True)]
+        for rank, windows in enumerate(pending):
+            while windows and queued[rank] < LOW_WATER:
+                first, last = windows.pop(0)
+                count = batches_of(lengths[first:last])
+                queued[rank] += count
+                made, taken = made + count, taken + last - first
+        closed = start >= len(lengths)
+        offers = [offer([q], bool(windows) or not closed) for q, windows in zip(queued, pending, strict=True)]
+        [agreed], last, _ = agree([max(column) for column in zip(*offers, strict=True)])
+        steps, exchanges = steps + agreed, exchanges + 1
+        sent += 8 * (WIDTH + 2 * agreed + 2 + (0 if closed else ranks))
+        queued = [max(0, q - agreed) for q in queued]
+        if last:
+            return steps, made, exchanges, sent
 
 
 def simulated(ranks: int, samples: int = 16_000, window: int = 1024) -> dict[str, Any]:
     """One epoch of lengths of CV 1.0, and what shards fixed beforehand would take."""
     lengths = np.random.default_rng(ranks).choice(lengths_of(CV_ONE), ranks * samples)
-    job = Job(lengths, ranks, budget=BUDGET, window=window).run()
-    shards = lengths.reshape(ranks, samples)[:512]
-    edges = [*range(0, samples, window), samples]
-    counts = np.array(
-        [[len(cut({"tokens": shard[a:b]}, TokenBudget(BUDGET))) for a, b in pairwise(edges)] for shard in shards]
-    )
+    steps, batches, exchanges, sent = epoch_of(lengths, ranks, window)
+    shards, edges = lengths.reshape(ranks, samples)[:512], [*range(0, samples, window), samples]
+    counts = np.array([[batches_of(shard[a:b]) for a, b in pairwise(edges)] for shard in shards])
     mean = counts.sum(axis=1).mean()
     return {
-        "ranks": ranks, "samples_a_rank": samples, "steps": job.steps,
-        "above_all_batches_over_ranks": job.steps * ranks / job.made - 1,
+        "ranks": ranks, "samples_a_rank": samples, "steps": steps,
+        "above_all_batches_over_ranks": steps * ranks / batches - 1,
         "above_with_fixed_shards": float(counts.sum(axis=1).max() / mean - 1),
         "above_with_alignment_of_every_window": float(counts.max(axis=0).sum() / mean - 1),
-        "exchanges": job.exchanges, "bytes_a_rank_a_step": job.bytes / job.steps,
+        "exchanges": exchanges, "bytes_a_rank_a_step": sent / steps,
     }  # fmt: skip
 
 
