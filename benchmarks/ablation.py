@@ -41,10 +41,6 @@ def without_rows(window: Any, num_ranks: int, price: float) -> Any:
     return ranks._filled(window, window.least_time(price), num_ranks)
 
 
-def as_they_are(row: Any, *_: Any) -> Any:
-    return row
-
-
 def without_order(units: Any) -> Any:
     """Sorted by the first stream, then the others."""
     return longest_first({"tokens": units[0], **{str(n): u for n, u in enumerate(units[1:])}})
@@ -52,7 +48,7 @@ def without_order(units: Any) -> Any:
 
 MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
     "rows by dynamic programming (ranks)": ("padded", ranks, "_cheapest", without_rows),
-    "uneven rows cut again (ranks)": ("padded", ranks, "_levelled", as_they_are),
+    "uneven rows cut again (ranks)": ("padded", ranks, "_levelled", lambda row, *_: row),
     "the exact cut by a convex hull trick (padded)": ("padded", padded, "by_queue", padded.one_by_one),
     "greedy runs in large windows (padded)": ("large", padded, "EXACT_UP_TO", 1 << 30),
     "an order alike in all streams (multistream)": ("pairs", padded, "alike_order", without_order),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from benchmarks.machine import Machine
-from dynagroup import AdditiveCap, LengthAwareBatchSampler, TokenBudget, Work
+from benchmarks.methods import planned
+from dynagroup import AdditiveCap, TokenBudget
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.shapes import Streams
 
@@ -34,17 +36,13 @@ def rows(machine: Machine) -> dict[str, Any]:
     """Rows that mix ranks with and without images, steps, predicted time and idle batches of an epoch."""
     budget = TokenBudget(16_384, layout="packed") & AdditiveCap("patches", 24_576)
     found: dict[str, Any] = {}
-    for ranks, update in UPDATES.items():
-        for share in SHARES:
-            lengths = samples(share, 8 * 1024 if ranks == 8 else 8 * update)
-            labels = np.where(lengths["patches"] > 0, "image", "text")
-            for mode, how in (("updates", {"samples_per_update": update}), ("free", {"shuffle": True})):
-                for way, kinds in WAYS.items():
-                    kept = {"kinds": labels, **kinds}
-                    plan = LengthAwareBatchSampler(
-                        lengths, budget, rank=0, world_size=ranks, work=Work(), **how, **kept
-                    ).plan
-                    found[f"{ranks} ranks, images in {share:.0%}, {mode}, {way}"] = figures(plan, labels)
+    for (ranks, update), share in product(UPDATES.items(), SHARES):
+        lengths = samples(share, 8 * 1024 if ranks == 8 else 8 * update)
+        labels = np.where(lengths["patches"] > 0, "image", "text")
+        modes: dict[str, dict[str, Any]] = {"updates": {"samples_per_update": update}, "free": {"shuffle": True}}
+        for (mode, how), (way, kinds) in product(modes.items(), WAYS.items()):
+            plan = planned(lengths, budget, ranks, **how, **{"kinds": labels, **kinds})
+            found[f"{ranks} ranks, images in {share:.0%}, {mode}, {way}"] = figures(plan, labels)
     return found
 
 

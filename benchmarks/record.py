@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,21 +29,17 @@ PACKAGES = (
 
 def environment(*packages: str) -> dict[str, Any]:
     """Hardware, versions of what is installed of ``packages``, and the date: for every file of figures."""
-    installed = {name: _version(name) for name in ("torch", "numpy", *packages)}
+    versions = {}
+    for name in ("torch", "numpy", *packages):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "hardware": f"{os.cpu_count()}-core {_processor()}",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {name: found for name, found in installed.items() if found is not None},
+        "versions": versions,
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from benchmarks.data import Numbered, collate, lognormal
+from benchmarks.data import collate, lognormal
 from benchmarks.machine import Machine, build, cpu_seconds
 from benchmarks.record import spread
 from dynagroup import TokenBudget
@@ -41,13 +41,6 @@ class Clock(TrainerCallback):
         self.after.append(cpu_seconds())
 
 
-class Words(Numbered):
-    """Numbered samples whose tokens every model has."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: values.clamp(max=32) for name, values in super().__getitem__(index).items()}
-
-
 def trained(size: str, lengths: np.ndarray, ours: bool, strategy: str = "random") -> np.ndarray:
     """CPU seconds of each update, under our Trainer or the plain one with this sampling strategy."""
     clock = Clock()
@@ -58,7 +51,9 @@ def trained(size: str, lengths: np.ndarray, ours: bool, strategy: str = "random"
             remove_unused_columns=False, logging_strategy="no", dataloader_pin_memory=False,
             train_sampling_strategy="random" if ours else strategy,
         )  # fmt: skip
-        how: dict[str, Any] = {"train_dataset": Words(lengths), "data_collator": collate, "callbacks": [clock]}
+        names = ("input_ids", "attention_mask", "labels")
+        data = [dict.fromkeys(names, torch.ones(n, dtype=torch.int64)) for n in lengths.tolist()]
+        how: dict[str, Any] = {"train_dataset": data, "data_collator": collate, "callbacks": [clock]}
         config = DynagroupConfig(budget=TokenBudget(BATCH * LONGEST), lengths=lengths)
         trainer = (
             DynagroupTrainer(build(size), args, dynagroup=config, **how) if ours else Trainer(build(size), args, **how)

@@ -1,6 +1,7 @@
 # Sourced by scripts that test packages which pin versions that other adapters are past: an environment of its own for them.
 # own_env FOLDER PACKAGE...: makes FOLDER once, with these packages alone over the project's environment; sets $own to its python.
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
 
 own_env() {
   local folder=$1 python=${PYTHON:-$root/.venv/bin/python} paths='import sysconfig; print(sysconfig.get_path("purelib"))'

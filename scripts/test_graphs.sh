@@ -4,5 +4,4 @@
 set -euo pipefail
 source "$(dirname "$0")/_own_env.sh"
 own_env "${1:-$root/.venv-graphs}" torch_geometric==2.8.1
-cd "$root"
 OMP_NUM_THREADS=1 PYTHONPATH=$root "$own" -m pytest -q tests/integrations/test_examples.py -k graphs

@@ -50,17 +50,16 @@ def run_case(case: Case) -> list[str]:
     return found
 
 
-def draws(first: int) -> Iterator[tuple[int, str]]:
+def draws() -> Iterator[tuple[int, str]]:
     """Seeds with their faults, each fault in turn; the rare ones every fourth round."""
-    turns = (fault for turn in count() for fault in FAULTS if fault not in RARE or turn % 4 == 0)
-    return zip(count(first), turns)
+    return enumerate(fault for turn in count() for fault in FAULTS if fault not in RARE or turn % 4 == 0)
 
 
 def campaign(cases: int, first: int) -> dict[str, Any]:
     """Counts by fault, and the seeds of what was found."""
     counts: Counter[str] = Counter()
     findings: dict[int, list[str]] = {}
-    for seed, fault in islice(draws(first), cases):
+    for seed, fault in islice(draws(), first, first + cases):
         counts[fault] += 1
         if wrong := run_case(Case(seed, fault)):
             findings[seed] = [fault, *wrong]
@@ -73,21 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="faults", description="Random configurations meet faults.")
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
-    parser.add_argument("--seed", type=int, help="one case, by its seed (and --first of its campaign)")
+    parser.add_argument("--seed", type=int, help="one case, by its seed")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/faults.json")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # recovering is loud, and here it is all there is
     gc.freeze()  # recovering collects garbage, too: of the case, not of all that was imported
-    if given.seed is not None:
-        fault = next(fault for seed, fault in draws(given.first) if seed == given.seed)
-        case = Case(given.seed, fault)
-        print(vars(case))
-        wrong = run_case(case)
-        print(wrong or "nothing wrong")
-        return int(bool(wrong))
     began = time.monotonic()
-    found = campaign(given.cases, given.first)
+    found = campaign(given.cases, given.first) if given.seed is None else campaign(1, given.seed)
     print(json.dumps({**found, "findings": len(found["findings"])}, indent=1))
     if given.save:
         print(save(RESULTS, "faults", {**found, "minutes": round((time.monotonic() - began) / 60, 1)}))
