@@ -138,10 +138,8 @@ def tracing() -> dict[str, Any]:
     lengths, shares = np.array([64, 128, 256, 512, 1024]), []
     for size in ("0.5B", "135M"):
         for mode in ("train", "forward", "generate"):
-            known = [
-                Workload.from_model(config_of(size), mode, dtype="bfloat16", trace=trace) for trace in (True, False)
-            ]
-            models = [MemoryRegressor.pretrained(workload) for workload in known]
+            known = partial(Workload.from_model, config_of(size), mode, dtype="bfloat16")
+            models = [MemoryRegressor.pretrained(known(trace=trace)) for trace in (True, False)]
             budgets = [MemoryBudget(8, longest=2048, model=model) for model in (*models, None)]
             shares.append([np.asarray(budget.largest(lengths)) for budget in budgets])
     traced, sizes, unknown = np.array(shares, float).transpose(1, 0, 2)

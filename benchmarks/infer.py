@@ -48,9 +48,8 @@ def embed(machine: Machine, num_texts: int = 1024, repeats: int = 3) -> Any:
     def theirs() -> None:
         vectors["rival"] = rival.encode(texts, batch_size=best)
 
-    taken = machine.in_turns(
-        {f"sentence-transformers encode, {best} texts a batch": theirs, "dynagroup": ours}, repeats
-    )
+    ways = {f"sentence-transformers encode, {best} texts a batch": theirs, "dynagroup": ours}
+    taken = machine.in_turns(ways, repeats)
     base = next(iter(taken.values()))
     methods = {name: {"cpu_s": spread(found), "speed": paired(base, found)} for name, found in taken.items()}
     return {

@@ -10,16 +10,11 @@ import numpy as np
 from benchmarks.machine import Machine
 from benchmarks.methods import planned
 from dynagroup import AdditiveCap, TokenBudget
-from dynagroup.plan.plan import BatchPlan
 from dynagroup.shapes import Streams
 
 SHARES = (0.5, 0.2, 0.05)  # of samples that have images
 UPDATES = {8: 256, 64: 2048}  # ranks -> samples of an update
-WAYS: dict[str, dict[str, Any]] = {
-    "ignored": {"kinds": None},
-    "step": {"one_kind": "step"},
-    "batch": {"one_kind": "batch"},
-}
+WAYS: Any = {"ignored": {"kinds": None}, "step": {"one_kind": "step"}, "batch": {"one_kind": "batch"}}
 
 
 def samples(share: float, count: int) -> Streams:
@@ -42,11 +37,8 @@ def rows(machine: Machine) -> dict[str, Any]:
         modes: dict[str, dict[str, Any]] = {"updates": {"samples_per_update": update}, "free": {"shuffle": True}}
         for (mode, how), (way, kinds) in product(modes.items(), WAYS.items()):
             plan = planned(lengths, budget, ranks, **how, **{"kinds": labels, **kinds})
-            found[f"{ranks} ranks, images in {share:.0%}, {mode}, {way}"] = figures(plan, labels)
+            with_images = (sum("image" in labels[batch] for batch in row) for row in plan.rows)
+            mixed, time = sum(0 < number < ranks for number in with_images), round(plan.predicted_time)
+            figures = {"steps": plan.num_steps, "mixed": mixed, "idle": len(plan.repeated), "predicted_time": time}
+            found[f"{ranks} ranks, images in {share:.0%}, {mode}, {way}"] = figures
     return found
-
-
-def figures(plan: BatchPlan, labels: Any) -> dict[str, float]:
-    with_images = (sum("image" in labels[batch] for batch in row) for row in plan.rows)
-    mixed, time = sum(0 < number < plan.world_size for number in with_images), round(plan.predicted_time)
-    return {"steps": plan.num_steps, "mixed": mixed, "idle": len(plan.repeated), "predicted_time": time}

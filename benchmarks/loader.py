@@ -21,15 +21,6 @@ BUDGET = 16_384
 RIVAL = "online-dynamic-batching"
 
 
-def plain(data: Any) -> Iterable[Any]:
-    return DataLoader(data, batch_size=16, shuffle=True, num_workers=2, collate_fn=collate)
-
-
-def ours(data: Any, window: int) -> Iterable[Any]:
-    how: dict[str, Any] = {"shuffle": True, "window": window, "num_workers": 2, "seed": 1}
-    return OnlineDataLoader(data, TokenBudget(BUDGET), collate_fn=collate, **how)
-
-
 def light_loader(lengths: np.ndarray, budget: TokenBudget, **options: Any) -> OnlineDataLoader[Any]:
     """Samples that cost nothing to make, for they are their lengths: what is left is the loader."""
     how: dict[str, Any] = {"collate_fn": itemgetter(0), "length_of": int, "weigh": "samples", "shuffle": True}
@@ -50,11 +41,15 @@ def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str,
     """The same samples of CV 1.0 for all, two workers, three int64 tensors; the loaders take turns. Samples a CPU second. As many
     samples wait in each of a pair: ours sorts a window in each worker, the rival what both have sent."""
     lengths, found = lengths_of(CV_ONE, samples), {}
-    loaders: dict[str, Callable[[], Iterable[Any]]] = {"plain, 16 a batch": lambda: plain(Numbered(lengths))}
+    how: dict[str, Any] = {"shuffle": True, "num_workers": 2, "collate_fn": collate}
+    ours = partial(OnlineDataLoader, Numbered(lengths), TokenBudget(BUDGET), seed=1, **how)
+    loaders: dict[str, Callable[[], Iterable[Any]]] = {
+        "plain, 16 a batch": partial(DataLoader, Numbered(lengths), batch_size=16, **how)
+    }
     for waiting in (256, 2048):
         name = f"{waiting:,} samples waiting"
-        loaders[f"dynagroup, {name}"] = lambda waiting=waiting: ours(Numbered(lengths), waiting // 2)
-        loaders[f"{RIVAL}, {name}"] = lambda waiting=waiting: online_dynamic_batching(lengths, BUDGET, waiting)
+        loaders[f"dynagroup, {name}"] = partial(ours, window=waiting // 2)
+        loaders[f"{RIVAL}, {name}"] = partial(online_dynamic_batching, lengths, BUDGET, waiting)
 
     def run(name: str) -> None:
         found[name] = filled(loaders[name]())

@@ -17,7 +17,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, Spread, over, rows_of, table
+from benchmarks.record import RESULTS, Spread, rows_of, table
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<!-- figures: (\w+) -->.*?<!-- end -->", re.S)
@@ -51,10 +51,10 @@ def rivals(same: bool) -> Callable[[Figures], list[str]]:
     """
 
     def cell(methods: Figures, name: str) -> str:
-        one, fixed = methods[name], methods["fixed"]
-        base = fixed["samples_per_s"]["median"] if same else fixed["real_tokens_per_s"]
-        scaled = one["samples_per_s"]["median"] if same else one["real_tokens_per_s"]
-        spread = Spread(over(one["samples_per_s"], one["samples_per_s"]["median"] * base / scaled))
+        one, rate = methods[name], methods[name]["samples_per_s"]
+        base = methods["fixed"]["samples_per_s" if same else "real_tokens_per_s"]
+        unit = base["median"] if same else rate["median"] * base / one["real_tokens_per_s"]
+        spread = Spread({"median": rate["median"] / unit, "quartiles": [each / unit for each in rate["quartiles"]]})
         return ", ".join([f"{spread:.2fx}", f"{one['padding']:.0%}", *map(str, one["setting"].values())])
 
     def lines(found: Figures) -> list[str]:
@@ -176,9 +176,8 @@ def versions() -> str:
     """Of the frameworks that the tests run with, as pinned for the newest Python."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split(";")[0].strip().split("==") for line in lines if "==" in line)
-    return ", ".join(
-        f"{name} {pins[name]}" for name in ("torch", "transformers", "trl", "accelerate", "lightning", "xgboost")
-    )
+    frameworks = ("torch", "transformers", "trl", "accelerate", "lightning", "xgboost")
+    return ", ".join(f"{name} {pins[name]}" for name in frameworks)
 
 
 def filled() -> dict[str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,18 +64,17 @@ def speed(_machine: Machine) -> dict[str, Any]:
     }
 
 
-def exponent(sizes: Iterable[float], costs: Iterable[float]) -> float:
-    """Slope of the line through the logarithms, by least squares: 1 is a cost in proportion, below it is less."""
-    return float(np.polyfit(np.log(list(sizes)), np.log(list(costs)), 1)[0])
-
-
 def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, Any]:
-    """One entry a cost: over what, which sizes, what it was there, the exponent."""
+    """One entry a cost: over what, which sizes, what it was there, and the exponent, the slope of the line through the logarithms
+    by least squares: 1 is a cost in proportion, below it is less."""
 
     def least(count: int, num_ranks: int = 8, **options: Any) -> float:
         """Of some repeats: what is added to it is the machine's other work."""
         lengths, repeats = lognormal(count), 5 if count < 1_000_000 else 2
         return seconds(lambda: plan(lengths, ranks=num_ranks, **options), repeats)["min_s"]
+
+    def loaded(count: int) -> float:
+        return Machine().seconds(partial(deque, light_loader(lognormal(count), BUDGET), maxlen=0))
 
     smaller = samples[:3]
     costs: dict[str, tuple[str, tuple[int, ...], str, Callable[[int], float]]] = {
@@ -83,16 +83,11 @@ def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, A
         "planning, samples_per_update=256": ("samples", smaller, "CPU s", lambda n: least(n, samples_per_update=256)),
         "planning for many ranks": ("ranks", RANKS, "CPU s", lambda r: least(samples[1], r)),
         "memory of planning over the input": ("samples", samples, "MB", lambda n: peak_mb(lognormal(n))),
-        "online loader, main process": ("samples", smaller, "CPU s", _loaded),
+        "online loader, main process": ("samples", smaller, "CPU s", loaded),
     }
     found = {}
     for name, (over, sizes, unit, cost) in costs.items():
         each = [cost(size) for size in sizes]
         about = {"over": over, "unit": unit, "sizes": list(sizes), "costs": each}
-        found[name] = {**about, "exponent": exponent(sizes, each)}
+        found[name] = {**about, "exponent": float(np.polyfit(np.log(sizes), np.log(each), 1)[0])}
     return found
-
-
-def _loaded(count: int) -> float:
-    loader = light_loader(lognormal(count), BUDGET)
-    return Machine().seconds(lambda: deque(loader, maxlen=0))

@@ -23,6 +23,7 @@ from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.protocol import WIDTH, agree, hand_out, offer
 from dynagroup.plan.ranks import cut
 
+Row = dict[str, torch.Tensor]
 DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more
 
 
@@ -101,7 +102,7 @@ def _on_ranks(texts: list[np.ndarray], repeats: int) -> dict[str, Any]:
     }
 
 
-def _trained(kind: str, data: list[dict[str, torch.Tensor]], epochs: int = 2) -> dict[str, Any]:
+def _trained(kind: str, data: list[Row], epochs: int = 2) -> dict[str, Any]:
     model, budget = DistributedDataParallel(build("small")), TokenBudget(FIXED * SHORT)
     options: dict[str, Any] = (
         {"samples_per_update": 4 * FIXED * dist.get_world_size()} if kind == "update" else {"window": 128}
@@ -127,9 +128,7 @@ def _trained(kind: str, data: list[dict[str, torch.Tensor]], epochs: int = 2) ->
     return {"samples": samples, "samples_per_s": rate, "updates": updates, "steps": number, "model": model.module}
 
 
-def _fixed(
-    data: list[dict[str, torch.Tensor]], epoch: int, *, ordered: bool
-) -> Iterator[tuple[dict[str, torch.Tensor], float, bool]]:
+def _fixed(data: list[Row], epoch: int, *, ordered: bool) -> Iterator[tuple[Row, float, bool]]:
     """Batches of eight samples a rank, four an update, a rank's share of it ``ordered`` by length or as it comes; weighed
     exactly, too, by an exchange an update."""
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)  # type: ignore[arg-type]

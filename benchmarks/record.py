@@ -79,11 +79,6 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     return {"median": middle, "quartiles": [low, high], "repeats": len(values)}
 
 
-def over(found: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """A spread as a multiple of ``base``."""
-    return {"median": found["median"] / base, "quartiles": [quartile / base for quartile in found["quartiles"]]}
-
-
 class Spread(dict[str, Any]):
     """A median and its quartiles; ``{:.2fx}`` shows ``1.97x (1.92 to 2.03)``."""
 

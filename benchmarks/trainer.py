@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import tempfile
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,47 +32,39 @@ def steady_memory() -> None:
             ctypes.CDLL(None).mallopt(option, value)
 
 
-class Clock(TrainerCallback):
-    """CPU seconds after each update."""
+def trained(size: str, lengths: np.ndarray, way: str) -> np.ndarray:
+    """CPU seconds of each update, under our Trainer (``"dynagroup"``) or the plain one with this sampling strategy."""
+    after, ours = list[float](), way == "dynagroup"
 
-    def __init__(self) -> None:
-        self.after: list[float] = []
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            after.append(cpu_seconds())
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.after.append(cpu_seconds())
-
-
-def trained(size: str, lengths: np.ndarray, ours: bool, strategy: str = "random") -> np.ndarray:
-    """CPU seconds of each update, under our Trainer or the plain one with this sampling strategy."""
-    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, report_to=[],
             max_steps=len(lengths) // (BATCH * ACCUMULATION), save_strategy="no", use_cpu=True, disable_tqdm=True,
             remove_unused_columns=False, logging_strategy="no", dataloader_pin_memory=False,
-            train_sampling_strategy="random" if ours else strategy,
+            train_sampling_strategy="random" if ours else way,
         )  # fmt: skip
         names = ("input_ids", "attention_mask", "labels")
         data = [dict.fromkeys(names, torch.ones(n, dtype=torch.int64)) for n in lengths.tolist()]
-        how: dict[str, Any] = {"train_dataset": data, "data_collator": collate, "callbacks": [clock]}
+        how: dict[str, Any] = {"train_dataset": data, "data_collator": collate, "callbacks": [Clock()]}
         config = DynagroupConfig(budget=TokenBudget(BATCH * LONGEST), lengths=lengths)
-        trainer = (
-            DynagroupTrainer(build(size), args, dynagroup=config, **how) if ours else Trainer(build(size), args, **how)
-        )
-        trainer.train()
-    return np.diff(clock.after)[WARM_UP:]
+        made = partial(DynagroupTrainer, dynagroup=config) if ours else Trainer
+        made(build(size), args, **how).train()
+    return np.diff(after)[WARM_UP:]
 
 
 def pairs(
-    size: str, lengths: np.ndarray, sessions: int, *, control: bool = False, strategy: str = "random"
+    size: str, lengths: np.ndarray, sessions: int, way: str = "dynagroup", over: str = "random"
 ) -> dict[str, Any]:
-    """The adapter's CPU seconds over the plain Trainer's with this strategy, session by session (A, B, B, A, ...) and update by
-    update; ``control``: a second plain Trainer's instead of the adapter's."""
-    seconds: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    """CPU seconds of one way over another's, session by session (A, B, B, A, ...) and update by update."""
+    seconds: tuple[list[np.ndarray], ...] = ([], [])
     for session in range(sessions):
-        for other in (False, True) if session % 2 else (True, False):
-            seconds[other].append(trained(size, lengths, other and not control, strategy))
-    plain, ours = (np.concatenate(seconds[other]) for other in (False, True))
+        for place in (0, 1) if session % 2 else (1, 0):
+            seconds[place].append(trained(size, lengths, (over, way)[place]))
+    plain, ours = map(np.concatenate, seconds)
     return {"num_pairs": len(plain), "ratio": spread(ours / plain), "difference_ms": spread((ours - plain) * 1e3)}
 
 
@@ -83,9 +76,9 @@ def adapter(_machine: Machine, updates: int = 30, sessions: int = 4) -> dict[str
     equal, texts = np.full(samples, LONGEST), lognormal(samples, mean=75, cv=0.95, shortest=8, longest=LONGEST)
     return {
         "samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH, "updates": updates, "sessions": sessions,
-        "plain_over_plain": pairs("small", equal, sessions, control=True),
+        "plain_over_plain": pairs("small", equal, sessions, way="random"),
         "equal_batches": pairs("small", equal, sessions),
         "tiny_equal_batches": pairs("tiny", equal, sessions),
         "texts": pairs("small", texts, sessions),
-        "texts_batch_rebalance": pairs("small", texts, sessions, strategy="batch_rebalance"),
+        "texts_batch_rebalance": pairs("small", texts, sessions, over="batch_rebalance"),
     }  # fmt: skip

@@ -28,9 +28,8 @@ def budget() -> Any:
     figure = new_figure(8, 2.8)
     ordered = np.sort(LENGTHS)[::-1]
     short = ordered[28:][: 1600 // int(ordered[28])]
-    for axes, batch, name in zip(
-        figure.subplots(1, 2, sharey=True), (ordered[:4], short), ("long", "short"), strict=True
-    ):
+    sides = figure.subplots(1, 2, sharey=True)
+    for axes, batch, name in zip(sides, (ordered[:4], short), ("long", "short"), strict=True):
         draw_padding([batch], ax=axes)
         axes.set_title(f"{len(batch)} {name} samples: {len(batch) * int(batch.max()):,} of 1,600 tokens")
         axes.set(xlabel="samples of the batch", xlim=(0, len(short) + 2))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.data import Numbered, collate, numbers_of
 from benchmarks.faults.case import Case
@@ -118,8 +119,6 @@ def storm_in_training(case: Case) -> list[str]:
 
 def storm_on_ranks(case: Case) -> list[str]:
     """The same on two or three processes with DistributedDataParallel: each fails where it will."""
-    from torch.nn.parallel import DistributedDataParallel
-
     case.ranks = max(2, min(case.ranks, 3))
     run_ranks(case.ranks, case.loader)  # what the loader refuses, it refuses here, too
 
