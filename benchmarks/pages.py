@@ -86,10 +86,8 @@ def quality(found: Figures) -> list[Row]:
 def recovery(update: Figures) -> list[Row]:
     work, about = read("oom_work"), f"{update['parameters'] / 1e6:.0f} million parameters"
     left = f"{work['batches_that_do_not_fit']:.0%} of {work['planned_batches']} planned batches do not fit"
-    about_texts = f"{work['texts']:,} texts, {left}"
-    names = {name: name.replace("_", " ") for name in work["ratio"]}
-    knew = "relative to a run that knew the limit beforehand"
-    found = {f"{about_texts}: {names[name]} {knew}": f"{x:.2f}x" for name, x in work["ratio"].items()}
+    texts, knew = f"{work['texts']:,} texts, {left}", "relative to a run that knew the limit beforehand"
+    found = {f"{texts}: {name.replace('_', ' ')} {knew}": f"{x:.2f}x" for name, x in work["ratio"].items()}
     found["the same texts: how often memory ran out"] = work["learned"]["failures"]
     for case, one in update.get("updates", {}).items():
         found[f"an update of {case}, {about}, wall time relative to a plain update"] = f"{Spread(one['ratio']):.2fx}"
