@@ -1,7 +1,5 @@
 """A device's memory: which errors mean that it ran out, how much there is, and the counters of its allocator."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import re
@@ -136,7 +134,7 @@ class CudaDevice:
         return {**found, "torch": torch.__version__}
 
 
-def watch_of(model: Any) -> PeakWatch | None:
+def watch_of(model: Any) -> "PeakWatch | None":
     """A watch on the model's device; None where there is nothing to read."""
     return PeakWatch(next(model.parameters()).device) if torch.cuda.is_initialized() else None
 

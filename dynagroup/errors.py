@@ -1,7 +1,5 @@
 """The four errors that dynagroup raises for its users."""
 
-from __future__ import annotations
-
 __all__ = ["AlignmentError", "BudgetError", "ConfigError", "StateError"]
 
 

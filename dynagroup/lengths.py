@@ -1,7 +1,5 @@
 """How long is a sample? Lengths are measured with the tokenizer that training uses, checked once, int32 from then on."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from copy import deepcopy
@@ -104,7 +102,7 @@ class Kinds:
     labels: tuple[Any, ...]
 
     @classmethod
-    def read(cls, given: Any, num_samples: int) -> Kinds:
+    def read(cls, given: Any, num_samples: int) -> "Kinds":
         """From one label a sample: anything that can be hashed and equals itself. None: all are of the kind None.
 
         ConfigError: a label cannot be told from others, or there are not as many as samples.

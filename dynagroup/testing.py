@@ -3,8 +3,6 @@
 Ranks are threads with a true all-reduce, so a test of eight ranks takes milliseconds and needs no launcher.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -1,7 +1,5 @@
 """Budgets that predict memory: relative to a first batch that is known to fit, or in the bytes that a device has."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -92,7 +90,7 @@ class MemoryBudget(Budget):
     @classmethod
     def from_bytes(
         cls, limit_bytes: str | float, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
-    ) -> MemoryBudget:
+    ) -> "MemoryBudget":
         """A budget held against the bytes that a device has; a BudgetError where static memory alone exceeds them."""
         return _DeviceBudget(limit_bytes, model, headroom, pad_to_multiple_of)
 
@@ -104,7 +102,7 @@ class MemoryBudget(Budget):
         gradient_checkpointing: bool | None = None, lora: Any = None, optimizer: str | float | None = None,
         sharding: Sharding | None = None, num_ranks: int | None = None, max_new_tokens: int | None = None,
         inputs: MakeInputs | None = None, measured: Measurements | None = None, **sizes: Any,
-    ) -> MemoryBudget:  # fmt: skip
+    ) -> "MemoryBudget":  # fmt: skip
         """What fits a device, from the model alone: it is traced for a few seconds on the CPU, no weights are read.
 
         Args:
@@ -160,17 +158,17 @@ class MemoryBudget(Budget):
     def layout(self) -> Layout:
         return self._workload.layout or "padded"
 
-    def bind(self, lengths: Streams, /) -> MemoryBudget:
+    def bind(self, lengths: Streams, /) -> "MemoryBudget":
         given = _of_first_batch(self._longest, lengths)
         if all(name in given for name in lengths):
             return self
         found = {name: max(int(values.max(initial=1)), 1) for name, values in lengths.items()}
         return self._changed(_longest=found | given)
 
-    def with_memory(self, known: Callable[[], MemoryModel], /) -> MemoryBudget:
+    def with_memory(self, known: Callable[[], MemoryModel], /) -> "MemoryBudget":
         return self._changed(model=known(), _assumed=False) if self._assumed else self
 
-    def _changed(self, **attributes: Any) -> MemoryBudget:
+    def _changed(self, **attributes: Any) -> "MemoryBudget":
         changed = copy.copy(self)
         vars(changed).update(attributes, _tables={})
         return changed

@@ -1,7 +1,5 @@
 """Budgets that count tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -46,7 +44,7 @@ class TokenBudget(Budget):
         check_choice("layout", self.layout, ("padded", "packed"))
 
     @classmethod
-    def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> TokenBudget:
+    def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> "TokenBudget":
         """The budget of a run sized by hand: ``sequence_length * 2 * micro_batch_size`` tokens, online-dynamic-batching's rule of
         thumb: the typical batch of a fixed-size run is about half padding."""
         return cls(check_int("sequence_length", sequence_length) * 2 * check_int("micro_batch_size", micro_batch_size))

@@ -1,7 +1,5 @@
 """Steps under Accelerate: ``prepare`` a loader of dynagroup, and write the training loop by hand."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -8,8 +8,6 @@ In Axolotl's YAML::
     sample_packing: false
 """
 
-from __future__ import annotations
-
 from functools import partialmethod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an architecture makes of padded and packed batches, asked of a small model of its config on the CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

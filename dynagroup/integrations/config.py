@@ -1,7 +1,5 @@
 """What a Trainer is told about batches that fit, and which of its own settings do not go with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

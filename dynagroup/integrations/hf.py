@@ -1,8 +1,6 @@
 """Hugging Face ``Trainer`` with batches that fit: one loader item is one optimizer update, whatever number of batches that takes.
 So its length, ``max_steps``, schedulers, logs and checkpoints stay exact, and nothing is left over at an epoch's end."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """A Trainer's data, as a loader needs it: the order and lengths of samples, updates as items, the place in a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

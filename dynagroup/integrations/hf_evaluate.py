@@ -1,8 +1,6 @@
 """Evaluation and prediction with batches that fit: planned once, the same number of samples on every rank, results in
 dataset order, and a loss that does not depend on how samples lie in batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A budget as the ``constraint`` of lhotse's ``DynamicBucketingSampler``: a cap that no batch exceeds."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any

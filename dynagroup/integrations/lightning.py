@@ -1,7 +1,5 @@
 """Steps under Lightning: a loader that it leaves alone, which is the callback that tells it where updates end."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace

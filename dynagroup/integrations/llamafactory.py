@@ -4,8 +4,6 @@ A LLaMA-Factory workflow builds its own Trainer. :func:`dynamic_batching` makes 
 runs, and nothing else; afterwards everything is as it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ Where a model does not suit packed batches, transformers says nothing: samples s
 loss looks healthy. So the model itself is asked, on two samples of a few tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

@@ -4,8 +4,6 @@ Only for losses of single samples or pairs (cosine similarity, mean squared erro
 negatives ranking, CoSENT) compares the samples of a batch with each other: keep fixed batches for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

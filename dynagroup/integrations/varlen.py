@@ -1,8 +1,6 @@
 """Attention of packed batches with torch alone: each sample attends to itself, in memory linear in the tokens.
 ``torch.nn.attention.varlen`` on CUDA devices in half precision (torch 2.11 or later), sample after sample otherwise."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

@@ -4,8 +4,6 @@ A phase is a polynomial in the batch shape with non-negative coefficients, so th
 of the hidden states a layer keeps, and so on) are fitted to simulations by ``regressor/train.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +40,7 @@ class ClosedForm:
     """Whether a batch is one row of all its tokens."""
 
     @classmethod
-    def of(cls, workload: Workload, constants: Mapping[str, float]) -> ClosedForm:
+    def of(cls, workload: Workload, constants: Mapping[str, float]) -> "ClosedForm":
         """What was traced of the model, or else what its sizes say."""
         packed = workload.layout == "packed"
         if workload.phases is not None:
@@ -50,7 +48,7 @@ class ClosedForm:
         return cls(np.stack(_Builder(workload, constants).phases()), packed=packed)
 
     @classmethod
-    def of_phases(cls, traced: Phases, packed: bool = False) -> ClosedForm:
+    def of_phases(cls, traced: Phases, packed: bool = False) -> "ClosedForm":
         phases = np.zeros((len(traced.rows), len(COMPONENTS), len(MONOMIALS)))
         phases[:, COMPONENTS.index("activations")] = traced.rows
         return cls(phases, traced, packed)

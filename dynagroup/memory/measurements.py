@@ -1,7 +1,5 @@
 """Rows of "this shape took that much memory", simulated or measured."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -94,7 +92,7 @@ class Measurements:
         pq.write_table(table.replace_schema_metadata({f"dynagroup.{k}": v for k, v in about.items()}), path)
 
     @classmethod
-    def from_parquet(cls, path: str | Path) -> Measurements:
+    def from_parquet(cls, path: str | Path) -> "Measurements":
         """Read what :meth:`to_parquet` wrote; a StateError where it is damaged, or something else."""
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -1,7 +1,5 @@
 """A formula in bytes, fitted to a handful of simulated or measured shapes of one workload."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class ProfiledMemory:
     """The longest that was measured, of each stream."""
 
     @classmethod
-    def fit(cls, measurements: Measurements) -> ProfiledMemory:
+    def fit(cls, measurements: Measurements) -> "ProfiledMemory":
         """The form closest to these rows, at least 4 (of two streams 8); those that ran out of memory are left out.
 
         >>> from dynagroup.memory import Measurement, Workload

@@ -1,7 +1,5 @@
 """What a budget asks of a memory model, the simplest one, and a table of any model's answers by length."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -79,7 +77,7 @@ class LargestTable:
     counts: IntArray
 
     @classmethod
-    def of(cls, model: MemoryModel, baseline: BatchShape, headroom: float) -> LargestTable:
+    def of(cls, model: MemoryModel, baseline: BatchShape, headroom: float) -> "LargestTable":
         top = {name: int(longest[0]) for name, longest in baseline.longest.items()}
         grids = {name: _grid(LONGER * most, 0.01 if len(top) == 1 else 0.07, most) for name, most in top.items()}
         mesh = np.meshgrid(*grids.values(), indexing="ij")

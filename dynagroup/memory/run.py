@@ -1,7 +1,5 @@
 """How a model is run, and how its memory depends on the batch shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -64,7 +62,7 @@ class Phases:
     """The longest sample, in tokens, for which ``rows`` hold; None: for all."""
     after: tuple[tuple[float, ...], ...] = ()
     """As ``rows``, beyond that: where attention slides."""
-    aligned: Phases | None = None
+    aligned: "Phases | None" = None
     """The same for lengths that are multiples of 16, whose masks need no padding for their kernel; None: no different."""
 
     def __post_init__(self) -> None:
@@ -78,7 +76,7 @@ class Phases:
             object.__setattr__(self, "aligned", Phases(**self.aligned))
 
     @classmethod
-    def of(cls, monomials: Sequence[int], sizes: FloatArray) -> Phases:
+    def of(cls, monomials: Sequence[int], sizes: FloatArray) -> "Phases":
         """Of sizes (P, columns) that are known for these monomials only."""
         rows = np.zeros((len(sizes), len(MONOMIALS)))
         rows[:, monomials] = sizes

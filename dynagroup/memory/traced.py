@@ -1,7 +1,5 @@
 """Bytes of any batch of one model: what it keeps whatever the batch, and the phases that tracing it found."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -64,7 +62,7 @@ class TracedMemory:
     def of(
         cls, model_or_config: Any, mode: Mode = "train", *, lora: Any = None, optimizer: str | float | None = None,
         inputs: MakeInputs | None = None, measured: Measurements | None = None, **known: Any,
-    ) -> TracedMemory:  # fmt: skip
+    ) -> "TracedMemory":  # fmt: skip
         """Traces a model (a few seconds on the CPU, no weights).
 
         Args:
@@ -94,7 +92,7 @@ class TracedMemory:
         found = cls(static, workload, said=said, longest=getattr(text, "max_position_embeddings", None))
         return found if measured is None else found.corrected(measured)
 
-    def corrected(self, measured: Measurements) -> TracedMemory:
+    def corrected(self, measured: Measurements) -> "TracedMemory":
         """This trace, raised to what was measured: no row takes more than is then predicted.
 
         Bytes are ``factor`` times the trace plus a constant: the line above all rows that exceeds them least, never below the

@@ -1,7 +1,5 @@
 """Worker side: measure true lengths after the user's processing, cut into batches that fit, collate. No collectives here."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace

@@ -1,7 +1,5 @@
 """Worker side: datasets that are read a window at a time."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """The alignment engine: one rank's refined windows become steps that all ranks take together, an epoch at a time."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque

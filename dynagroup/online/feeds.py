@@ -1,7 +1,5 @@
 """What brings an epoch's windows: the DataLoader that holds the workers, and the feeds of map-style and iterable datasets."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +30,7 @@ class RequestQueue:
     """The ``batch_sampler`` of the inner DataLoader: hands out what the feed that runs has, and blanks, which are empty windows,
     where it has nothing yet: workers fetch ahead of what ranks have agreed, and of knowing whether an answer is whole."""
 
-    feed: MapFeed | None = None
+    feed: "MapFeed | None" = None
 
     def __iter__(self) -> Iterator[Request]:
         while self.feed is not None and (request := self.feed.pull()) is not None:

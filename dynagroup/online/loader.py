@@ -1,7 +1,5 @@
 """The loader whose batches fit after processing, in equal steps on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -93,33 +91,16 @@ class OnlineDataLoader(StepLoader[Any]):
     KIND = "OnlineDataLoader"
 
     def __init__(
-        self,
-        dataset: Any,
-        budget: Budget | int,
-        *,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        length_of: LengthOf | None = None,
-        batch_sampler: Iterable[Sequence[int]] | None = None,
-        sampler: Iterable[int] | None = None,
-        shuffle: bool = False,
-        length_hint: Any = None,
-        window: int = 1024,
-        window_bytes: int | None = WINDOW_BYTES,
-        samples_per_update: int | BatchSizeSchedule | None = None,
-        drop_last: bool = False,
-        accumulation: int = 1,
-        seed: int = 0,
-        weigh: Weigh = "tokens",
-        oversize: Oversize = "alone",
-        work: Work | None = None,
-        shapes: int | None = None,
-        pad: Pad | None = None,
-        kind_of: Callable[[Any], Hashable] | None = None,
-        kinds: Iterable[Hashable] | None = None,
-        one_kind: OneKind = "step",
-        world: World | None = None,
-        **dataloader_kwargs: Any,
-    ) -> None:
+        self, dataset: Any, budget: Budget | int, *,
+        collate_fn: Callable[[list[Any]], Any] | None = None, length_of: LengthOf | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None, sampler: Iterable[int] | None = None, shuffle: bool = False,
+        length_hint: Any = None, window: int = 1024, window_bytes: int | None = WINDOW_BYTES,
+        samples_per_update: int | BatchSizeSchedule | None = None, drop_last: bool = False, accumulation: int = 1,
+        seed: int = 0, weigh: Weigh = "tokens", oversize: Oversize = "alone", work: Work | None = None,
+        shapes: int | None = None, pad: Pad | None = None,
+        kind_of: Callable[[Any], Hashable] | None = None, kinds: Iterable[Hashable] | None = None, one_kind: OneKind = "step",
+        world: World | None = None, **dataloader_kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(dataset, world=world)
         knobs: dict[str, Any] = {"work": work, "weigh": weigh, "one_kind": one_kind}
         how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "window": window, "window_bytes": window_bytes}
@@ -141,7 +122,7 @@ class OnlineDataLoader(StepLoader[Any]):
             learner.share_memory()
 
     @classmethod
-    def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> OnlineDataLoader:
+    def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> "OnlineDataLoader":
         """Take over an existing loader's dataset, order, workers and collate function, unless ``options`` say otherwise.
         A ``RandomSampler`` becomes ``shuffle=True`` with a seed of its own, so that ranks agree and runs resume. ``drop_last``
         is not taken over: nothing is dropped. The loader is not changed."""

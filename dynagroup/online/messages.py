@@ -13,8 +13,6 @@
     Step          the user's batch, and what it weighs
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -42,14 +40,14 @@ class Request:
     max_bytes: int | None = None  # of processed samples in an answer, about; the rest is asked for again. None: all
 
     @classmethod
-    def of(cls, indices: Sequence[int]) -> Request:
+    def of(cls, indices: Sequence[int]) -> "Request":
         """For one batch, of dataset indices that have no positions."""
         return cls(np.arange(len(indices)), (len(indices),), number=0, indices=indices)
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def part(self, start: int, stop: int) -> Request:
+    def part(self, start: int, stop: int) -> "Request":
         """The same for these samples only, which must be whole groups."""
         groups = self.groups
         if groups is not None:
@@ -89,7 +87,7 @@ class Refined:
         return len(self.indices)
 
     @classmethod
-    def idle(cls, kind: int) -> Refined:
+    def idle(cls, kind: int) -> "Refined":
         """No batch, where other ranks have one of this kind."""
         return cls(None, [], (), {}, weight=0.0, padded=0, work=0.0, real=0, kind=kind)
 
@@ -103,7 +101,7 @@ class Refined:
         """Smallest first, of those that weigh anything."""
         return self.weight <= 0, self.padded
 
-    def copied(self) -> Refined:
+    def copied(self) -> "Refined":
         """As it is now, whatever the training loop does with it; what cannot be copied is shared."""
         try:
             return replace(self, batch=copy.deepcopy(self.batch), samples=None)
@@ -144,7 +142,7 @@ class RefinedWindow:
             return RefinedWindow, fields
         return _unpacked, packed
 
-    def pin_memory(self) -> RefinedWindow:
+    def pin_memory(self) -> "RefinedWindow":
         return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
 
 

@@ -1,7 +1,5 @@
 """Which samples come when: the order of an epoch, and the requests that follow from it. Pure functions of their arguments."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -84,7 +82,7 @@ class Order(NamedTuple):
         indices = self.indices
         return (indices.index_at(positions) if isinstance(indices, EpochOrder) else indices[positions]).tolist()
 
-    def restricted(self, positions: IntArray) -> Order:
+    def restricted(self, positions: IntArray) -> "Order":
         return Order(self.indices, positions if self.base is None else self.base[positions])
 
 
@@ -205,7 +203,7 @@ class Source(NamedTuple):
             return _rows(self, planner, rank, size)
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
-    def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> Source:
+    def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> "Source":
         """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows; and of
         its kinds."""
         source, count = self._replace(lengths=None, rough=None, kinds=None), self.order.num_positions

@@ -1,8 +1,6 @@
 """The alignment protocol: its decisions, as pure functions of integers that all ranks see alike, and what carries them. Why it
 ends: ``docs/alignment.md``; the exhaustive model in ``tests/online/test_protocol.py`` runs these same functions."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """What an online loader saves: positions packed small, lengths that were seen, and which of several ranks' states counts."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,7 +113,7 @@ class LearnedLengths:
         fresh = {name: pack(values.astype(np.int64)) for name, values in self._fresh.items()}
         return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
 
-    def restored(self, states: Sequence[Mapping[str, Any]]) -> LearnedLengths:
+    def restored(self, states: Sequence[Mapping[str, Any]]) -> "LearnedLengths":
         """What a state knows; of further ranks' states the observations are added."""
         other = LearnedLengths(self.num_samples)
         other.steady = states[0]["steady"]

@@ -1,7 +1,5 @@
 """``model.generate`` that goes on in parts when memory runs out, with the output it would have had."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

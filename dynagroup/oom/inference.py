@@ -1,7 +1,5 @@
 """A whole dataset through a model: generate, embed or classify; planned, safe from running out of memory and from crashes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """A job: one pass of a model over texts, planned by length, safe from running out of memory, from crashes, on many ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -53,7 +51,7 @@ class Task:
     """What is done with a batch, and what a text becomes by it."""
 
     model: Any
-    process: Callable[[Job, dict[str, Any], Sequence[int]], Any]
+    process: "Callable[[Job, dict[str, Any], Sequence[int]], Any]"
     """Padded batch, indices of its samples -> their results."""
     settings: Mapping[str, Any]  # what results depend on beside model, tokenizer and texts
     kind: Kind = VECTORS

@@ -1,7 +1,5 @@
 """Run again in halves: only the part that failed, and only after the failed attempt has let go of its memory."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

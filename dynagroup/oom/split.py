@@ -1,7 +1,5 @@
 """Take some samples out of a batch of any usual kind, trimmed to their own longest; and what a batch's shape is."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.shapes import BatchShape
 
 B = TypeVar("B")
-Fields: TypeAlias = "dict[Any, Any]"
+Fields: TypeAlias = dict[Any, Any]
 
 # One entry per token of the sample; trimmed together with `attention_mask`.
 _TOKEN_KEYS = {
@@ -58,7 +56,7 @@ class VisionTokens:
     merge_size: int = 2
 
     @classmethod
-    def from_config(cls, config: Any) -> VisionTokens | None:
+    def from_config(cls, config: Any) -> "VisionTokens | None":
         """From a model's config; None for a model without such tokens."""
         image, video = getattr(config, "image_token_id", None), getattr(config, "video_token_id", None)
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)

@@ -1,7 +1,5 @@
 """Results on disk: a journal while a job runs, so that a crash loses nothing, and the file that they end up in."""
 
-from __future__ import annotations
-
 import json
 import logging
 import mmap

@@ -1,8 +1,6 @@
 """A training step that survives running out of memory, with the gradients it would have had. Those of
 ``DistributedDataParallel`` are kept on their rank, then averaged once, without its own exchange."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -67,7 +65,7 @@ class Part:
     def shape(self, splitter: Splitter[Any]) -> BatchShape:
         return shape_of(self.samples(splitter), self.num_samples)
 
-    def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> list[Part]:
+    def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> "list[Part]":
         """Two halves that weigh together what the part weighs."""
         both = halves(self.start, self.stop)
         parts: list[Part] = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in both]

@@ -1,7 +1,5 @@
 """A division of samples into batches, as flat arrays; and the batch sizes that kernels like, rounded to before the fit check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,12 +30,12 @@ class Batches(Sequence[IntArray]):
     offsets: IntArray
 
     @classmethod
-    def of(cls, parts: Sequence[IntArray]) -> Batches:
+    def of(cls, parts: Sequence[IntArray]) -> "Batches":
         """These batches, at least one."""
         return cls(np.concatenate(parts), offsets_of(np.asarray([len(part) for part in parts])))
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Batches]) -> Batches:
+    def concatenate(cls, parts: "Sequence[Batches]") -> "Batches":
         """The batches of all parts, one after another."""
         if not parts:
             return cls(np.zeros(0, np.int64), np.zeros(1, np.int64))
@@ -62,14 +60,14 @@ class Batches(Sequence[IntArray]):
         for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
             yield self.order[start:stop]
 
-    def take(self, chosen: IntArray) -> Batches:
+    def take(self, chosen: IntArray) -> "Batches":
         """These batches, in this order."""
         sizes = self.sizes[chosen]
         offsets = offsets_of(sizes)
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
         return Batches(self.order[np.repeat(self.offsets[:-1][chosen], sizes) + within], offsets)
 
-    def map(self, index_of: IntArray) -> Batches:
+    def map(self, index_of: IntArray) -> "Batches":
         """The same batches with every position ``p`` replaced by ``index_of[p]``."""
         return Batches(index_of[self.order], self.offsets)
 

@@ -4,8 +4,6 @@ A *linear token* is the time of one token in the matrix products of a layer. Att
 length of the sample, and every step costs something before its first token.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -94,7 +92,7 @@ class Work:
             raise ConfigError(f"`streams` must hold {wanted}, but is {self.streams!r}")
 
     @classmethod
-    def of(cls, model_or_config: Any, *, device: Any = "cuda") -> Work:
+    def of(cls, model_or_config: Any, *, device: Any = "cuda") -> "Work":
         """What a ``transformers`` model's config says; measured step times say it better, see :meth:`fit`.
 
         A token takes 2 operations for each weight of a layer's matrices and of the output matrix; attention takes ``4 * heads *
@@ -123,7 +121,7 @@ class Work:
         return cls(per_step=per_step, crossover=linear / (4.0 * attention), streams=tower)
 
     @classmethod
-    def of_known(cls, model: Any, *, device: Any) -> Work:
+    def of_known(cls, model: Any, *, device: Any) -> "Work":
         """As :meth:`of`; of a model that is none of ``transformers``, or does not state its sizes, the default for the device.
 
         >>> Work.of_known(object(), device="cpu").per_step == CPU_PER_STEP
@@ -138,7 +136,7 @@ class Work:
         return cls(per_step=CPU_PER_STEP) if str(device).startswith("cpu") else cls()
 
     @classmethod
-    def fit(cls, rows: Iterable[tuple[int, int | Mapping[str, int], float]]) -> Work:
+    def fit(cls, rows: Iterable[tuple[int, int | Mapping[str, int], float]]) -> "Work":
         """From measured padded steps: (samples, tokens of the longest, seconds) each; of several lengths a dict, which holds what
         every sample of the batch has: ``{"tokens": 512, "patches": 1024}``.
 
@@ -268,7 +266,7 @@ class MeasuredWork(Work):
         columns = np.stack([np.ones(len(batches)), linear, both - linear], axis=1) / np.asarray(seconds)[:, None]
         return [float(len(batches)), *(columns.T @ columns).ravel(), *columns.sum(axis=0)]
 
-    def fitted(self, sums: Sequence[float]) -> MeasuredWork | None:
+    def fitted(self, sums: Sequence[float]) -> "MeasuredWork | None":
         """What the steps behind these sums say, by least squares of relative errors; None where they are too few."""
         if sums[0] < FEWEST_STEPS:
             return None

@@ -1,7 +1,5 @@
 """Where a run stands: a few integers, from which everything that remains follows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
@@ -51,7 +49,7 @@ class Cursor:
     begun_samples: int = 0
     begun_weight: float = 0.0
 
-    def after_rows(self, rows: int, ranks: int, limit: float | None = None) -> Cursor:
+    def after_rows(self, rows: int, ranks: int, limit: float | None = None) -> "Cursor":
         """Behind so many more rows of the window under way."""
         if not rows:
             return self
@@ -63,7 +61,7 @@ class Cursor:
         )
         return replace(self, steps=self.steps + rows, segments=used)
 
-    def after_window(self, carried: Sequence[int] = ()) -> Cursor:
+    def after_window(self, carried: Sequence[int] = ()) -> "Cursor":
         """Behind the window under way, whose rows :meth:`after_rows` has counted."""
         return replace(self, windows_done=self.windows_done + 1, segments=(), carried=tuple(carried))
 
@@ -71,7 +69,7 @@ class Cursor:
         return {**asdict(self), "segments": list(map(list, self.segments)), "carried": list(self.carried)}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Cursor:
+    def of(cls, state: Mapping[str, Any]) -> "Cursor":
         """What :meth:`state` gave, also after JSON or among other fields."""
         found = {field.name: state[field.name] for field in fields(cls)}
         segments = tuple((ranks, rows, limit) for ranks, rows, limit in state["segments"])

@@ -3,8 +3,6 @@
 An order is computed and never remembered: any slice of it, in time proportional to the slice.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized

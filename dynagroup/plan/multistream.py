@@ -1,7 +1,5 @@
 """Samples with several lengths: an order in which neighbours are alike in all, maxima of its runs, and costs of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

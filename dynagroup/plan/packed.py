@@ -1,7 +1,5 @@
 """Packed batches: samples end to end under a cap, dealt so that the batches of a row are equal work."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_left, insort

@@ -3,8 +3,6 @@
 A division of an ordered window into runs is its offsets: int64 (B + 1,), from 0 to the number of samples.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable
@@ -40,7 +38,7 @@ def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) ->
 
 def in_order(
     lengths: Streams, budget: Budget, work: Work, rounded: RoundBatch | None
-) -> tuple[IntArray, OrderedWindow]:
+) -> "tuple[IntArray, OrderedWindow]":
     """A padded window's positions in the order in which it is cut, and what cutting needs to know of it; not empty.
 
     One padded stream: longest first, and nothing else can be better.

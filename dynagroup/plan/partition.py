@@ -1,7 +1,5 @@
 """Parts of equal cost; micro-batches for samples already in memory, as reinforcement learning has them after a rollout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

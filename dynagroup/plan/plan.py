@@ -1,7 +1,5 @@
 """An epoch's plan as data: its batches, their places and their figures."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A plan is a pure function of (lengths, budget, settings, epoch, world size). It 
 first batch of any dataset is there at once and a run resumes, also on another number of ranks, from a few integers.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import zlib
@@ -123,7 +121,7 @@ class Planner:
             self.warn_of_oversize()
 
     @classmethod
-    def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> Planner:
+    def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> "Planner":
         """From lengths and kinds as users give them."""
         if kinds is None and config.one_kind != "step":
             raise ConfigError(f"`one_kind` ({config.one_kind!r}) needs `kinds`, a label for each sample")
@@ -145,7 +143,7 @@ class Planner:
             "truncate them, raise the budget, or pass oversize='error'"
         )
 
-    def renewed(self, world: World | None = None, work: Work | None = None) -> Planner:
+    def renewed(self, world: World | None = None, work: Work | None = None) -> "Planner":
         """Itself; or a planner that follows what its budget has learned, and ``work``, if that changes anything. Collective over
         ``world``."""
         learner = self.budget.learner
@@ -156,7 +154,7 @@ class Planner:
         after = self.rebuilt(work)
         return self if (after.limit, after.config) == (self.limit, self.config) else after
 
-    def in_mid_epoch(self) -> Planner:
+    def in_mid_epoch(self) -> "Planner":
         """Itself; or a planner of the rest of an epoch that follows what was applied to its budget since. StateError: that
         changes which samples take part."""
         after = self.by(LearningBudget.applied_to(self.budget))
@@ -167,7 +165,7 @@ class Planner:
             )
         return after
 
-    def by(self, limit: float | None) -> Planner:
+    def by(self, limit: float | None) -> "Planner":
         """Itself, or the same by another learned limit."""
         if limit == self.limit:
             return self
@@ -177,7 +175,7 @@ class Planner:
         other.oversize = np.flatnonzero(other.unfit)
         return other
 
-    def rebuilt(self, work: Work | None = None) -> Planner:
+    def rebuilt(self, work: Work | None = None) -> "Planner":
         """A planner of the same facts and knobs, whose budget may have changed, and its work if one is given."""
         return Planner(self.lengths, self.budget, replace(self.config, work=work or self.config.work), self.kinds)
 

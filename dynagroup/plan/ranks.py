@@ -1,7 +1,5 @@
 """Rows of batches for all ranks: one batch a rank and step, cut so that the steps take least time; and the proof of each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -24,13 +22,9 @@ EQUAL = 0.05  # of a row's mean work: what its batches may differ by
 
 
 def cut(
-    lengths: Streams,
-    budget: Budget,
-    num_ranks: int = 1,
-    *,
-    work: Work = DEFAULT_WORK,
-    round_batch: RoundBatch | None = None,
-) -> Batches:
+    lengths: Streams, budget: Budget, num_ranks: int = 1, *,
+    work: Work = DEFAULT_WORK, round_batch: RoundBatch | None = None,
+) -> Batches:  # fmt: skip
     """Cut a window into rows of one batch a rank that fit, so that its steps take least predicted time.
 
     A padded window is ordered, longest first or so that neighbours are alike in several padded streams, and cut into runs; a

@@ -1,7 +1,5 @@
 """A plan as a table; ways to batch the same samples side by side. Nothing is run."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

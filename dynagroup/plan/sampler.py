@@ -1,7 +1,5 @@
 """The length-aware batch sampler: a plan, handed to a plain ``DataLoader``."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from bisect import bisect_right
@@ -45,7 +43,7 @@ class EpochHandle:
     """``batch_sampler.sampler``, where accelerate and Lightning look for ``set_epoch``. After a state was loaded accelerate
     counts from 0 again: the first number it says is the epoch that the state resumes."""
 
-    def __init__(self, sampler: LengthAwareBatchSampler) -> None:
+    def __init__(self, sampler: "LengthAwareBatchSampler") -> None:
         self._sampler, self._ahead = sampler, 0
         self.expected: int | None = None  # the epoch that a state resumes
 

@@ -1,7 +1,5 @@
 """Few shapes of batches, for models that are compiled for each shape they meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,7 +157,7 @@ class ShapeLadder(Wrapper):
         return (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in self._names))
 
     @property
-    def ladder(self) -> ShapeLadder:
+    def ladder(self) -> "ShapeLadder":
         return self
 
     @property

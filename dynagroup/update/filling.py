@@ -1,7 +1,5 @@
 """Collated batches filled to one of few shapes: columns of padding, and rows of weight 0; and each shape run once beforehand."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping

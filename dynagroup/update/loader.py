@@ -3,8 +3,6 @@
 The two that keep it differ in where an epoch's steps come from, and in what a place in it is. The rest is the same, here.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from abc import ABC, abstractmethod

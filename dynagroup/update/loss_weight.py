@@ -1,7 +1,5 @@
 """What a batch weighs in the loss: the units that its loss is a mean of, and the factor that makes updates exact."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

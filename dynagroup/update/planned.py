@@ -1,7 +1,5 @@
 """The loader for known lengths: every update is planned, then loaded by a plain ``DataLoader``, then weighed over all ranks."""
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -90,25 +88,12 @@ class PlannedDataLoader(StepLoader[B]):
     _work: Work | None = None  # that was measured: epochs from the next one on go by it
 
     def __init__(
-        self,
-        dataset: Any,
-        lengths: Any,
-        budget: Budget | int,
-        *,
-        samples_per_update: int | BatchSizeSchedule | None = None,
-        grouping: int | None = None,
-        kinds: Iterable[Any] | None = None,
-        accumulation: int = 1,
-        shuffle: bool = True,
-        sampler: Iterable[int] | None = None,
-        seed: int = 0,
-        weigh: Weigh = "tokens",
-        drop_last: bool = False,
-        shapes: int | None = None,
-        pad: Pad | None = None,
-        world: World | None = None,
-        **further: Any,
-    ) -> None:
+        self, dataset: Any, lengths: Any, budget: Budget | int, *,
+        samples_per_update: int | BatchSizeSchedule | None = None, grouping: int | None = None,
+        kinds: Iterable[Any] | None = None, accumulation: int = 1, shuffle: bool = True,
+        sampler: Iterable[int] | None = None, seed: int = 0, weigh: Weigh = "tokens", drop_last: bool = False,
+        shapes: int | None = None, pad: Pad | None = None, world: World | None = None, **further: Any,
+    ) -> None:  # fmt: skip
         super().__init__(dataset, world=world)
         free, how, self._weigh = samples_per_update is None, {"seed": seed, "shuffle": shuffle}, weigh
         of_set_sizes = {"sampler": sampler is not None, "drop_last": drop_last, "grouping": grouping is not None}

@@ -5,8 +5,6 @@ A schedule is any function ``(update, current) -> samples per update``: ``update
 planned, on every rank alike; so it must depend on nothing else.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator

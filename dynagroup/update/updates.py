@@ -1,7 +1,5 @@
 """Which samples an update holds, and which batches it takes: of a set size, or so many rows of the plan as they come."""
 
-from __future__ import annotations
-
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
