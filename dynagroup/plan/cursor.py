@@ -54,12 +54,9 @@ class Cursor:
         if not rows:
             return self
         *before, (size, done, by) = self.segments or ((ranks, 0, limit),)
-        used = (
-            (*before, (ranks, done + rows, limit))
-            if (size, by) == (ranks, limit)
-            else (*self.segments, (ranks, rows, limit))
-        )
-        return replace(self, steps=self.steps + rows, segments=used)
+        if (size, by) != (ranks, limit):
+            before, done = self.segments, 0
+        return replace(self, steps=self.steps + rows, segments=(*before, (ranks, done + rows, limit)))
 
     def after_window(self, carried: Sequence[int] = ()) -> "Cursor":
         """Behind the window under way, whose rows :meth:`after_rows` has counted."""

@@ -181,6 +181,22 @@ class BatchPlan:
 
         return plot_ways([shuffled_way(self, None)[0], Way("this plan", self)])
 
+    def to_parquet(self, path: str | Path) -> None:
+        """Write the indices alone, for other engines: a row for each sample of each batch, in the order of the steps, with int64
+        columns ``update``, ``step``, ``rank``, ``sample`` (its dataset index) and the batch's ``loss_scale``, 0 where it only
+        fills its row. A row group has 4,096 steps. Needs pyarrow."""
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetWriter
+
+        names, update = ("update", "step", "rank", "sample"), np.cumsum(self.update_ends) - self.update_ends
+        schema = pa.schema([*((name, pa.int64()) for name in names), ("loss_scale", pa.float64())])
+        with ParquetWriter(path, schema) as file:
+            for first in range(0, self.num_steps, 4096):
+                batches = self.batches.take(self.table[first : first + 4096].ravel())
+                step, rank = np.divmod(np.repeat(np.arange(len(batches)), batches.sizes), self.world_size)
+                columns = [update[first + step], first + step, rank, batches.order, self.loss_scale[first + step, rank]]
+                file.write_table(pa.table(columns, schema))
+
     def to_html(self, path: str | Path) -> None:
         """Write :meth:`report` and pictures of padding, work, memory and shapes as one static HTML file."""
         Path(path).write_text(self._repr_html_(), encoding="utf-8")

@@ -65,6 +65,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
     tokens = zip(real_tokens(shapes, budget).tolist(), padded_tokens(shapes, budget).tolist(), strict=True)
     labels, codes = planner.kinds.labels, planner.kinds.codes
     samples = np.where(idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
+    behind = lambda rows: window.start.after_rows(rows, window.table.shape[1], planner.limit)  # noqa: E731
     for row, (number, counted) in enumerate(zip(own.tolist(), tokens, strict=True)):
         yield PlannedStep(
             indices=window.batches[number].tolist(),
@@ -72,9 +73,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
             tokens=counted,
             row_samples=samples[row],
             kind=labels[codes[window.batches[number][0]]],
-            cursor=window.end
-            if row + 1 == len(own)
-            else window.start.after_rows(row + 1, window.table.shape[1], planner.limit),
+            cursor=window.end if row + 1 == len(own) else behind(row + 1),
         )
 
 

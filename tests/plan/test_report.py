@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +56,19 @@ def test_every_layout_and_an_empty_dataset_have_a_report_and_a_picture(layout: A
         picture = made.plot()
         if not lengths:
             picture.savefig(tmp_path / "x.png")
+
+
+def test_a_plan_is_exported_by_indices(tmp_path: Any) -> None:
+    made = plan(TokenBudget(2000), samples_per_update=64, shuffle=True)
+    made.to_parquet(tmp_path / "plan.parquet")
+    table = pandas.read_parquet(tmp_path / "plan.parquet")
+    steps = [
+        [table[(table.step == s) & (table["rank"] == r)] for r in range(made.world_size)] for s in range(made.num_steps)
+    ]
+    assert [[batch["sample"].tolist() for batch in row] for row in steps] == made.rows
+    assert [[batch["loss_scale"].iloc[0] for batch in row] for row in steps] == made.loss_scale.tolist()
+    assert [row[0]["update"].iloc[0] for row in steps] == [int(made.update_ends[:s].sum()) for s in range(len(steps))]
+    assert table["sample"].is_unique
 
 
 @pytest.mark.parametrize("budget", [TokenBudget(2000), MemoryBudget(4, longest=200, model=PaddedTokens())])
