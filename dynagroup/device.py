@@ -32,9 +32,8 @@ _MESSAGES = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a device or the host had too little memory, so that a smaller batch may pass.
 
-    The errors it was explicitly raised from (``raise ... from``) are asked too. ``torch.OutOfMemoryError`` and ``MemoryError``
-    count by class; ``RuntimeError`` and its subclasses (``torch.AcceleratorError``, NCCL's, XLA's) by message; ``OSError`` by
-    ``ENOMEM``.
+    The errors it was raised from (``raise ... from``) are asked too. ``torch.OutOfMemoryError`` and ``MemoryError`` count by
+    class; ``RuntimeError`` and its subclasses (torch's, NCCL's, XLA's) by message; ``OSError`` by ``ENOMEM``.
 
     Not out of memory: cuDNN's ``NOT_SUPPORTED`` and cuFFT's ``INTERNAL_ERROR`` (both also say "this shape never works",
     which a retry would hide), Triton's ``OutOfResources`` (a kernel's shared memory: the batch does not matter), a

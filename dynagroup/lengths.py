@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, cast, overload
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -129,14 +129,6 @@ class Kinds:
         return cls(np.fromiter(map(numbers.__getitem__, labels), np.int32, num_samples), tuple(numbers) or (None,))
 
 
-@overload
-def measure_lengths(
-    data: Any, *how: Any, length_of: Callable[[Any], Mapping[str, int]], **more: Any
-) -> dict[str, NDArray[np.int32]]: ...
-@overload
-def measure_lengths(
-    data: Any, *how: Any, length_of: Callable[[Any], int] | None = None, **more: Any
-) -> NDArray[np.int32]: ...
 def measure_lengths(
     data: Any, tokenizer: Callable[..., Any] | None = None, column: str | None = None,
     max_length: int | None = None, num_proc: int | None = None, *,

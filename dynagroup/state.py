@@ -7,7 +7,7 @@ from typing import Any
 from dynagroup.errors import StateError
 from dynagroup.fingerprint import hashed
 
-VERSION = 2
+VERSION = 3
 ENVELOPE = {"kind", "version", "identity", "seal"}
 
 

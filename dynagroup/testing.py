@@ -233,8 +233,7 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
 
 @dataclass
 class Allocator:
-    """Stands in for a device's allocator in tests and demonstrations of what recovers: ``claim(size)`` runs out of memory above
-    ``limit``.
+    """Stands in for a device's allocator, to test what recovers: ``claim(size)`` runs out of memory above ``limit``.
 
     >>> from dynagroup import run_with_oom_retry
     >>> embed, allocator = torch.nn.Embedding(9, 2), Allocator(limit=8)

@@ -3,8 +3,6 @@
 Law: a shape that fits still fits after a sample is taken away or shortened. Everything that forms batches rests on it.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod
@@ -83,15 +81,15 @@ class Budget(ABC):
         """Whether a stream is padded. One beside the primary that is not counts as no tokens in orders, times and reports."""
         return True
 
-    def bind(self, lengths: Streams, /) -> Budget:
+    def bind(self, lengths: Streams, /) -> "Budget":
         """This budget with its limit taken from the lengths of a whole dataset, where it needs that."""
         return self
 
-    def with_memory(self, known: Callable[[], Any], /) -> Budget:
+    def with_memory(self, known: Callable[[], Any], /) -> "Budget":
         """This budget; where it predicts memory and was given no model, by the one that this function finds."""
         return self
 
-    def held(self, limit: float | None, /) -> Budget:
+    def held(self, limit: float | None, /) -> "Budget":
         """This budget as a plan follows it: by one learned limit, whatever is applied later. None: no limit."""
         return self
 
@@ -107,10 +105,10 @@ class Budget(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes whenever answers may change: the class, its code where it is yours, and what it holds."""
+        """Text that changes with all that answers depend on, but for what was learned: the class, your code, what it holds."""
         return described(self, ask=False)
 
-    def __and__(self, other: Budget) -> Budget:
+    def __and__(self, other: "Budget") -> "Budget":
         return AllOf.of(self, other)
 
 
@@ -227,7 +225,7 @@ class AllOf(Budget):
     parts: tuple[Budget, ...]
 
     @classmethod
-    def of(cls, *budgets: Budget) -> AllOf:
+    def of(cls, *budgets: Budget) -> "AllOf":
         if foreign := [budget for budget in budgets if not isinstance(budget, Budget)]:
             raise ConfigError(f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), not {foreign[0]!r}")
         combined = cls(tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,))))
@@ -284,15 +282,15 @@ class AllOf(Budget):
         parts = sorted(self._others, key=lambda p: not p.knows_memory)
         return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
-    def bind(self, lengths: Streams, /) -> AllOf:
+    def bind(self, lengths: Streams, /) -> "AllOf":
         apart = self._end_to_end - {primary(lengths)}
         padded = {name: values for name, values in lengths.items() if name not in apart}
         return AllOf(tuple(p.bind(padded if p.counts_every_stream else lengths) for p in self.parts))
 
-    def with_memory(self, known: Callable[[], Any], /) -> AllOf:
+    def with_memory(self, known: Callable[[], Any], /) -> "AllOf":
         return AllOf(tuple(p.with_memory(known) for p in self.parts))
 
-    def held(self, limit: float | None, /) -> AllOf:
+    def held(self, limit: float | None, /) -> "AllOf":
         return AllOf(tuple(p.held(limit) for p in self.parts))
 
     def largest(self, longest: IntArray, /) -> IntArray | None:

@@ -1,10 +1,9 @@
 """What running out of memory teaches: a correction to a budget, kept with the run's state."""
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ import numpy as np
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, Wrapper, fits_of, largest_of
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
-from dynagroup.errors import ConfigError
+from dynagroup.errors import ConfigError, StateError
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
 from dynagroup.state import opened, sealed
 
@@ -77,17 +76,17 @@ class LearningBudget(Wrapper):
         self._held: float | None = None
 
     @property
-    def learner(self) -> LearningBudget:
+    def learner(self) -> "LearningBudget":
         return self
 
-    def bind(self, lengths: Streams, /) -> LearningBudget:
+    def bind(self, lengths: Streams, /) -> "LearningBudget":
         """What one learns the other knows."""
         return self._of(self.base.bind(lengths))
 
-    def with_memory(self, known: Callable[[], Any], /) -> LearningBudget:
+    def with_memory(self, known: Callable[[], Any], /) -> "LearningBudget":
         return self._of(self.base.with_memory(known))
 
-    def _of(self, base: Budget) -> LearningBudget:
+    def _of(self, base: Budget) -> "LearningBudget":
         other = copy.copy(self)
         other.base = base
         return other
@@ -105,7 +104,7 @@ class LearningBudget(Wrapper):
     def _applied(self) -> float:
         return float(self._lessons.numbers[2] if self._held is None else self._held)
 
-    def held(self, limit: float | None, /) -> LearningBudget:
+    def held(self, limit: float | None, /) -> "LearningBudget":
         other = self._of(self.base)
         other._held = math.inf if limit is None else limit
         return other
@@ -183,7 +182,7 @@ class LearningBudget(Wrapper):
     def report(self) -> OomReport:
         return self._lessons.report
 
-    def share_memory(self) -> LearningBudget:
+    def share_memory(self) -> "LearningBudget":
         """Keep what is learned in shared memory: worker processes started from now on follow it at once."""
         import torch
 
@@ -206,10 +205,21 @@ class LearningBudget(Wrapper):
         lessons.calm, lessons.report = found["calm"], OomReport(**found["report"])
 
     @staticmethod
-    def take_up(budget: Budget, state: Mapping[str, Any]) -> None:
-        """What the part of a budget that learns had :meth:`saved` in a loader's checkpoint."""
-        if budget.learner is not None and state["learned"] is not None:
-            budget.learner.load_state_dict(state["learned"])
+    @contextmanager
+    def taken_up(budget: Budget, state: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, a budget knows what it had :meth:`saved` in a loader's state. What fails there changes nothing."""
+        learner, learned = budget.learner, state["learned"]
+        before = None if learner is None else learner.state_dict()
+        if learner is None and learned is not None and learned["numbers"][2] is not None:
+            raise StateError("the state's plan follows what its LearningBudget had learned; give that budget again")
+        try:
+            if learner is not None and learned is not None:
+                learner.load_state_dict(learned)
+            yield
+        except BaseException:
+            if learner is not None:
+                learner.load_state_dict(before)
+            raise
 
     @staticmethod
     def saved(budget: Budget) -> dict[str, Any] | None:

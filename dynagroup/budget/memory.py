@@ -156,7 +156,8 @@ class MemoryBudget(Budget):
 
     @property
     def layout(self) -> Layout:
-        return self._workload.layout or "padded"
+        known = self.model, getattr(self.model, "workload", None)  # a model of the user's may say it itself
+        return next(filter(None, (getattr(part, "layout", None) for part in known)), "padded")
 
     def bind(self, lengths: Streams, /) -> "MemoryBudget":
         given = _of_first_batch(self._longest, lengths)

@@ -86,9 +86,7 @@ class DynagroupConfig:
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError("`samples_per_update` needs updates='preserved': free updates are as large as they come")
         if self.kind_of is not None and self.mode == "offline":
-            raise ConfigError(
-                "`kind_of` needs mode='online': with mode='offline' pass `kinds`, labels known beforehand"
-            )
+            raise ConfigError("`kind_of` needs mode='online': with mode='offline' pass the labels as `kinds`")
         if self.plan.get("work") == "measure" and self.mode == "online":
             raise ConfigError("`work`='measure' needs mode='offline': lengths known beforehand")
         if self.grouping is not None and (self.mode, self.updates) != ("offline", "preserved"):

@@ -53,7 +53,7 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
         ConfigError: the model cannot be asked, or answers differ (no attention that keeps samples apart, a cache, positions
             that start elsewhere).
     """
-    name, attention = type(model).__name__, model.config._attn_implementation or "eager"
+    name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None) or "eager"
     if attention == NAME:  # it may have been set by its name
         check_own_attention(model)
     try:
@@ -119,4 +119,4 @@ def _rounding(model: Any, answer: Any) -> float:
 
 
 def _is_linear(model: Any) -> bool:
-    return any(name in str(model.config._attn_implementation) for name in LINEAR)
+    return any(name in str(getattr(model.config, "_attn_implementation", None)) for name in LINEAR)

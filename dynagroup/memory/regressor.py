@@ -1,7 +1,5 @@
 """XGBoost on top of the closed form: predicts a batch's memory relative to another one's."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -32,7 +30,7 @@ MOST_LIFT = 5.0  # of a log ratio: no limit
 # With all of these known the closed form is about this workload, not about a usual one.
 ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
              "vocabulary_size", "encoder_decoder", "dtype", "attention", "gradient_checkpointing")  # fmt: skip
-_known: WeakKeyDictionary[Any, dict[Any, MemoryRegressor]] = WeakKeyDictionary()
+_known: "WeakKeyDictionary[Any, dict[Any, MemoryRegressor]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,12 @@ class MemoryRegressor:
     workload: Workload = Workload()
 
     @classmethod
-    def pretrained(cls, workload: Workload | None = None) -> MemoryRegressor:
+    def pretrained(cls, workload: Workload | None = None) -> "MemoryRegressor":
         """The regressor that comes with the package, for this workload; None: nothing is known, and it is careful."""
         return replace(_pretrained(), workload=workload) if workload else _pretrained()
 
     @classmethod
-    def of_model(cls, model: Any, mode: Mode, **known: Any) -> MemoryRegressor:
+    def of_model(cls, model: Any, mode: Mode, **known: Any) -> "MemoryRegressor":
         """The pretrained one, for this torch model as it is run. Looking takes seconds, so it is done once a model. Of one that
         says nothing of itself, without a config, only the mode is known. ``known``: fields of a :class:`Workload`."""
         found, key = _known.setdefault(model, {}), (mode, *sorted(known.items()))
@@ -71,7 +69,7 @@ class MemoryRegressor:
         return found[key]
 
     @classmethod
-    def load(cls, path: str | Path, workload: Workload | None = None) -> MemoryRegressor:
+    def load(cls, path: str | Path, workload: Workload | None = None) -> "MemoryRegressor":
         """What :meth:`save` wrote. ``workload``: default, the one it was fitted for. XGBoost is needed where its trees are asked.
 
         StateError: the file is not what its sealed card describes, or of another version.
@@ -90,7 +88,7 @@ class MemoryRegressor:
         return cls(trees, card, workload or Workload(**card.get("workload", {})))
 
     @classmethod
-    def fit(cls, measurements: Measurements | Sequence[Measurements]) -> MemoryRegressor:
+    def fit(cls, measurements: Measurements | Sequence[Measurements]) -> "MemoryRegressor":
         """A regressor for your own workload (or several), from simulated or measured rows.
 
         At least 8 rows that ran. Where their workload was traced, trees only raise what the trace says (``measured=rows`` of
@@ -114,7 +112,7 @@ class MemoryRegressor:
         return cls.of(booster, {**describe(parts, {}), **about}, workload)
 
     @classmethod
-    def of(cls, booster: Any, card: Mapping[str, Any], workload: Workload | None = None) -> MemoryRegressor:
+    def of(cls, booster: Any, card: Mapping[str, Any], workload: Workload | None = None) -> "MemoryRegressor":
         """A regressor of XGBoost's trees; the card is told their hash."""
         trees = bytes(booster.save_raw("ubj"))
         about = {"format": FORMAT, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}
@@ -164,7 +162,7 @@ class MemoryRegressor:
         return self._clamped(np.exp(found.margin + np.clip(raw, lowest, highest)), found)  # clipped, it still rises
 
     @cached_property
-    def _plausible(self) -> list[Plausible]:
+    def _plausible(self) -> "list[Plausible]":
         """Traced models that this one may be like, of one stream and of two."""
         return [Plausible(self.workload, self.card["plausible"], two_streams) for two_streams in (False, True)]
 

@@ -94,12 +94,10 @@ class Phases:
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
         """Bytes of batches that others are held against, which are not taken to pad masks where they do not: float64 (K,)."""
-        least, lengths = (
-            self.bytes(baseline, packed),
-            (baseline.longest[primary(baseline.longest)], target_tokens(baseline)),
-        )
+        least = self.bytes(baseline, packed)
         if self.aligned is None:
             return least
+        lengths = baseline.longest[primary(baseline.longest)], target_tokens(baseline)
         spared = np.any([values % MASK_ALIGNMENT == 0 for values in lengths], axis=0)
         return np.where(spared, self.aligned.bytes(baseline, packed), least)
 

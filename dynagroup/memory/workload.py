@@ -1,5 +1,7 @@
 """What memory depends on besides the shape of a batch."""
 
+from __future__ import annotations  # fields are checked by how their types are written
+
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -85,7 +87,7 @@ class Workload:
     def from_model(
         cls, model_or_config: Any, mode: Mode = "train", *,
         trace: bool = True, inputs: MakeInputs | None = None, **known: Any,
-    ) -> "Workload":  # fmt: skip
+    ) -> Workload:  # fmt: skip
         """The workload of a ``transformers`` model or config, or of its name.
 
         Args:
@@ -113,7 +115,7 @@ class Workload:
             warn_user(f"{told}; trace=False keeps this quiet")
             return workload
 
-    def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> "Workload":
+    def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
         """This workload with the phases of its model; a ConfigError where it can neither be traced nor simulated."""
         from dynagroup.memory.trace.phases import trace_phases
 
@@ -124,7 +126,7 @@ class Workload:
                 raise ConfigError("it reads images, of which text says nothing")
             return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))
 
-    def replace(self, **changes: Any) -> "Workload":
+    def replace(self, **changes: Any) -> Workload:
         """This workload with some fields changed. What was traced is forgotten where it no longer holds."""
         changed = replace(self, **{"phases": None, **changes})
         return self if all(getattr(self, name) == getattr(changed, name) for name in changes) else changed
@@ -133,7 +135,7 @@ class Workload:
         return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> "Workload":
+    def from_json(cls, text: str) -> Workload:
         return cls(**json.loads(text))
 
 

@@ -53,8 +53,7 @@ def sample_bytes(sample: Any) -> int:
 
 
 def opening_of(samples: Sequence[Any]) -> int:
-    """63 bits of how a share's first samples look in print, to find shares that are one and the same; 0 where they are too few
-    or too alike.
+    """A hash (63 bits) of a share's first samples, to find shares that are equal; 0 where they are too few or too alike.
 
     >>> opening_of(["a", "b", "c", "d"]) == opening_of(["a", "b", "c", "d"]) != opening_of(["b", "c", "d", "a"])
     True
@@ -180,8 +179,8 @@ class IterableWindows(_Forwarding, IterableDataset):
             yield WindowSamples(request, chosen, {**place, "worker": worker})
 
     def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """Each window's place (the dataset's state before it, the numbers of its first sample, of the one behind it, and of those
-        not used yet), and these samples."""
+        """Each window's place (the dataset's state before it; its first sample's number, the next one's, those not used), and
+        its samples."""
         read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
         keeps_state = callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict")
         while True:

@@ -231,10 +231,9 @@ class OnlineDataLoader(StepLoader[Any]):
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
         # Plans follow one limit for a whole epoch; workers split what has been learned not to fit since.
-        applied = None if self.budget.learner is None else LearningBudget.applied_to(self.budget)
-        self._limit = states[0]["running"]["limit"] if states else applied
-        budget = self.budget.held(self._limit)
-        source = Source(world, self.config, budget, workers.iterable, cursor, order, self.sizes, groups, self._limit)
+        limit = states[0]["running"]["limit"] if states else learner and LearningBudget.applied_to(self.budget)
+        self._limit, facts = limit, (world, self.config, self.budget, workers.iterable)
+        source = Source(*facts, cursor, order, self.sizes, groups, limit)
         source, place, joined = resumed(source, states, self._learned, self._orders)
         identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
         under_way = states[0]["running"]["under_way"] if states else 0

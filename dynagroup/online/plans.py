@@ -55,6 +55,9 @@ class OnlineConfig:
         self.shuffle, self.work = check_flag("shuffle", self.shuffle), check_work(self.work)
         if self.window_bytes is not None:
             self.window_bytes = check_int("window_bytes", self.window_bytes)
+        if self.samples_per_update is not None and not callable(self.samples_per_update):
+            self.samples_per_update = check_int("samples_per_update", self.samples_per_update)
+        self.drop_last = check_flag("drop_last", self.drop_last)
         self.accumulation = check_updates(self.samples_per_update, self.accumulation, drop_last=self.drop_last)
 
     def identity(self) -> dict[str, Any]:
@@ -89,6 +92,11 @@ class Order(NamedTuple):
 class BatchSource(OrderSource):
     """As an order, a user's batches: their indices one after another, and how many each batch has. A sampler that cannot be told
     the epoch is drawn for each before."""
+
+    NAME = "batch_sampler"
+
+    def _checked(self, indices: list[int]) -> IntArray:
+        return np.asarray(indices, np.int64)
 
     def _read(self, epoch: int) -> list[int]:
         told = hasattr(self._source, "set_epoch")
@@ -204,8 +212,7 @@ class Source(NamedTuple):
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
     def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> "Source":
-        """The same with what is known of the lengths of its order: exact ones for plans, or rough ones for like windows; and of
-        its kinds."""
+        """The same with what is known of its order: exact lengths for plans, or rough ones for like windows; and kinds."""
         source, count = self._replace(lengths=None, rough=None, kinds=None), self.order.num_positions
         if not count or (orders.hint is None and orders.kinds is None and (learned is None or not learned.seen)):
             return source
@@ -229,21 +236,21 @@ class Source(NamedTuple):
 def _planner(source: Source, lengths: Streams) -> Planner:
     """The offline sampler's planner, of positions; with updates of a set size its windows are these updates."""
     config, size = source.config, None if source.sizes is None else LARGEST_UPDATE
-    how: dict[str, Any] = {
-        "shuffle": config.shuffle,
-        "seed": config.seed,
-        "work": config.work,
-        "one_kind": config.one_kind,
-    }
-    kinds = None if source.kinds is None else Kinds.read(source.kinds, len(source.kinds))
+    how = {name: getattr(config, name) for name in ("shuffle", "seed", "work", "one_kind")}
+    kinds = None
+    if source.kinds is not None:
+        labels, codes = np.unique(source.kinds, return_inverse=True)
+        kinds = Kinds(codes.astype(np.int32), tuple(labels.tolist()))
     plan = PlanConfig(samples_per_update=size, hardest_first=0, **how)
     return Planner(lengths, source.budget, plan, kinds).by(source.limit)
 
 
 def _own(window: BatchPlan, rank: int) -> list[IntArray]:
-    """A rank's batches of a planned window, one a row; none in a row that it only fills."""
-    takes = window.table[window.loss_scale[:, rank] > 0, rank]
-    return [*window.batches.take(takes)]
+    """A rank's batches of a planned window, one a row, none in a row that it only fills. Ranks take turns with the dearest."""
+    rows, first = np.arange(window.num_steps), window.start.update + window.start.windows_done
+    columns = (rank + first + rows) % window.world_size
+    takes = window.loss_scale[rows, columns] > 0
+    return [*window.batches.take(window.table[rows[takes], columns[takes]])]
 
 
 def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Request]:
@@ -279,7 +286,7 @@ def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: 
         first, end = max(begin - skipped, 0), stop - skipped
         groups = None
         if planner is not None:
-            mine = _own(planner.update_of(np.arange(first, end), Cursor(mark.epoch), size), rank)
+            mine = _own(planner.update_of(np.arange(first, end), Cursor(mark.epoch, update=mark.update), size), rank)
             groups, share = tuple(map(len, mine)), np.concatenate([np.zeros(0, np.int64), *mine]) - first
         elif source.rough is not None:
             kinds = None if source.kinds is None else source.kinds[first:end]

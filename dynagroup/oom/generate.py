@@ -35,8 +35,7 @@ def generate_with_oom_retry(
     """``model.generate(**batch, **generate_kwargs)``, in parts where the whole does not fit.
 
     The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam search
-    give the same tokens, sampling draws other random numbers after a split. What has run out of memory is split beforehand
-    from then on.
+    give the same tokens, sampling draws other random numbers after a split. What ran out of memory once is split at once.
 
     Args:
         batch: what the tokenizer or processor returned, or input ids (samples, tokens).
@@ -74,10 +73,12 @@ def generated(
     run = lambda part: model.generate(**part, **kwargs)  # noqa: E731
     how: Any = {"min_samples": min_samples, "indices": indices, "shape": shape, "watch": watch_of(model)}
     rows = run_parts(run, batch, splitter, learned, **how)
+    if len(rows) == 1:
+        return Generated(rows[0], 0)
     width = max(part.shape[1] for part in rows)
     fill = _pad_token_id(option) if any(part.shape[1] < width for part in rows) else 0
     ended = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in rows]
-    return Generated(torch.cat(ended) if len(rows) > 1 else rows[0], len(rows) - 1)
+    return Generated(torch.cat(ended), len(rows) - 1)
 
 
 def _final_shape(option: Callable[[str], Any], is_encoder_decoder: bool, part: Any, num_samples: int) -> BatchShape:

@@ -79,7 +79,12 @@ class Job:
         self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
         self._says_limit = max_length is None and task.mode == "forward"
-        self._max_length = _longest_input(task.model, tokenizer) if self._says_limit else limit_of(max_length)
+        said = [
+            getattr(tokenizer, "model_max_length", None),
+            *_positions(task.model),
+        ]  # the least that model or tokenizer says
+        said = min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)
+        self._max_length = said if self._says_limit else limit_of(max_length)
 
     def as_they_come(self, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
         """(index, result), longest texts first."""
@@ -156,8 +161,7 @@ class Job:
             _log.warning(cut, num_full, len(lengths), self._max_length)
 
     def _results(self, done: Collection[int], rank: int = 0, size: int = 1) -> Iterator[tuple[list[int], Any]]:
-        """(indices, their results) of this rank's share of what is not done. Shares depend on lengths alone: ranks may have
-        other budgets."""
+        """(indices, their results) of this rank's share of what is not done. Shares depend on lengths, not on budgets."""
         from tqdm.auto import tqdm
 
         samples = (i for i in range(len(self.texts)) if i not in done)
@@ -212,12 +216,6 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def _longest_input(model: Any, tokenizer: Any) -> int | None:
-    """Tokens that model and tokenizer were made for, the least of what they say; None if they say nothing."""
-    said = [getattr(tokenizer, "model_max_length", None), *_positions(model)]
-    return min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)
-
-
 def _positions(model: Any) -> tuple[int | None, int | None]:
     """Tokens that a model says it takes, and those that it has learned positions for: its table ends there."""
     config = getattr(model, "config", None)
@@ -235,10 +233,11 @@ def _positions(model: Any) -> tuple[int | None, int | None]:
 
 def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """All that results depend on, as JSON: equal in every process, wherever the model was loaded."""
+    configs = [getattr(part, "config", None) for part in model.modules()]
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
         "model's adapters": _adapters(model),
-        "model's attention": _attention(model),
+        "model's attention": ", ".join(sorted({str(getattr(c, "_attn_implementation", "")) for c in configs} - {""})),
         "model's switches": _digest(_switches(model)),
         "model's config": _said(getattr(model, "config", None)),
         "model's generation_config": _said(getattr(model, "generation_config", None)),
@@ -252,7 +251,7 @@ def _digest(parts: Iterable[str]) -> str:
     """Each in quotes: "ab", "c" is not "a", "bc"."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        digest.update(repr(str(part)).encode())
+        digest.update(ascii(str(part)).encode())
     return f"#{digest.hexdigest()}"
 
 
@@ -287,11 +286,6 @@ def _adapters(model: Any) -> str | None:
     layers = (part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool))
     found = {", ".join(f"{name}={getattr(layer, name, None)!r}" for name in _ADAPTERS) for layer in layers}
     return "; ".join(sorted(found)) or None
-
-
-def _attention(model: Any) -> str:
-    configs = (getattr(part, "config", None) for part in model.modules())
-    return ", ".join(sorted({str(getattr(config, "_attn_implementation", "")) for config in configs} - {""}))
 
 
 def _is_plain(value: Any) -> bool:

@@ -110,7 +110,7 @@ def run_parts(
     min_samples: int = 1, indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of,
     watch: PeakWatch | None = None,
 ) -> list[Any]:  # fmt: skip
-    """The same; ``shape(part, number of samples)`` is what its memory grows with."""
+    """:func:`run_with_oom_retry`; ``shape(part, number of samples)`` is what a part's memory grows with."""
     num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
     done, waiting = [], [(0, num_samples)]
     while waiting:

@@ -139,18 +139,19 @@ class BatchSplitter:
         """Cut columns off all that has one entry per token, in place; off nothing where another field as wide as the mask is not
         known to hold one entry per token, or a label would be lost."""
         mask, known = fields.get("attention_mask"), _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
-        if not _is_array(mask) or mask.ndim != 2 or "past_key_values" in fields:
+        if not _is_array(mask) or mask.ndim != 2:
             return
         width, used = int(mask.shape[1]), np.flatnonzero((mask[start:stop] != 0).any(0).tolist())
-        if not len(used) or any(_as_wide(fields[key], num_samples, width) for key in fields.keys() - known):
-            return
-        kept = min(width, -(-(int(used[-1]) + 1) // self.pad_to_multiple_of) * self.pad_to_multiple_of)
+        tokens, multiple = int(used[-1]) + 1 if len(used) else width, self.pad_to_multiple_of
+        kept = min(width, -(-tokens // multiple) * multiple)
+        unknown = any(_as_wide(fields[key], num_samples, width) for key in fields.keys() - known)
+        kept = width if unknown or "past_key_values" in fields else kept
         # Of a target side: as wide as the mask by accident.
         targets = {"labels"} if "decoder_input_ids" in fields else set()
         wide = {key: fields[key] for key in parts.keys() & _TOKEN_KEYS - targets if _is_array(fields[key])}
         labels = wide.get("labels", np.empty(0))
         if labels.shape[1:] == (width,) and (labels[start:stop, kept:] != _IGNORED_LABEL).any():
-            return
+            kept = width
         for key, value in wide.items():
             if (key == "position_ids" and value.shape[-1] == width) or tuple(value.shape[:2]) == (num_samples, width):
                 part = parts[key][..., :kept] if key == "position_ids" else parts[key][:, :kept]

@@ -199,7 +199,11 @@ class Output:
         return self._kind.read(self._path)
 
     def _own_files(self, kind: str = "") -> list[Path]:
-        return [path for path in sorted(self.journal.glob(f"*{kind}")) if _OWN.fullmatch(path.name)]
+        try:
+            names = os.listdir(self.journal)  # Path.glob would hide a folder that may not be read
+        except FileNotFoundError:
+            return []
+        return [self.journal / name for name in sorted(names) if name.endswith(kind) and _OWN.fullmatch(name)]
 
     def _checksum(self, index: int, data: Buffer) -> int:
         return zlib.crc32(data, zlib.crc32(index.to_bytes(8, "little", signed=True), self._seed))

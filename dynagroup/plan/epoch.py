@@ -264,10 +264,12 @@ class OrderSource:
     read as it comes. ConfigError: it is no iterable, can be read only once, or gives what is no index.
     """
 
+    NAME = "order"
+
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
         if not isinstance(source, Iterable) or isinstance(source, Iterator):
             wanted = "a list or a sampler, that gives indices anew every epoch"
-            raise ConfigError(f"`order` must be {wanted}, not {source!r}")
+            raise ConfigError(f"`{self.NAME}` must be {wanted}, not {source!r}")
         self._source, self._num_samples = source, num_samples
         self._epoch, self._indices = -1, NONE
         generator = getattr(source, "generator", None)

@@ -68,9 +68,7 @@ class OrderedWindow:
     allowed: IntArray | None = None  # batch sizes to choose from, growing, 1 among them; None: any
     streams: tuple[NDArray[np.float64], ...] = ()  # of several padded streams: work of each sample in each
     maxima: tuple[RunMaxima, ...] = ()
-    limits: NDArray[np.float64] = field(
-        default_factory=lambda: np.zeros(0)
-    )  # all that a run's work may be; none: anything
+    limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # a run's work may be; none: anything
 
     def __post_init__(self) -> None:
         reach = int(self.most.max(initial=1))
@@ -171,10 +169,8 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
     num, reach = len(ordered[primary(ordered)]), 64
     begin, sums = np.arange(num), {name: offsets_of(values) for name, values in ordered.items()}
     while True:
-        maxima, most = (
-            {name: RunMaxima(of, reach - 1) for name, of in ordered.items()},
-            np.minimum(reach - 1, num - begin),
-        )
+        maxima = {name: RunMaxima(of, reach - 1) for name, of in ordered.items()}
+        most = np.minimum(reach - 1, num - begin)
 
         def fits(asked: IntArray, maxima: Any = maxima, most: IntArray = most) -> BoolArray:
             size = np.minimum(asked, most)

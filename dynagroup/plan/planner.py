@@ -8,9 +8,9 @@ import copy
 import json
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -40,6 +40,10 @@ OneKind: TypeAlias = Literal["step", "batch"]
 Drawn: TypeAlias = "IntArray | None"  # dataset indices in an order of the user's
 Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # row after row, and which only fill theirs: bool (steps, ranks)
 
+LEFT_OUT = (
+    "the budget's learned limit leaves out other samples than when this epoch began (oversize='drop'); go on with the next "
+    "epoch (set_epoch), or pass oversize='alone'"
+)
 BATCHES_PER_WINDOW = 100
 SAMPLED = 4096  # lengths from which a window is chosen
 LEAST_SHARE = 8  # a kind of few samples is divided into windows down to this part of one: its batches shall differ, too
@@ -96,20 +100,13 @@ def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
     return ~fits_of(budget, BatchShape(np.ones(len(tokens), np.int64), wide, wide))
 
 
-def _longest(order: Order, tokens: IntArray) -> int:
-    """Where the longest sample stands in an order."""
-    if isinstance(order, EpochOrder):
-        return order.position_of(int(np.argmax(tokens)))
-    return int(np.argmax(tokens[order[:]]))
-
-
 class Planner:
     """Makes plans: holds the facts (lengths, kinds, the budget bound to them) and the knobs, and no state."""
 
     def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
         self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
         bound = as_budget(budget).bind(lengths)
-        self.limit = None if bound.learner is None else LearningBudget.applied_to(bound)
+        self.limit = bound.learner and LearningBudget.applied_to(bound)
         self.budget = bound.held(self.limit)  # a plan does not change while it is carried out
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
@@ -117,6 +114,7 @@ class Planner:
         self.oversize = np.flatnonzero(self.unfit)
         self.left_out = self.oversize if config.oversize == "drop" else NONE
         """Dataset indices of the samples that take no part."""
+        self.left_print = zlib.crc32(self.left_out.astype(np.int64).data)
         if config.oversize == "error":
             self.warn_of_oversize()
 
@@ -143,13 +141,13 @@ class Planner:
             "truncate them, raise the budget, or pass oversize='error'"
         )
 
-    def renewed(self, world: World | None = None, work: Work | None = None) -> "Planner":
-        """Itself; or a planner that follows what its budget has learned, and ``work``, if that changes anything. Collective over
-        ``world``."""
+    def renewed(self, world: World | None = None, work: Work | None = None, *, apply: bool = True) -> "Planner":
+        """Itself; or a planner of the next epoch that follows what its budget has learned (with ``apply`` all of it: collective
+        over ``world``), and ``work``, if that changes anything."""
         learner = self.budget.learner
-        if learner is not None:
+        if learner is not None and apply:
             learner.apply(world)
-        elif work is None:
+        elif learner is None and work is None:
             return self
         after = self.rebuilt(work)
         return self if (after.limit, after.config) == (self.limit, self.config) else after
@@ -159,17 +157,20 @@ class Planner:
         changes which samples take part."""
         after = self.by(LearningBudget.applied_to(self.budget))
         if self.config.oversize == "drop" and not np.array_equal(after.unfit, self.unfit):
-            way_out = "begin the next epoch with set_epoch, or pass oversize='alone'"
-            raise StateError(
-                f"samples that the budget no longer allows cannot be left out of an epoch under way; {way_out}"
-            )
+            raise StateError(LEFT_OUT)
         return after
+
+    def check_left_out(self, state: Mapping[str, Any]) -> None:
+        """StateError: a state in the middle of an epoch left out other samples, so that its order was another."""
+        if state["cursor"]["steps"] and state["left_out"] != self.left_print:
+            raise StateError(LEFT_OUT)
 
     def by(self, limit: float | None) -> "Planner":
         """Itself, or the same by another learned limit."""
         if limit == self.limit:
             return self
         other = copy.copy(self)
+        vars(other).pop("_batch_size", None)
         other.limit, other.budget = limit, self.budget.held(limit)
         other.unfit = oversize_mask(self.lengths, other.budget)
         other.oversize = np.flatnonzero(other.unfit)
@@ -245,11 +246,16 @@ class Planner:
         if len(self.kinds.labels) > 1:
             least = -(-size // LEAST_SHARE) if config.shuffle and config.window is None else size
             rng = np.random.default_rng((config.seed, cursor.epoch)) if config.shuffle else None
-            ordered, found, last = windows_of_kinds(
-                order[:], self.kinds.codes, size, least=least, rng=rng, tokens=tokens
-            )
+            how: dict[str, Any] = {"least": least, "rng": rng, "tokens": tokens}
+            ordered, found, last = windows_of_kinds(order[:], self.kinds.codes, size, **how)
             return ordered, found, np.full_like(last, len(found) - 1) if config.one_kind == "batch" else last
-        windows = windows_of(len(order), size, longest=None if tokens is None else lambda: _longest(order, tokens))
+        if tokens is None:
+            longest = None
+        elif isinstance(order, EpochOrder):
+            longest = partial(order.position_of, int(np.argmax(tokens)))
+        else:
+            longest = lambda: int(np.argmax(tokens[order[:]]))  # noqa: E731
+        windows = windows_of(len(order), size, longest=longest)
         return order, windows, np.asarray([len(windows) - 1])
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
@@ -271,11 +277,9 @@ class Planner:
 
     def planned(self, batches: Batches, loss_scale: NDArray[np.float64], **more: Any) -> BatchPlan:
         """These batches, row after row, as a plan."""
-        told = {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
-        table = np.arange(len(batches)).reshape(loss_scale.shape)
-        return BatchPlan(
-            batches, table, loss_scale=loss_scale, sample_kinds=self.kinds, work=self.config.work, **told, **more
-        )
+        more |= {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
+        more |= {"sample_kinds": self.kinds, "work": self.config.work}
+        return BatchPlan(batches, np.arange(len(batches)).reshape(loss_scale.shape), loss_scale=loss_scale, **more)
 
     def plan(self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: Drawn = None) -> BatchPlan:
         """A whole epoch; or what remains of one, from ``cursor`` on."""

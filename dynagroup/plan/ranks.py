@@ -61,9 +61,8 @@ def cut(
         return _even_rows(alike, num_ranks, several, lengths, budget, work, deal=round_batch is None)
     by_row = in_front[_in_rows(of_run[in_front], num_ranks)]
     rows = runs.take(by_row)
-    return (rows if window.streams or len(window.limits) else _levelled(rows, of_run[by_row], num_ranks, window)).map(
-        order
-    )
+    even = bool(window.streams) or len(window.limits)
+    return (rows if even else _levelled(rows, of_run[by_row], num_ranks, window)).map(order)
 
 
 def cut_kinds(
@@ -237,8 +236,7 @@ def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, windo
 def _even_rows(
     rows: Batches, num_ranks: int, several: NDArray, lengths: Streams, budget: Budget, work: Work, *, deal: bool = False
 ) -> Batches:
-    """Rows of several costs, dealt anew where that takes no longer; the dearest batch first, the row of the dearest sample in
-    front."""
+    """Rows of several costs, dealt anew where that takes no longer; dearest batch first, the dearest sample's row in front."""
     full = len(rows) - len(rows) % num_ranks
     made = [rows.take(np.arange(first, first + num_ranks)) for first in range(0, full, num_ranks)]
     made = [_dealt(row, several, lengths, budget, work) for row in made] if deal else made

@@ -160,8 +160,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         epoch = check_int("epoch", epoch, least=0)
         if epoch != self._epoch:
             self._start = self._run = None
-            # what the budget has learned; on several ranks that needs an exchange, see there
-            if self._rank_and_size()[1] == 1 and (planner := self._planner.renewed()) is not self._planner:
+            # On several ranks what was learned is applied by an exchange, which is the user's, see LearningBudget.
+            planner = self._planner.renewed(apply=self._rank_and_size()[1] == 1)
+            if planner is not self._planner:
                 self._replace(planner)
                 planner.warn_of_oversize()
         self._epoch, self._advance = epoch, 0
@@ -235,6 +236,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         fields = {
             "cursor": before.after_rows(used - before.steps, run.ranks, run.limit).state(),
             "learned": LearningBudget.saved(self._planner.budget),
+            "left_out": self._planner.left_print,
             "order": None if self._order is None else self._order.checksum(self._epoch),
         }
         return sealed(KIND, self._planner.identity, fields)
@@ -255,8 +257,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
             said = f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken"
             raise StateError(f"{said}; seed its generator alike, or give it a set_epoch")
-        LearningBudget.take_up(self._planner.budget, state)
-        planner = self._planner.rebuilt()
+        with LearningBudget.taken_up(self._planner.budget, state):
+            planner = self._planner.rebuilt()
+            planner.check_left_out(state)
         self._replace(planner)
         self._epoch, self._run = cursor.epoch, None
         self._start = cursor if cursor.windows_done or cursor.segments else None

@@ -143,9 +143,8 @@ class ShapeLadder(Wrapper):
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """(samples, tokens) of each rung, with further padded streams (samples, tokens, target): shortest first."""
-        return sorted(
-            zip(self._samples.tolist(), *self._widths.tolist(), strict=True), key=lambda rung: (*rung[1:], rung[0])
-        )
+        rungs = zip(self._samples.tolist(), *self._widths.tolist(), strict=True)
+        return sorted(rungs, key=lambda rung: (*rung[1:], rung[0]))
 
     def shape_for(self, num_samples: int, *longest: int) -> tuple[int, ...]:
         """The rung that a batch of so many samples is padded to, whose longest sample has so many tokens (in each padded
@@ -175,10 +174,8 @@ class ShapeLadder(Wrapper):
     def as_run(self, shape: BatchShape, /) -> BatchShape:
         holds = self.holds(shape)
         at, held = holds.argmax(axis=1), holds.any(axis=1)
-        filled = {n: np.where(held, w[at], shape.longest[n]) for n, w in zip(self._names, self._widths, strict=True)}
-        return BatchShape(
-            np.where(held, self._samples[at], shape.num_samples), {**shape.longest, **filled}, shape.total
-        )
+        wide = {n: np.where(held, w[at], shape.longest[n]) for n, w in zip(self._names, self._widths, strict=True)}
+        return BatchShape(np.where(held, self._samples[at], shape.num_samples), {**shape.longest, **wide}, shape.total)
 
     @property
     def _fitting(self) -> BoolArray:

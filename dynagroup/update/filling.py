@@ -104,9 +104,8 @@ def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any,
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     if len(value) != num_samples or (key in LABELS and value.is_floating_point()):
-        raise ConfigError(
-            f"{key!r} {tuple(value.shape)} of {num_samples} samples cannot be filled with rows of weight 0; {WAY_OUT}"
-        )
+        of = f"{key!r} {tuple(value.shape)} of {num_samples} samples"
+        raise ConfigError(f"{of} cannot be filled with rows of weight 0; {WAY_OUT}")
     if value.ndim > 1 and value.shape[1] == widths[0] and pad.get(key, 0) is not None:
         if key not in pad:
             raise ConfigError(f"what pads {key!r}, which is as wide as the tokens, is not known; {WAY_OUT}")

@@ -93,7 +93,7 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """Data and settings that a place depends on, besides ranks: JSON-able. With what the budget has learned by now."""
+        """Data and settings that a place depends on, besides ranks: JSON-able. What was learned is no part of it."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
@@ -101,12 +101,11 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _checked(self, states: list[Mapping[str, Any]]) -> Any:
-        """What to go on from, out of states that are whole and of this run; changes nothing. StateError: they do not belong
-        together."""
+        """What to go on from, of whole states of this run; changes nothing. StateError: they do not belong together."""
 
     @abstractmethod
     def _restore(self, found: Any) -> None:
-        """Go on from what :meth:`_checked` found; sets ``self._epoch`` and ``self._next``. Cannot fail."""
+        """Go on from what :meth:`_checked` found; sets ``self._epoch`` and ``self._next``. What fails changes nothing."""
 
     # What is the same for all.
 
@@ -241,9 +240,9 @@ class StepLoader(ABC, Generic[B]):
         """
         states, (rank, size) = listed(state_dict), self._rank_and_size()
         found = self._checked(opened(states, self.KIND, self._identity()))
-        LearningBudget.take_up(self.budget, states[rank if len(states) == size else 0])
-        self._stop()
-        self._restore(found)
+        with LearningBudget.taken_up(self.budget, states[rank if len(states) == size else 0]):
+            self._stop()
+            self._restore(found)
         self._begun = False
 
 
@@ -268,10 +267,10 @@ class Inner:
     """The user's settings of a ``DataLoader``, and the one that is made with them: when first needed, and again in a copy."""
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
+        if "batch_size" in kwargs:
+            raise ConfigError("`batch_size` is no argument of this loader: the budget decides what a batch is")
         if kwargs.get("in_order") is False:
-            raise ConfigError(
-                "`in_order=False` is of no use: batches are taken in the order in which they were asked for"
-            )
+            raise ConfigError("`in_order=False` is of no use: batches are taken in the order of requests")
         # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
         self._generator = torch.Generator()
         self.kwargs = {**checked_kwargs(kwargs), "generator": kwargs.get("generator") or self._generator}

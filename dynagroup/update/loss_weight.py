@@ -107,9 +107,8 @@ def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float
     3.0
     """
     if not callable(weigh) and weigh not in ("tokens", "samples"):
-        raise ConfigError(
-            f"`weigh` must be 'tokens', 'samples' or a function from a batch to its weight, but is {weigh!r}"
-        )
+        known = "'tokens', 'samples' or a function from a batch to its weight"
+        raise ConfigError(f"`weigh` must be {known}, but is {weigh!r}")
     return partial(_weight, weigh, shifted)
 
 

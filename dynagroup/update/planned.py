@@ -173,7 +173,8 @@ class PlannedDataLoader(StepLoader[B]):
         return self._plan.planner.lengths, self.dataset.__getitem__, made
 
     def _forget(self) -> None:
-        self._stand(self._walk().start_of(self._next, self._place))
+        self._plan.on_ranks(self._rank_and_size()[1])
+        self._stand(self._plan.start_of(self._next, self._place))
 
     def _run(self) -> Iterator[Step[B]]:
         world, plan = self.world, self._walk()
@@ -183,9 +184,8 @@ class PlannedDataLoader(StepLoader[B]):
                 planner.warn_of_oversize()
             plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
-        compare_ranks(
-            world, plan, {**self._identity(), "in force": (plan.planner.config.work, plan.planner.limit)}, self._place
-        )
+        in_force = plan.planner.config.work, plan.planner.limit
+        compare_ranks(world, plan, {**self._identity(), "in force": in_force}, self._place)
         feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
         for update, batches, weights, summed in feed:
             for number, batch in enumerate(batches):
@@ -239,7 +239,8 @@ class PlannedDataLoader(StepLoader[B]):
     def _state(self) -> dict[str, Any]:
         changes, order = list(map(list, self._plan.changes)), self._plan.order_print(self._place.epoch)
         measured = {} if self._work is None else {"work": [self._work.per_step, self._work.crossover]}
-        return {"cursor": self._place.state(), "changes": changes, "order": order, **measured}
+        left_out = self._plan.planner.left_print
+        return {"cursor": self._place.state(), "changes": changes, "order": order, "left_out": left_out, **measured}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """One state says everything; of several ranks' states all must say it."""
@@ -250,11 +251,15 @@ class PlannedDataLoader(StepLoader[B]):
         return state
 
     def _restore(self, found: Mapping[str, Any]) -> None:
-        place, walk = Cursor.of(found["cursor"]), self._walk()
+        place, walk = Cursor.of(found["cursor"]), self._plan
         measured = dict(zip(("per_step", "crossover"), found.get("work", ()), strict=False))
-        self._work = replace(self._guess, **measured) if measured else None
+        work = replace(self._guess, **measured) if measured else None
+        planner = walk.planner.rebuilt(work or self._guess)
+        planner.check_left_out(found)
+        self._work = work
         self._times = StepTimes() if isinstance(self._guess, MeasuredWork) and not measured else None
-        walk.renew(walk.planner.rebuilt(self._work or self._guess))
+        walk.on_ranks(self._rank_and_size()[1])
+        walk.renew(planner)
         walk.restore(found["changes"])
         self._stand(place, resumed=True)
         is_over = not place.begun_rows and next(walk.cursors(place), None) is None

@@ -1,7 +1,5 @@
 """What a training loop receives, one batch and exactly what it weighs; and what a loader has done, in counts that add up."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +50,7 @@ class Step(Generic[B]):
     idle: bool = False
     kind: Any = None
 
-    def map(self, fn: Callable[[B], Any]) -> Step[Any]:
+    def map(self, fn: Callable[[B], Any]) -> "Step[Any]":
         """The same step with ``fn`` applied to its batch, e.g. to move it to a device."""
         return replace(self, batch=fn(self.batch))
 
@@ -206,16 +204,16 @@ class LoaderStats:
         self.updates += 1
         self.update_samples += samples
 
-    def copy(self) -> LoaderStats:
+    def copy(self) -> "LoaderStats":
         return self + LoaderStats()
 
-    def __add__(self, other: LoaderStats) -> LoaderStats:
+    def __add__(self, other: "LoaderStats") -> "LoaderStats":
         return LoaderStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
-    def __sub__(self, before: LoaderStats) -> LoaderStats:
+    def __sub__(self, before: "LoaderStats") -> "LoaderStats":
         return LoaderStats(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
 
-    def merged(self, world: World) -> LoaderStats:
+    def merged(self, world: World) -> "LoaderStats":
         """The sum over ranks. Collective: every rank calls it."""
         names = [f.name for f in fields(self) if f.name != "batch_sizes"]
         [largest] = world.all_max([max(self.batch_sizes, default=0)])

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynagroup import LearningBudget, TokenBudget
+from dynagroup import LearningBudget, LengthAwareBatchSampler, StateError, TokenBudget
+from dynagroup.distributed import SingleProcess
 from dynagroup.testing import run_ranks
-from tests.laws.loaders import ENTRIES, graphs_of, kinds_of
+from tests.laws.loaders import ENTRIES, graphs_of, kinds_of, planned, sampler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:too few samples for an equal number"),
@@ -77,3 +78,57 @@ def test_a_state_is_taken_back_after_three_changes_of_ranks_and_of_what_was_lear
         assert how.get("one_kind") == "batch" or len({tuple(kinds) for _, _, kinds in found}) == 1, "law 10"
     assert set(emitted) == set(range(len(lengths)))
     assert kind.startswith("sampler") or emitted.total() == len(lengths)
+
+
+def learned_at(budget: LearningBudget, cost: float) -> None:
+    budget.record_failed_cost(cost)
+    budget.apply()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_epoch_of_a_sampler_follows_what_was_applied_before_it(ranks: int) -> None:
+    budget = LearningBudget(TokenBudget(1000))
+    made = LengthAwareBatchSampler(np.full(64, 100), budget, shuffle=True, rank=0, world_size=ranks)
+    assert max(map(len, made)) == 10
+    learned_at(budget, 600)
+    assert max(map(len, made)) == 5
+
+
+def test_what_was_learned_is_not_forgotten_by_a_budget_that_does_not_learn() -> None:
+    budget = LearningBudget(TokenBudget(400))
+    saved = LengthAwareBatchSampler(range(10, 74), budget, rank=0, world_size=1)
+    learned_at(budget, 200)
+    assert len(list(islice(saved, 2))) == 2
+    state = saved.state_dict()
+    other = LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)
+    with pytest.raises(StateError, match="follows what its LearningBudget had learned"):
+        other.load_state_dict(state)
+    assert len(list(other)) == len(list(LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)))
+
+
+@pytest.mark.parametrize("kind", ["sampler", "planned"])
+@pytest.mark.parametrize("when", ["before the state", "after it was loaded"])
+def test_an_epoch_under_way_leaves_out_what_it_left_out_or_is_refused(kind: str, when: str) -> None:
+    def made(budget: LearningBudget) -> Any:
+        how: dict[str, Any] = {"lengths": list(range(10, 74)), "max_tokens": lambda _layout: budget, "oversize": "drop"}
+        return (sampler if kind == "sampler" else planned)(SingleProcess(), "padded", **how, shuffle=True)
+
+    budget, again = LearningBudget(TokenBudget(400)), LearningBudget(TokenBudget(400))
+    loader, other = made(budget), made(again)
+    for number, _step in enumerate(loader):
+        if number == 1 and when == "before the state":
+            learned_at(budget, 60)
+        if number == 2:
+            break
+    state, said = loader.state_dict(), r"leaves out other samples .* go on with the next epoch"
+    if when == "before the state":
+        with pytest.raises(StateError, match=said):
+            other.load_state_dict(state)
+    else:
+        other.load_state_dict(state)
+        learned_at(again, 60)
+        with pytest.raises(StateError, match=said):
+            list(other)
+    if when == "after it was loaded" and kind == "planned":
+        other.set_epoch(1)
+        assert {i for step in other for i in step.indices} == set(range(45))  # lengths up to 0.9 * 60

@@ -70,7 +70,7 @@ def test_a_state_is_small_and_only_what_comes_is_planned(monkeypatch: pytest.Mon
     one, other = sampler(shuffle=True, window=40), sampler(shuffle=True, window=40)
     assert len(list(islice(one, 5))) == 5
     state = one.state_dict()
-    assert set(state) == {"kind", "version", "identity", "cursor", "learned", "order", "seal"}
+    assert set(state) == {"kind", "version", "identity", "cursor", "learned", "left_out", "order", "seal"}
     assert Cursor.of(reread(state["cursor"])) == Cursor(steps=5, window_size=40, segments=((1, 5, None),))
     other.load_state_dict(state)
     asked = []

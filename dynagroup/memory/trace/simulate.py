@@ -124,6 +124,8 @@ def _passes(run: Callable[[], None], counters: Device) -> bool:
             if not is_out_of_memory(error):
                 raise
             passed = False
+    if not passed:
+        counters.reset()
     return passed
 
 
@@ -142,7 +144,7 @@ def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[tor
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    state = (workload.optimizer_bytes or 0.0) * sum(p.numel() for p in trained)
+    state = (8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes) * sum(p.numel() for p in trained)
     buckets = sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0
     return model, int(state) + buckets
 
