@@ -55,6 +55,7 @@ DIFFERENT = {
     "closure": (make(3), make(4)),
     "closure over a function": ((lambda f: lambda n: f(n))(make(3)), (lambda f: lambda n: f(n))(make(4))),
     "default": (lambda n, k=1: n, lambda n, k=2: n),
+    "a budget's number": (TokenBudget(16), TokenBudget(17)),
     "nested code": (lambda: [x + 1 for x in ()], lambda: [x + 2 for x in ()]),
     "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
     "large array": (LARGE, OTHER),

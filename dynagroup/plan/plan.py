@@ -182,9 +182,9 @@ class BatchPlan:
         return plot_ways([shuffled_way(self, None)[0], Way("this plan", self)])
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write the indices alone, for other engines: a row for each sample of each batch, in the order of the steps, with int64
-        columns ``update``, ``step``, ``rank``, ``sample`` (its dataset index) and the batch's ``loss_scale``, 0 where it only
-        fills its row. A row group has 4,096 steps. Needs pyarrow."""
+        """Write indices alone, for other engines: a row for each sample of each batch, step after step, with int64 columns
+        ``update``, ``step``, ``rank``, ``sample`` (dataset index) and the batch's ``loss_scale`` (float64; 0 where it only fills
+        its row). Row groups have 4,096 steps. Needs pyarrow."""
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
 

@@ -249,12 +249,9 @@ class Planner:
             how: dict[str, Any] = {"least": least, "rng": rng, "tokens": tokens}
             ordered, found, last = windows_of_kinds(order[:], self.kinds.codes, size, **how)
             return ordered, found, np.full_like(last, len(found) - 1) if config.one_kind == "batch" else last
-        if tokens is None:
-            longest = None
-        elif isinstance(order, EpochOrder):
+        longest: Any = None if tokens is None else lambda: int(np.argmax(tokens[order[:]]))
+        if isinstance(order, EpochOrder) and tokens is not None:
             longest = partial(order.position_of, int(np.argmax(tokens)))
-        else:
-            longest = lambda: int(np.argmax(tokens[order[:]]))  # noqa: E731
         windows = windows_of(len(order), size, longest=longest)
         return order, windows, np.asarray([len(windows) - 1])
 

@@ -95,6 +95,7 @@ def test_parameters_are_those_of_fixed_batches(kind, name, tmp_path):
     )
     assert our_logs[0]["loss"] == pytest.approx(fixed_logs[0]["loss"], rel=1e-5)
     assert our_logs[-2]["epoch"] == fixed_logs[-2]["epoch"]
+    assert name != "clipped" or max(log.get("grad_norm", 0.0) for log in our_logs) > 0.3, "nothing was clipped"
     if name == "shapes":
         assert len({*shapes}) <= 3 + (kind == "causal"), "besides what is asked whether its loss is a mean"
         assert len({*shapes} & set(run.update_loader.budget.shapes)) > 1 or kind == "seq2seq"
@@ -146,6 +147,8 @@ def test_every_sample_is_trained_on_once_an_epoch(tmp_path, config):
     looker = Looker()
     run, recorder = recorded(tmp_path, [looker], max_steps=-1, num_train_epochs=2, count=70, config=config)
     assert looker.looked
+    assert run.state.epoch == pytest.approx(2)
+    assert run.update_loader.stats.updates == run.state.global_step
     if "grouping" in config:
         assert recorder.sizes == [16, 16, 16, 16, 6] * 2
     seen = [i for update in recorder.samples.values() for i in update]

@@ -22,6 +22,20 @@ LIMITS = {"one": [NEVER, 90.0], "both": [60.0, 60.0]}
 """Tokens that each rank's memory holds, by which ranks run out of it. What one learns, both then avoid."""
 
 
+def resumed_and_whole(folder: Any, config: dict[str, Any]) -> list[torch.Tensor]:
+    """Parameters of a run that was not interrupted, and of one that was, within its second epoch of six updates."""
+    found = []
+    for name, resume in (("whole", None), ("resumed", f"{folder}/whole/checkpoint-8")):
+        run = trainer(
+            "causal", f"{folder}/{name}", fits=True, model=toys.with_dropout(toys.causal_lm()), config=config, **COMMON,
+            max_steps=10, save_strategy="steps", save_steps=8,
+        )  # fmt: skip
+        run.data_collator = toys.collate_noisily
+        run.train(resume_from_checkpoint=resume)
+        found.append(parameters(run.model))
+    return found
+
+
 def with_idle_steps(folder: Any) -> dict[Any, tuple[torch.Tensor, int]]:
     """Parameters, and steps on which this rank had nothing to run: epochs end with three samples, each alone."""
     found, size = {}, dist.get_world_size() if dist.is_initialized() else 1
@@ -57,6 +71,7 @@ def everything(folder: Any) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     return {
         "agreeing": {**agreeing(folder), **test_accelerate.agreeing()},
+        "resumed": [resumed_and_whole(f"{folder}/{number}", config) for number, config in enumerate(MODES)],
         "idle": with_idle_steps(folder),
         **{name: with_and_without_failures(folder, limits) for name, limits in LIMITS.items()},
     }
@@ -73,6 +88,8 @@ def test_parameters_agree_on_two_ranks(ranks):
         for fixed, ours in pairs:
             assert (fixed - ours).abs().max() < 1e-8, name
         assert torch.equal(pairs[0][1], pairs[1][1]), f"{name}: the ranks part"
+    for pair in (pair for rank in ranks for pair in rank["resumed"]):
+        assert torch.equal(*pair)
 
 
 @pytest.mark.slow

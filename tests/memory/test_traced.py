@@ -389,3 +389,13 @@ def test_measured_rows_of_another_workload_or_of_none_are_refused():
     for rows in (none, [1, 2]):
         with pytest.raises(ConfigError, match="at least one row that did not run out of memory"):
             TRACED.corrected(rows)
+
+
+def test_a_traced_workload_is_read_back_and_names_what_is_wrong() -> None:
+    made = Workload.from_model(models.llama(vocab=500), "train", dtype="bf16", trace=True)
+    assert made.phases is not None
+    assert made.dtype == "bfloat16"
+    assert Workload.from_json(made.to_json()) == made
+    for wrong in ({"mode": "nope"}, {"attention": "flash2"}, {"layout": "pack"}, {"sharding": "zz"}, {"dtype": "int3"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Workload(**wrong)

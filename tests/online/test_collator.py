@@ -9,7 +9,7 @@ import torch
 
 from dynagroup import BudgetError, ConfigError, OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.collator import measure_sample
-from dynagroup.online.messages import pack_tensors, unpack_tensors
+from dynagroup.online.messages import Request, WindowSamples, pack_tensors, unpack_tensors
 from dynagroup.testing import assert_conserves
 from tests.online.helpers import collate, collate_packed
 
@@ -182,3 +182,15 @@ def test_a_window_survives_pickling_with_more_than_a_block(monkeypatch: pytest.M
     for one, other in zip(pickle.loads(pickle.dumps(window)), window, strict=True):
         assert one.indices == other.indices
         assert torch.equal(one.batch["input_ids"], other.batch["input_ids"])
+
+
+def window_of(lengths: list[int], groups: Any) -> list[Any]:
+    data = [{"input_ids": [0] * length} for length in lengths]
+    request = Request(np.arange(len(data)), groups, number=0, indices=range(len(data)))
+    found = refining(list, 12, weigh="samples")(WindowSamples(request, data))
+    return [(refined.indices, refined.group) for refined in found]
+
+
+def test_planned_batches_that_grew_are_cut_and_others_stay() -> None:
+    assert window_of([3, 3, 3], (1, 2)) == [([0], 0), ([1, 2], 1)]
+    assert window_of([7, 7, 3], (1, 2)) == [([0], 0), ([1], 1), ([2], 1)]

@@ -73,3 +73,15 @@ def test_whatever_the_settings_every_sample_comes_once(seeds):
             run(seed)
         except Exception as error:
             raise AssertionError(f"attack {seed} (python -m tests.online.attack {seed}): {error}") from error
+
+
+def test_ranks_take_turns_with_the_dearest_batches_of_planned_updates():
+    lengths = lengths_of(256, seed=5, top=60)
+
+    def sizes(world):
+        loader = make_loader(world, lengths, samples_per_update=64, max_tokens=300, shuffle=True)
+        return [[step.batch["input_ids"].numel() for step in loader] for _ in range(2)][1]
+
+    first, second = run_ranks(2, sizes)
+    dearer = [a > b for a, b in zip(first, second, strict=True) if a != b]
+    assert 0.25 < sum(dearer) / len(dearer) < 0.75

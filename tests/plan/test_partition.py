@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import BudgetError, ConfigError, TokenBudget, balanced_partitions, shard_micro_batches
+from dynagroup import BudgetError, ConfigError, TokenBudget, Work, balanced_partitions, shard_micro_batches
 
 LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
 HARD, HARD_LIMIT = [5, 3, 2, 10, 5, 9, 12], 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3, which none of the heuristics finds
@@ -82,3 +82,14 @@ def test_a_sample_that_does_not_fit_comes_alone_or_is_left_out(layout: Any, over
 def test_mistakes_are_named(call: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "cap", "layout", "time"),
+    [("python_files", 65_536, "padded", 214_093), ("mooncake_conv", 131_072, "packed", 1_271_862)],
+)
+def test_steps_of_real_lengths_take_about_the_time_that_they_took(name: str, cap: int, layout: Any, time: int) -> None:
+    tokens = np.random.default_rng(0).permutation(np.load(LENGTHS / f"{name}.npz")["tokens"])[:256]
+    shards, each = shard_micro_batches(tokens, 8, TokenBudget(cap, layout=layout)), Work().of_lengths(tokens)
+    cost = (lambda batch: each[batch].sum()) if layout == "packed" else (lambda batch: len(batch) * each[batch].max())
+    assert Work().of_rows(np.asarray([[cost(batch) for batch in rank] for rank in shards]).T) <= 1.01 * time

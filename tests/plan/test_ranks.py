@@ -156,3 +156,27 @@ def test_tiny_rows_are_nearly_the_best_division(layout: Any, work: Work) -> None
         picks = [np.asarray([bool(mask >> n & 1) for n in range(8)]) for mask in range(1, 255)]
         best += min(time(Batches.of([np.flatnonzero(pick), np.flatnonzero(~pick)])) for pick in picks)
     assert ours <= 1.05 * best
+
+
+# Two padded streams: the least that a row allows is not known. What holds is a sum over the rows: their dearest batches against
+# their means (padding as it was cut) or, where that is more, against their dearest samples by themselves.
+WAITING = {(64, 8): 0.09, (256, 2): 0.02, (256, 8): 0.05, (1024, 8): 0.025}
+"""Samples and ranks -> the share of the predicted time by which the dearest batches may exceed that."""
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(LENGTHS.glob("*.npz")) if "tgt_tokens" in np.load(path)])
+def test_rows_of_real_pairs_wait_little_beyond_what_their_dearest_sample_makes_them(name: str) -> None:
+    file, work = np.load(LENGTHS / f"{name}.npz"), Work()
+    chosen = np.random.default_rng(1).permutation(len(file["tokens"]))[:1024]
+    pairs = {"tokens": file["src_tokens"][chosen], "target": file["tgt_tokens"][chosen]}
+    budget, alone = TokenBudget(16 * int(sum(pairs.values()).max())), work.of_lengths(pairs)
+    for (group, ranks), share in WAITING.items():
+        dearest = least = time = 0.0
+        for first in range(0, 1024, group):
+            batches = cut({k: v[first : first + group] for k, v in pairs.items()}, budget, ranks, work=work)
+            part = batches.map(np.arange(first, first + group))
+            rows = work.of_batches(part, pairs, budget).reshape(-1, ranks)
+            samples = np.array([alone[batch].max() for batch in part]).reshape(-1, ranks).max(axis=1)
+            dearest, least = dearest + rows.max(axis=1).sum(), least + np.maximum(rows.mean(axis=1), samples).sum()
+            time += work.of_rows(rows)
+        assert dearest - least <= share * time, (group, ranks, (dearest - least) / time)

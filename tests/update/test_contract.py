@@ -308,7 +308,7 @@ WRONG = [
     ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"),
     ({"num_worker": 1}, "num_worker"),
     ({"in_order": False}, "`in_order=False` is of no use"),
-    ({"batch_size": 4}, "refuses .*batch_size"),
+    ({"batch_size": 1}, "`batch_size` is no argument of this loader: the budget decides"),
     ({"accumulation": 2, "samples_per_update": 8}, "`accumulation` .2. and `samples_per_update` exclude each other"),
     ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
     ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
