@@ -40,10 +40,7 @@ OneKind: TypeAlias = Literal["step", "batch"]
 Drawn: TypeAlias = "IntArray | None"  # dataset indices in an order of the user's
 Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # row after row, and which only fill theirs: bool (steps, ranks)
 
-LEFT_OUT = (
-    "the budget's learned limit leaves out other samples than when this epoch began (oversize='drop'); go on with the next "
-    "epoch (set_epoch), or pass oversize='alone'"
-)
+LEFT_OUT = "learned limits leave out other samples than this epoch did (oversize='drop'): set_epoch to the next"
 BATCHES_PER_WINDOW = 100
 SAMPLED = 4096  # lengths from which a window is chosen
 LEAST_SHARE = 8  # a kind of few samples is divided into windows down to this part of one: its batches shall differ, too

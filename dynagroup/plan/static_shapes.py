@@ -18,7 +18,7 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, prim
 from dynagroup.validation import check_int
 
 BATCHES_OF_A_WINDOW = 100
-SAMPLES, WINDOWS = 4096, 256  # of the dataset, drawn to choose rungs by
+SAMPLES, WINDOWS, TRIED = 4096, 256, 600  # of the dataset, drawn to choose rungs by; and different batches of them
 ROUNDS = 3  # after the first the rungs are chosen anew, one by one
 AGAIN, NOT_HELD = 4, 1e30  # times that a batch which no rung holds takes, to be cut again; and time, if it is a sample
 
@@ -95,12 +95,14 @@ class ShapeLadder(Wrapper):
 
     # Greedy choice of facilities (Cornuejols, Fisher and Nemhauser 1977), then exchange: windows are cut as if any shape were
     # allowed; of the shapes of those batches the one joins next with which all of them take least time. A batch of more samples
-    # than a rung has takes its part of several. O(num * batches**2), whatever the number of lengths.
+    # than a rung has takes its part of several. O(num * batches**2), of at most TRIED different batches, a systematic sample.
     def _chosen(self, units: IntArray, windows: Iterator[IntArray], num: int, work: Work) -> IntArray:
         """The rungs (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) of samples that fit alone."""
         hardest = _exceeded_by_none(units)
-        cuts = [np.insert(hardest, 0, 1, axis=0).T, *(self._cut(window, work) for window in windows)]
-        cut, counts = np.unique(np.concatenate(cuts), axis=0, return_counts=True)
+        cuts = np.concatenate([self._cut(window, work) for window in windows])
+        cut, counts = (found[:: -(-len(found) // TRIED)] for found in np.unique(cuts, axis=0, return_counts=True))
+        cut = np.append(np.insert(hardest, 0, 1, axis=0).T, cut, axis=0)  # these must be held
+        counts = np.append(np.ones(hardest.shape[1]), counts)
         tried = np.concatenate([cut, *self._boxes(hardest, units.max(axis=1))])
         held = (cut[:, None, 1:] <= tried[:, 1:]).all(axis=2)
         parts = np.maximum(cut[:, :1] / tried[:, 0], 1.0) * counts[:, None]
@@ -113,8 +115,9 @@ class ShapeLadder(Wrapper):
             chosen.append(int(np.minimum(time, least).sum(axis=0).argmin()))
         rungs = np.unique(tried[chosen], axis=0)
         if not (hardest.T[:, None] <= rungs[:, 1:]).all(axis=2).any(axis=1).all():
-            said = f"`num_shapes` is too small: {num} shapes that fit hold not every sample in all its lengths"
-            raise ConfigError(f"{said}; allow more")
+            raise ConfigError(
+                f"`num_shapes` is too small: {num} that fit hold not every sample in all lengths; allow more"
+            )
         return rungs
 
     def _cut(self, units: IntArray, work: Work) -> IntArray:
@@ -194,9 +197,8 @@ class ShapeLadder(Wrapper):
         wide = zip(self._names, self._widths, strict=True)
         holds = np.logical_and.reduce([lengths[name][:, None] <= widths for name, widths in wide])
         places = np.arange(len(work))[:, None]
-        held = np.minimum.accumulate(np.where(holds, len(work), places)[::-1], axis=0)[
-            ::-1
-        ]  # until here, without a gap
+        beyond = np.where(holds, len(work), places)[::-1]
+        held = np.minimum.accumulate(beyond, axis=0)[::-1]  # until here, without a gap
         reach = np.minimum(held - places, np.minimum(self._samples, most[:, None]))
         fitting = self._fitting
         reach[:, ~fitting] *= ~(reach[:, fitting] > 0).any(axis=1, keepdims=True)

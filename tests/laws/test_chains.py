@@ -120,7 +120,7 @@ def test_an_epoch_under_way_leaves_out_what_it_left_out_or_is_refused(kind: str,
             learned_at(budget, 60)
         if number == 2:
             break
-    state, said = loader.state_dict(), r"leaves out other samples .* go on with the next epoch"
+    state, said = loader.state_dict(), r"leave out other samples .* set_epoch to the next"
     if when == "before the state":
         with pytest.raises(StateError, match=said):
             other.load_state_dict(state)
