@@ -5,6 +5,7 @@ made from its config, on the CPU or on a GPU. Every method holds at most as many
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -110,6 +111,7 @@ def _batches(machine: Machine, mode: str, lengths: np.ndarray, new_tokens: int, 
     whole = lengths + new_tokens
     ordered, cap = longest_first(np.arange(len(whole)), whole), fixed * int(whole.max())
     work = Work.of_known(None, device=machine.device)
+    work = replace(work, per_step=work.per_step * (1 + new_tokens))  # as generate_dataset: each token is a step
     ways: dict[str, Update] = {
         "fixed, as they come": in_fixed(np.random.default_rng(0).permutation(len(lengths)), fixed),
         "fixed, sorted": in_fixed(ordered, fixed),
