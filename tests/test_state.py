@@ -23,7 +23,7 @@ def test_a_whole_state_of_this_run_passes_also_after_json():
     ({"more": 1}, "its seal differs"),
     ({3: 1}, "its seal differs"),
     ({"identity": 3}, "its seal differs"),
-    ({"version": 1}, "has version 1, this dynagroup reads version 2"),
+    ({"version": 1}, "has version 1, this dynagroup reads version 3"),
     ({"kind": "Other"}, "a state of 'Other', not of Loader"),
 ])  # fmt: skip
 def test_what_is_damaged_is_named(change, said):
