@@ -8,6 +8,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, TypeVar
@@ -45,9 +46,10 @@ class ThreadWorld:
         try:
             self._barrier.wait()
             gathered = list(self._vectors)
-            self._barrier.wait()
         except threading.BrokenBarrierError as error:
             raise AlignmentError(f"rank {self.rank} of {self.size} waits for a rank that has gone") from error
+        with suppress(threading.BrokenBarrierError):  # of a rank that fails behind this exchange: the next one tells
+            self._barrier.wait()
         if len({len(vector) for vector in gathered}) > 1:
             raise AlignmentError(f"ranks exchange vectors of different lengths: {[len(v) for v in gathered]}")
         return combine.reduce(gathered).tolist()
@@ -62,8 +64,7 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
     barrier, errors = threading.Barrier(size, timeout=timeout_s), list[BaseException]()
-    vectors: list[Any] = [()] * size
-    results: list[Any] = [None] * size
+    vectors, results = list[Any]([()] * size), list[Any]([None] * size)
 
     def run(rank: int) -> None:
         try:
