@@ -81,8 +81,8 @@ class Part:
 
 
 @dataclass(slots=True)
+class Update:
     """The update in progress: which parts ran, what was in ``.grad`` before, and what ranks must still agree on."""
-    """The update in progress: what ran, what was in ``.grad`` before it, what its ranks must still agree on."""
 
     parameters: list[torch.nn.Parameter]
     before: list[torch.Tensor | None] = field(init=False)

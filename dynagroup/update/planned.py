@@ -121,7 +121,7 @@ class PlannedDataLoader(StepLoader[B]):
         planner.warn_of_oversize()
 
     @property
-        """The budget, with its limits taken from the lengths."""
+    def budget(self) -> Budget:
         """The budget, with its limits taken from the lengths."""
         return self._plan.planner.budget
 
