@@ -104,7 +104,7 @@ def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
 
 class GroupedOrder:
     """An order whose updates hold samples of similar length: ``pool`` updates at a time are sorted by length, ties at
-    random, and cut into updates of neighbours, which come in random order. An epoch's short last update stays last."""
+    random, and cut into updates of neighbours, which come in random order. An epoch's short last update stays last.
 
     Any slice costs one sort of each pool that it touches; the last pool is cached.
 

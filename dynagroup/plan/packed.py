@@ -27,7 +27,7 @@ def pack(
     """Divide one window of samples into packed batches that fit ``budget``: few rows of ``multiple`` batches, of equal work.
 
     A sample of more work than its row's fair share sets the time of that row anyway. So its other batches may
-    hold as much work as that sample. A sample that does not fit even alone gets a batch of its own. 4,096 take 10 ms.
+    hold as much work as that sample. An oversize sample gets a batch of its own. It takes 10 ms for 4,096 samples.
 
     Returns:
         Positions in the window, in order of arrival inside a batch. Batches come most expensive first, or with
@@ -143,7 +143,7 @@ def least_alike(
 
 
 def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room) -> list[Bin]:
-    """Best fit: each item, in order, into the bin with least room that it fits, or a new one. O(N log bins)."""
+    """Best fit: each item, in order, into the bin of least room, or into a new one. O(N log bins) and N insertions."""
     bins: list[Bin] = []
     by_room: list[tuple[float, int]] = []
     for item in order:
