@@ -257,8 +257,8 @@ def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Re
 
 
 def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[Request]:
-    """Windows of like samples, where lengths are known roughly: those of several windows a rank are sorted, and dealt out so that
-    all ranks hold the like at the same time."""
+    """Windows of similar samples, if lengths are known roughly: the samples of several windows per rank are sorted and
+    dealt, so that all ranks have similar ones at the same time."""
     config = source.config
     together, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
     for span in np.array_split(np.arange(len(rough)), range(SORTED * together, len(rough), SORTED * together)):
