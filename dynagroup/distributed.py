@@ -134,7 +134,7 @@ def current_world(*, timeout_s: float = 600.0) -> World:
 
 
 def warn_if_launched() -> None:
-    """Warn that every rank takes all samples, if ``torchrun`` started them but torch is not told yet."""
+    """Warn that every rank takes all samples, if ``torchrun`` started them but torch.distributed is not set up."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():

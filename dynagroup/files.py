@@ -40,7 +40,7 @@ def measure_files(
         data: a file (csv, tsv, jsonl, json, parquet, txt), a pattern such as "data/*.parquet", a folder of a Hub
             dataset or one saved by ``datasets`` (its ``train`` split is read); or a list of these, read in this order.
         tokenizer: called like a transformers tokenizer; not needed for columns of lengths or ids.
-        column: column of texts, ids or lengths; several ("source,target", or a list) are streams. Default: by name.
+        column: of texts, ids or lengths; several ("source,target", or a list) are streams. Default: a usual name.
         max_length: longer samples count as this many tokens; it applies to ``tokens``, or else to the first column.
         num_proc: number of processes, each with a parquet row group or 10,000 rows at a time; default: one per core.
         output: a ``.npy`` file (``.npz`` for several columns) to write; the result is then a memory map of it. Finished
@@ -186,7 +186,7 @@ def _rows(data: Any, first: int, columns: list[str]) -> Any:
 
 
 def _tables(path: Path, kind: str) -> Iterator[Any]:
-    """Chunks of a file without row groups, read by pandas. The first rows decide: texts or numbers."""
+    """Chunks of a file without row groups, read by pandas. First rows decide if a column holds texts or numbers."""
     import pandas
 
     if kind in (".npy", ".npz"):

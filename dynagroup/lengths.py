@@ -103,7 +103,7 @@ class Kinds:
 
     @classmethod
     def read(cls, given: Any, num_samples: int) -> "Kinds":
-        """Read one label per sample: any value that can be hashed and equals itself. None: one kind, None.
+        """Read one label per sample, any value that can be hashed and equals itself. None: all are of the kind None.
 
         ConfigError: a label cannot be told from others, or the number of labels is not the number of samples.
 
@@ -356,7 +356,7 @@ def _refuse_chat(value: Any, index: int) -> None:
 
 
 def begun_once(tokenizer: Any, texts: Sequence[Any]) -> Tokenizer:
-    """The tokenizer; adds no special tokens if all texts already begin with its BOS token, as of chat templates."""
+    """The tokenizer, set to add no special tokens if all texts begin with its BOS token already (chat templates)."""
     first, number = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     begun = bool(first) and len(texts) > 0 and all(isinstance(text, str) and text.startswith(first) for text in texts)
     twice = begun and tokenizer([first])["input_ids"][0][:2] == [number] * 2

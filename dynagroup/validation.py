@@ -30,7 +30,7 @@ def warn_user(message: str) -> None:
 
 @contextmanager
 def explained(what: str, *passed: type[BaseException], way_out: str = "") -> Iterator[None]:
-    """Turn errors inside into a ConfigError: ``what`` it means, its first line. ``passed``: errors let through."""
+    """Turn errors inside into a ConfigError: ``what`` they mean, and their first line. ``passed``: types to raise."""
     try:
         yield
     except passed:

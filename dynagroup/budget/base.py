@@ -80,7 +80,7 @@ class Budget(ABC):
         """Which of these K shapes fit: bool (K,). ``shape`` holds arrays with one entry per batch."""
 
     def pads(self, stream: str, /) -> bool:
-        """Whether a stream is padded. Beside the primary, an unpadded stream counts as no tokens in reports."""
+        """Whether a stream is padded. Beside the primary, unpadded streams count as no tokens in orders and reports."""
         return True
 
     def bind(self, lengths: Streams, /) -> Budget:
@@ -88,7 +88,7 @@ class Budget(ABC):
         return self
 
     def with_memory(self, known: Callable[[], Any], /) -> Budget:
-        """This budget. If it predicts memory and has no memory model, it takes that of ``known()``."""
+        """This budget; if it predicts memory but was given no memory model, with the one that ``known()`` returns."""
         return self
 
     def held(self, limit: float | None, /) -> Budget:
@@ -125,7 +125,7 @@ def padded_streams(budget: Budget, names: Collection[str]) -> tuple[str, ...]:
 
 
 def is_packed(budget: Budget, names: Collection[str]) -> bool:
-    """Whether samples are laid end to end: by the budget's layout, or as it has only caps, one on the primary stream.
+    """Whether samples are laid end to end: by the layout, or if the budget has only caps, one on the primary stream.
 
     >>> is_packed(AdditiveCap("nodes", 9) & AdditiveCap("edges", 30), ["nodes", "edges"])
     True

@@ -138,7 +138,7 @@ class LearningBudget(Wrapper):
         return largest_within(lambda n: self._within(applied, BatchShape.of(n, longest)), len(longest), most)
 
     def apply(self, world: World | None = None) -> None:
-        """Let ``fits`` follow what was learned, between epochs, with the lowest limit of all ranks. Collective."""
+        """Let ``fits`` follow what was learned; call it between epochs. Ranks take the lowest limits. Collective."""
         numbers = self._lessons.numbers
         if world is not None and world.size > 1:
             lowest = world.all_max([-int(min(limit * COST_UNIT, NO_COST)) for limit in self.limits])
@@ -199,7 +199,7 @@ class LearningBudget(Wrapper):
         return sealed("LearningBudget", {"budget": self.base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what a run of the same budget had learned. StateError: it differs; nothing changed."""
+        """Continue with what a run with the same budget learned. StateError: another budget; nothing has changed."""
         [found], lessons = opened(state, "LearningBudget", {"budget": self.base.fingerprint}), self._lessons
         for place, number in enumerate(found["numbers"]):  # in place, because they may be in shared memory
             lessons.numbers[place] = math.inf if number is None else number

@@ -32,7 +32,7 @@ class DynagroupConfig:
         updates: "preserved": every update holds the samples that fixed batches would give it, by the host's sampler.
             "free": an update is gradient_accumulation_steps batches on every rank, each as large as fits.
         samples_per_update: samples of an update over all ranks: an int, or a schedule ``(update, current) -> int``.
-            None: per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks. Not if "free".
+            None: per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks. Not with "free".
         grouping: the samples of this many updates are sorted by length and dealt into as many updates of the same size,
             so that even small updates have little padding. Only with mode="offline" and updates="preserved".
         kinds: a label for each training sample, or the name of the column with labels. Not for evaluation.
@@ -43,7 +43,7 @@ class DynagroupConfig:
         lengths: tokens of each training sample (int, shape (num_samples,)), or a dict of streams such as
             ``{"tokens": ..., "target": ...}``. None: the length column, else counted from the model's first input;
             encoder-decoders' labels are counted as ``target``.
-        length_of: with mode="online": processed sample -> tokens, or -> {stream: units}. None: of ``input_ids``.
+        length_of: with mode="online": processed sample -> tokens, or -> {stream: units}. None: that of ``input_ids``.
         weigh: what the loss is a mean of, if it is a mean: "auto" (labels that are predicted, if labels have a token
             dimension, else samples), "samples", or a function from a batch to a number.
         out_of_memory: "retry": a batch that runs out of memory is run in parts, with the same gradient; None: an error.

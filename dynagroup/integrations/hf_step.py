@@ -174,7 +174,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
 
     @contextlib.contextmanager
     def _weighed(self, step: Step[Any], mean: bool, num_steps: int) -> Iterator[None]:
-        """Weigh a loss that is a mean: the Trainer divides it by accumulated batches, whose number is 1 / scale."""
+        """Weigh a loss that is a mean: the Trainer divides it by a number of batches, which is set to 1 / scale."""
         stated, scale = self.loss_is_scaled_for_ga, step.loss_scale if mean else 1.0
         nothing = step.idle or scale == 0.0
         self._idle_step = nothing

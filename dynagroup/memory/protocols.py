@@ -16,7 +16,7 @@ class MemoryModel(Protocol):
     """Predicts the memory of a batch relative to another: never less for one more sample, or for a longer one."""
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        """Memory that grows with the batch, of K shapes, as a share of the one-row ``baseline``: float64 (K,)."""
+        """Memory of K shapes that grows with the batch, as a share of the one-row ``baseline``: float64 (K,)."""
         ...
 
     @property

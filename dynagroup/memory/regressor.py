@@ -57,7 +57,7 @@ class MemoryRegressor:
 
     @classmethod
     def pretrained(cls, workload: Workload | None = None) -> MemoryRegressor:
-        """The regressor that comes with the package, for this workload. None: nothing is known, predict with care."""
+        """The regressor that comes with the package, for this workload. None: an unknown one, predicted cautiously."""
         return replace(_pretrained(), workload=workload) if workload else _pretrained()
 
     @classmethod

@@ -27,8 +27,8 @@ BLANK = Request(np.zeros(0, np.int64))
 
 
 class RequestQueue:
-    """The ``batch_sampler`` of the inner DataLoader. It hands out the running feed's requests. If there is none yet it
-    hands out a blank (an empty window), because workers fetch ahead of what ranks have agreed, and of answers."""
+    """The ``batch_sampler`` of the inner DataLoader: hands out the running feed's requests. If there is none yet: a
+    blank (an empty window), because workers fetch ahead of what ranks have agreed, and of complete answers."""
 
     feed: "MapFeed | None" = None
 

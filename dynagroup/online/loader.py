@@ -45,7 +45,7 @@ class OnlineDataLoader(StepLoader[Any]):
     Args:
         dataset: map-style (``__getitems__`` is used if it has one); or iterable: it must divide itself among ranks and
             workers.
-        budget: limit of a batch, e.g. ``TokenBudget(16384)``; a number means tokens. A MemoryBudget needs ``longest``.
+        budget: limit of a batch, such as ``TokenBudget(16384)``, or 16384 for short. A MemoryBudget needs ``longest``.
         collate_fn: processed samples -> batch; default: torch's ``default_collate``.
         length_of: processed sample -> tokens, or -> {stream: units}. Default: length of its ``input_ids``; if the
             collate function makes or changes these, the length of the batch that it makes of the sample alone.

@@ -273,7 +273,7 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
 
 def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: int, size: int) -> Iterator[Request]:
     """One request per update: this rank's share of the samples that fixed batches would draw for it. After a resume on
-    other ranks, used samples have no position any more, and the current update holds only its rest."""
+    other ranks, used samples have no position, and of the current update only the rest is requested."""
     mark, skipped = source.cursor, source.order.skipped
     for begin, stop, after in sizes.spans(mark):
         first, end = max(begin - skipped, 0), stop - skipped

@@ -47,7 +47,7 @@ def generate_with_oom_retry(
 
     Raises:
         BudgetError: a part that cannot be cut further does not fit; names the samples and their shapes.
-        ConfigError: what cannot work in parts: a streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
+        ConfigError: not possible in parts: a streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
 
     >>> output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=64)  # doctest: +SKIP
     """

@@ -1,4 +1,4 @@
-"""Runs a model on a whole dataset: generate, embed or classify. Planned, safe from memory errors and crashes."""
+"""Runs a model on a whole dataset: generate, embed or classify; planned, resumable, and split where memory runs out."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def generate_dataset(
         world: ranks that share the work; default: all of ``torch.distributed``.
         options: ``batch_size`` (16; samples of the longest kind that fit the device) or ``budget``; ``max_length``
             (tokens of a text before it is truncated, without new ones, unlike in ``generate``); ``progress`` (True);
-            ``learned``, a :class:`~dynagroup.LearningBudget`; arguments of ``generate``, but none of one batch.
+            ``learned``, a :class:`~dynagroup.LearningBudget`; arguments of ``generate`` that suit every batch.
 
     Raises:
         ConfigError: arguments contradict each other, or a text is longer than the model's positions.
@@ -60,7 +60,7 @@ def iter_generate(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     max_new_tokens: int | None = None, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """Yield (index, result) of :func:`generate_dataset` when made, longest texts first, without ``skip``, unsaved."""
+    """Yield (index, result) of :func:`generate_dataset` when made, longest text first, except ``skip``; unsaved."""
     return _generation(model, tokenizer, texts, max_new_tokens, **options).as_they_come(skip)
 
 

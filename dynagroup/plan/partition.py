@@ -58,7 +58,7 @@ def balanced_partitions(
 
 
 def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]]:
-    """Parts within the limit, of at most ``slots`` items. Without a limit the cost is within 4/3 of the least."""
+    """Parts within the limit, of up to ``slots`` items. Without one, the largest cost is at most 4/3 of the least."""
     room, costs = Room([(size, most)], len(cost)), cost.tolist()
     bins = [room.bin(slots=items) for items in slots]
     if size.max(initial=0.0) <= most:
@@ -79,7 +79,7 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
 
 
 def _first_fit(bins: list[Bin], room: Room) -> bool:
-    """First fit: each item, in the given order, into the first part with room. Callers may have counted so."""
+    """First fit: each item, in order, into the first part with room. Callers may have counted the parts this way."""
     for item in range(len(room.sizes)):
         number = next((number for number, bin in enumerate(bins) if room.admits(bin, item)), None)
         if number is None:

@@ -115,7 +115,7 @@ class BatchPlan:
 
     @property
     def predicted_time(self) -> float:
-        """Predicted time of all steps in linear tokens: fixed costs and the most work, see ``Work.meet``."""
+        """Predicted time of all steps, in linear tokens: their fixed cost and slowest ranks, see ``Work.meet``."""
         return self.work.of_rows(self._work)
 
     @cached_property

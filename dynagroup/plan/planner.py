@@ -155,7 +155,7 @@ class Planner:
         return self if (after.limit, after.config) == (self.limit, self.config) else after
 
     def in_mid_epoch(self) -> "Planner":
-        """A planner for the rest of an epoch that follows what was applied to the budget since; or this one.
+        """A planner for the rest of an epoch that follows the limit applied since; this one if nothing was applied.
         StateError: it would change which samples take part."""
         after = self.by(LearningBudget.applied_to(self.budget))
         if self.config.oversize == "drop" and not np.array_equal(after.unfit, self.unfit):

@@ -149,7 +149,7 @@ def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
 
 
 def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int]:
-    """Shuffled batches of one size, of the plan's samples; and the size. Default: so many of the longest as fit."""
+    """Shuffled batches of one size, of the plan's samples; and that size. Default: as many of the longest as fit."""
     samples = plan.batches.order
     most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
     size = batch_size or max(most, 1)

@@ -210,7 +210,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         """Where this epoch stands: a few integers, JSON-able, the same on every rank.
 
         Args:
-            num_steps: steps of this epoch that training has used, and before a resume; None: all handed out. Needed
+            num_steps: steps of this epoch that training has used, before a resume too; None: all handed out. Needed
                 with a plain ``DataLoader`` whose workers prefetch, but not with a ``StatefulDataLoader``.
 
         Raises:
@@ -241,7 +241,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a state was taken, on any number of ranks: the rest of its epoch comes next, or if nothing
-        remained, the next epoch. The state of one rank is enough; a list of all ranks' states must agree.
+        remained, the next epoch. One rank's state is enough; if all ranks' states are given, they must agree.
 
         On the same number of ranks the remaining batches are the same. On another number, the remaining samples of the
         current window are cut into new batches.

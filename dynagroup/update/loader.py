@@ -212,7 +212,7 @@ class StepLoader(ABC, Generic[B]):
 
     @property
     def num_updates(self) -> int:
-        """Number of updates of :attr:`epoch`: exact unless their size changes. ConfigError: not known yet."""
+        """Number of updates of :attr:`epoch`, exact unless their size changes. ConfigError: not known beforehand."""
         return self._walk().num_updates(self.epoch)
 
     def updates_in(self, epochs: float) -> int:
@@ -248,7 +248,7 @@ class StepLoader(ABC, Generic[B]):
 
 
 def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:
-    """``accumulation``. ConfigError: it is beside ``samples_per_update``, or a setting lacks the latter."""
+    """``accumulation``. ConfigError: it comes with ``samples_per_update``, or a setting that needs that lacks it."""
     accumulation = check_int("accumulation", accumulation)
     for name, given in of_set_sizes.items():
         if check_flag(name, given) and samples_per_update is None:

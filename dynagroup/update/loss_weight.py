@@ -85,7 +85,7 @@ def _label_name(batch: Any) -> str | None:
 
 def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
     """Whether a model's own loss skips the first label of a row, like transformers' causal losses: by ``loss_type``, or
-    if that is None, by its class (GPT2LMHeadModel). Looks through DDP and PEFT. ``unknown``: if it has none."""
+    if that is None, by its class. Looks through DDP and PEFT. ``unknown``: the answer if there is no ``loss_type``."""
     model = getattr(model, "module", model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

@@ -202,7 +202,7 @@ class PlannedDataLoader(StepLoader[B]):
         return super().timed(step) if self._times is None else self._times.of(step)
 
     def _measure(self, world: World, times: StepTimes) -> None:
-        """Fit ``work`` to the timed steps of all ranks, once they are enough; collective until then."""
+        """Fit ``work`` to the timed steps of all ranks at an epoch's end, once they are enough. Collective."""
         planner, guess = self._plan.planner, cast("Any", self._guess)
         (indices, seconds), sums = times.read(), [0.0] * 13
         if seconds:

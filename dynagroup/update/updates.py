@@ -128,8 +128,8 @@ class _Updates(Walk):
 # An epoch's order is cut into spans, and each span is planned by itself, like an epoch of one window. So the samples of
 # an update depend on order and schedule alone; budget and ranks only decide how they are divided.
 class PreservedUpdates(UpdateSizes, _Updates):
-    """Updates of exactly as many samples as ``schedule`` says, those that fixed batches would draw: in the user's
-    ``order``, a seeded one, or without ``shuffle`` the dataset's. ``drop_last`` leaves out a smaller last one."""
+    """Updates of exactly as many samples as ``schedule`` says, as fixed batches would draw them: in the user's
+    ``order``, a seeded one, or without ``shuffle`` the dataset's. ``drop_last``: a smaller last one is left out."""
 
     def __init__(
         self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
