@@ -21,10 +21,10 @@ from dynagroup.shapes import IntArray, primary
 from dynagroup.validation import warn_user
 
 
-# What: batches for W ranks, row by row. Each row has the same number of samples on every rank, since the Trainer
-# gathers results of   one shape. Samples sorted by length are grouped by W; groups, each as long as its longest, are
-# cut into batches; each rank   takes its own sample of each group. The last samples, at most W - 1 and the shortest,
-# are a row of their own. Why right: a rank's batch is no larger than the groups the budget was asked about, so it fits.
+# What: batches for W ranks, row by row, with equally many samples on every rank, as the Trainer gathers results of one
+#   shape. Samples sorted by length are grouped by W; groups, each as long as its longest, are cut into batches; a rank
+#   takes its own sample of each group. At most W - 1 samples are left, the shortest: they are a row of their own.
+# Why right: a rank's batch is no larger than the groups the budget was asked about, so by its law it fits.
 class EvaluationRows:
     """A batch sampler for accelerate, which deals batch ``k`` to rank ``k % num_ranks``.
 

@@ -30,8 +30,8 @@ from dynagroup.update.step import LoaderStats, Step
 
 
 # What: while TRL computes a loss, it gathers values of all ranks' batches as tensors of one shape, notes their mean,
-# and logs the   mean of its notes. Batches that fit differ in size. So each rank gives what it has, an idle one
-# nothing, and a mean is noted   once for each value behind it.
+# and   logs the mean of its notes. Batches that fit differ in size: so each rank gives what it has, an idle one
+# nothing, and   a mean is noted once for each value behind it.
 @contextlib.contextmanager
 def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
     """Around the loss of a batch. ``probe``: of this rank alone, without notes. Trainers not of TRL are not changed."""
@@ -266,10 +266,10 @@ def _defines_compute_loss(trainer_class: type) -> bool:
 
 
 # What: compute the loss for one item and for two, on the same batch, without gradients, dropout or other randomness.
-# Why right: a sum divided by the number of items halves, a mean stays; auxiliary terms are small beside a sum over one
-# item.   Two cases look alike from outside: heads that take ``**kwargs`` and drop the number (transformers#47688,
-# open), and a subclass   whose ``compute_loss`` returns a mean. The Trainer takes both for sums, so they would count
-# once per batch. Cost: two forward passes, once per run. Collective: all ranks take the same answer, or all raise.
+# Why right: a sum divided by the number of items halves, a mean stays; auxiliary terms are small beside a sum over one.
+#   Heads that take ``**kwargs`` and drop the number (transformers#47688, open), and a subclass whose ``compute_loss``
+#   returns a mean, look alike from outside: the Trainer takes both for sums, so they would count once per batch.
+# Cost: two forward passes, once per run. Collective: all ranks take the same answer, or all raise.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:
     """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell."""
     error: Exception | None = None

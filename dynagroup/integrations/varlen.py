@@ -55,10 +55,10 @@ def use_varlen_attention(model: Any) -> Any:
     return model
 
 
-# What: one forward pass of a few tokens. Each layer's attention is computed twice from the same queries, keys and
-# values: by the   model's own function (the "eager" one of its file, with its masks), and by ours.
-# Why right: queries, keys and values are random and large instead of the layer's, so that soft caps and sinks show.
-# Windows and   chunks are longer than a few tokens, but masks are functions of two places, asked about far ones.
+# What: one forward pass of a few tokens. Each layer's attention is computed twice from the same queries, keys, values:
+#   by the model's own function (the "eager" one of its file, with its masks), and by ours.
+# Why right: these are random and large instead of the layer's, so that soft caps and sinks show. Windows and chunks are
+#   longer than a few tokens, but masks are functions of two places: they are asked about places far apart.
 def check_own_attention(model: Any) -> set[Any]:
     """Compare packed attention with the model's own, layer by layer; returns the attention modules. ConfigError: they
     differ (soft caps, sinks, chunks, biases, ...), or cannot be compared."""

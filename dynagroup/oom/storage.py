@@ -75,7 +75,7 @@ VECTORS = Kind(
 # run has a file of its own: records of length, checksum, index and result. Checksums start from the identity of the
 # job, so an intact record is a result of this job; and two processes never write one file. A file counts up to its
 # first record that is not intact, be it torn by a crash or damaged later; what comes after it is done again.
-# The output is renamed into place after its receipt is written: no output is without one. Cost: one fsync per batch.
+# The output is renamed into place after its receipt is written, so it always has one. Cost: one fsync per batch.
 class Output:
     """A job's results file; until it is complete, also the journal of finished samples beside it."""
 

@@ -115,8 +115,8 @@ def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any,
     return torch.cat([value, torch.full_like(more, IGNORED) if key in LABELS else more])
 
 
-# What: with a ladder, a batch of each rung; with any other budget, the most samples of a few lengths. Each batch
-# repeats one sample of the dataset, the longest that the shape holds.
+# What: with a ladder, a batch of each rung; with any other budget, the most samples of a few lengths. Each batch is one
+#   sample of the dataset, the longest that the shape holds, as many times as it has rows.
 # Why on all ranks: backward passes exchange gradients, so all run alike; shapes depend on lengths and budget alone.
 def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> list[Shape]:
     """Run one batch of each shape that a model will meet, forward and backward, most expensive first. Running out of
