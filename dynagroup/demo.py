@@ -48,7 +48,7 @@ class DemoConfig:
 @dataclass
 class Run:
     """The batches of each optimizer update, as lists of sample indices; and what training with them took: seconds per
-    update (on a CPU CPU time, which other work does not lengthen), and the mean loss of a held-out token at the end."""
+    update (CPU time on a CPU, which other work does not lengthen), and the mean loss of a held-out token at the end."""
 
     name: str
     updates: Sequence[Sequence[Sequence[int]]]

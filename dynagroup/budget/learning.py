@@ -50,12 +50,12 @@ class _Lessons:
 # A failure at cost c sets a wall: no batch of cost c or more is tried again. Costs are predictions, so the limit falls
 # to a share of c. Batches that pass near the limit raise it again in small steps, but never up to the wall.
 class LearningBudget(Wrapper):
-    """A budget that no longer allows what has run out of memory. Without a ``budget`` it allows everything else.
+    """A budget that no longer allows what has run out of memory. Without a ``budget`` to correct, all else is allowed.
 
     The cost of a batch is what ``budget`` predicts for it. ``allows`` follows each failure at once:
     :class:`~dynagroup.oom.OomSafeBackward` and generation ask it and split a batch before it fails. ``fits``, which
     plans use, follows only after :meth:`apply`: loaders call it when an epoch begins, and save this state in theirs. So
-    does a :class:`LengthAwareBatchSampler` on one rank; on several ranks call it yourself, and record alike on all.
+    does a :class:`LengthAwareBatchSampler` on one rank; on several, call it yourself, with equal records on all.
 
     >>> budget = LearningBudget(TokenBudget(1000))
     >>> budget.record_oom(BatchShape.of(8, longest=100))

@@ -148,8 +148,8 @@ class TracedMemory:
 
 
 def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
-    """The line ``factor * predicted + constant`` (at least 1, at least 0) above all ``taken``, of least mean relative
-    excess. The excess is piecewise linear in the factor, so its minimum is a line through two rows, or an end.
+    """The line ``factor * predicted + constant`` (factor >= 1, constant >= 0) above all ``taken``, of least mean
+    relative excess. That is piecewise linear in the factor, so its minimum is a line through two rows, or an end.
 
     >>> [round(number, 6) for number in line_above(np.array([10.0, 20.0, 40.0]), np.array([19.0, 35.0, 65.0]))]
     [1.6, 3.0]

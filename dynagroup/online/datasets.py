@@ -67,7 +67,7 @@ def opening_of(samples: Sequence[Any]) -> int:
 
 
 class _Forwarding:
-    """Forwards attributes but its own to the dataset, also set ones: a ``worker_init_fn`` knows only the dataset."""
+    """Reads and sets all but its own attributes on the dataset, as a ``worker_init_fn`` may know only the dataset."""
 
     def __init__(self, **own: Any) -> None:
         vars(self).update(own)

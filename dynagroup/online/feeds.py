@@ -28,7 +28,7 @@ BLANK = Request(np.zeros(0, np.int64))
 
 class RequestQueue:
     """The ``batch_sampler`` of the inner DataLoader: hands out the running feed's requests. If there is none yet: a
-    blank (an empty window), because workers fetch ahead of what ranks have agreed, and of complete answers."""
+    blank (an empty window), because workers fetch ahead, before ranks agree or an answer proves complete."""
 
     feed: "MapFeed | None" = None
 

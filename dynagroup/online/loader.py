@@ -58,7 +58,7 @@ class OnlineDataLoader(StepLoader[Any]):
             ``samples_per_update`` the window is this rank's share of an update.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``,
             see :mod:`dynagroup.update.schedule`. A rank without samples of an update idles in it.
-        drop_last: leave out an epoch's last update if it is too small.
+        drop_last: leave out an epoch's last update if it is smaller than asked.
         accumulation: steps per update, if ``samples_per_update`` is None.
         seed: an int from 0, for the order and for the random numbers in workers.
         weigh: what the loss is a mean of, for the weight of a batch: "tokens" (labels that a causal model predicts,
@@ -223,7 +223,7 @@ class OnlineDataLoader(StepLoader[Any]):
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
         if learned is not None or learner is not None:
-            Exchange(world, epoch).highest([])  # ranks elsewhere in the run are told so here
+            Exchange(world, epoch).highest([])  # raises if ranks are at different places of the run
         if learned is not None:
             learned.merge(world)
         if learner is not None:

@@ -75,9 +75,9 @@ def embed_dataset(
         model: an encoder or a causal model; of a model with a head only the part before it runs (``model.base_model``).
         pooling: "mean" over the text's tokens, or the "first" or "last" of them.
         normalize: scale vectors to length 1.
-        output: a ``.npy`` file. Else ``output``, ``world`` and errors are those of :func:`generate_dataset`, as are
-        options: but texts are truncated to the maximum of model and tokenizer (how many is logged). Also ``shapes``:
-            most shapes (samples, tokens) that a compiled model sees.
+        output: a ``.npy`` file. Otherwise ``output``, ``world`` and errors are as for :func:`generate_dataset`.
+        options: as there, but texts are truncated to what model and tokenizer take (how many is logged). Also
+            ``shapes``: most shapes (samples, tokens) that a compiled model sees.
 
     >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
     (1000, 384)

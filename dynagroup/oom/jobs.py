@@ -1,4 +1,4 @@
-"""A job: one pass of a model over texts, planned by length, on one or many ranks, safe from failures."""
+"""A job: one pass of a model over texts, planned by length, on many ranks, safe from memory errors and crashes."""
 
 import hashlib
 import json
@@ -299,8 +299,8 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, inner)) if isinstance(inner, (list, tuple)) else type(value) in _PLAIN
 
 
-# Weights may be many and on a device, so they are compared by Fletcher checksums: integers of elements are summed, and
-# summed times odd numbers of places, modulo 2**64. A changed element changes the first, a moved one the second.
+# Weights may be many and on a device, so they are compared by Fletcher checksums: elements, as integers, are summed,
+# and summed times odd place numbers, modulo 2**64. A changed element changes the first, a moved one the second.
 def _weights(model: Any) -> Iterator[str]:
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
         if hasattr(tensor, "element_size") and not name.endswith("inv_freq"):  # which the config says

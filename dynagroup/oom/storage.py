@@ -90,7 +90,7 @@ class Output:
         self._file: Any = None
 
     def is_finished(self) -> bool:
-        """Whether this job's output is complete. Refuses another job's file, a changed and an unknown one."""
+        """Whether this job's output is complete. Refuses a file of another job, a changed file, and an unknown one."""
         if not self._path.exists():
             return False
         if not self._path.is_file() or not self._receipt.exists():

@@ -116,8 +116,8 @@ class OomSafeBackward:
     """``loss.backward()`` that continues in parts when memory runs out, with exact weights.
 
     Call it once per batch, with ``ends_update=True`` on the last batch before ``optimizer.step()``. Gradients stay on
-    their rank until all parts of the update have run, and are averaged then. A rank that runs out of memory repeats its
-    own work only. If a sample does not fit even alone, all ranks raise the same error. Its batches stay in memory.
+    their rank, and batches in memory, until all parts of the update have run; then gradients are averaged. A rank that
+    runs out of memory repeats its own work only. If a sample does not fit even alone, all ranks raise the same error.
 
     ``compute_loss`` must not exchange data between ranks, and its loss must be a mean or sum over its batch (no batch
     normalisation, no contrastive loss).

@@ -26,7 +26,7 @@ def pack(
 ) -> Batches:
     """Divide one window of samples into packed batches that fit ``budget``: few rows of ``multiple`` batches, of equal work.
 
-    A sample of more work than its row's fair share sets the time of that row anyway. So its other batches may
+    A sample of more work than its row's fair share sets the time of that row anyway. So the row's other batches may
     hold as much work as that sample. An oversize sample gets a batch of its own. It takes 10 ms for 4,096 samples.
 
     Returns:
@@ -240,7 +240,7 @@ class Packing:
         return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
 
     def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
-        """Predicted time of rows; and whether a row's batches are equal work, or one sample exceeds it."""
+        """Predicted time of rows; and whether a row's batches are equal work, or one sample exceeds their mean."""
         work = np.asarray([self._costs[part].sum() for part in parts])
         by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
         longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)

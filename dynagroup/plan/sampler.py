@@ -210,7 +210,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         """Where this epoch stands: a few integers, JSON-able, the same on every rank.
 
         Args:
-            num_steps: steps of this epoch that training has used, before a resume too; None: all handed out. Needed
+            num_steps: steps of the epoch that training has used, also before a resume; None: all handed out. Needed
                 with a plain ``DataLoader`` whose workers prefetch, but not with a ``StatefulDataLoader``.
 
         Raises:

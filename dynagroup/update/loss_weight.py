@@ -26,7 +26,7 @@ class Share:
 
 
 def loss_scale(weight: Share, world_size: int) -> float:
-    """Factor for a batch's mean loss. With it, accumulated gradients, averaged over ranks, equal those of one process.
+    """Factor for a batch's mean loss that makes accumulated gradients, averaged over ranks, those of one process.
 
     DDP and FSDP divide by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a
     sample) counts once: the result is the gradient of ``sum(unit losses) / total``.

@@ -62,7 +62,7 @@ class PlannedDataLoader(StepLoader[B]):
         seed: seed of the order, and of the random numbers in workers.
         weigh: what the loss is a mean of, for the weight of a batch: "tokens" (labels that a causal model predicts),
             "samples", or a function from a batch to a number.
-        drop_last: leave out an epoch's last update if it is too small; only with ``samples_per_update``.
+        drop_last: leave out an epoch's last update if it is smaller than asked; only with ``samples_per_update``.
         shapes: most shapes (samples, tokens) that a compiled model sees: each batch is filled to a shape of a
             :class:`~dynagroup.ShapeLadder`, with padding and with rows of weight 0 after its own.
         pad: field -> its padding value, for fields not of transformers; or a function, see :class:`FillingCollator`.

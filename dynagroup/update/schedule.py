@@ -108,7 +108,7 @@ def begun(epoch: int, done: Cursor) -> Cursor:
 
 class UpdateSizes(Walk):
     """Sizes of updates, for both loaders: a pure function of a schedule, of changes, and of how many samples an epoch
-    draws. ``drop_last``: leave out an epoch's last update if it is too small.
+    draws. ``drop_last``: leave out an epoch's last update if it is smaller than asked.
 
     >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
     >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
