@@ -92,7 +92,7 @@ class Budget(ABC):
         return self
 
     def held(self, limit: float | None, /) -> Budget:
-        """This budget with one learned limit that stays fixed, as a plan needs it. None: no limit."""
+        """A copy of this budget with a fixed learned limit, for one plan. None: no limit."""
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:

@@ -59,7 +59,7 @@ class Features:
 
 
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
-    """Of K candidates against one baseline, or K. No means or spreads, which could fall when a sample is added."""
+    """Features of K batches against one baseline, or K. No means or spreads, which may fall when a sample is added."""
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)

@@ -287,8 +287,8 @@ class _Feed(Inner):
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
     ) -> Iterator[tuple[PlannedUpdate, list[Any], list[float], list[float]]]:
-        """Yield (update, its batches on this rank, their weights, sums): the sums are the weight of all ranks' batches
-        up to each step, beginning with what was taken of the update before. Collective."""
+        """Yield (update, its batches on this rank, their weights, sums). ``sums[k]``: the weight of the first k steps
+        on all ranks, plus that of what was taken of the update before. Collective."""
         self.asked.clear()
         self._source = updates
         self.seed(self._seed, epoch)
