@@ -92,7 +92,7 @@ class Budget(ABC):
         return self
 
     def held(self, limit: float | None, /) -> Budget:
-        """A copy of this budget with a fixed learned limit, for one plan. None: no limit."""
+        """This budget with a fixed learned limit, for one plan. None: no limit."""
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
